@@ -1,4 +1,4 @@
-"""The interface of training backends. Every backend must pass tests/unit/backends/conformance.py.
+"""The training backend interface. Every backend must pass tests/unit/backends/conformance.py.
 
 Losses are plain sums over tokens. Normalization and weights are part of the samples' ``advantages``, so that
 every backend computes the same number:
@@ -10,7 +10,7 @@ every backend computes the same number:
     dro                  -Σ mask · (A · lp - beta/2 · (lp - logprobs)²)
 
 lp is the logprob of a token under the current weights, given the tokens before it. A and logprobs are the
-token's values in the sample's ``advantages`` and ``logprobs``. low, high and beta are settings of the loss.
+token's values in the sample's ``advantages`` and ``logprobs``. low, high and beta are loss settings.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_cl
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """The features of a backend. A run that needs other features is rejected when it starts."""
+    """The features that a backend supports. A run that needs others is rejected at startup."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
-    """The kinds of artifacts that ``publish`` creates."""
+    """The kinds of artifacts that ``publish`` can create."""
     supports_full_finetuning: bool = False
     optimizer: frozenset[str] = ADAM_FIELDS
     """The supported optimizer settings. All other settings must have their neutral value."""
@@ -54,17 +54,17 @@ class BackendCapabilities:
     """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 
 
-def cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
+def make_cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
     return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), has_reference=True)
 
 
 def is_mergeable(lora: LoraConfig | None) -> bool:
     """Return True if there is no adapter, or if it can be merged into the weights of any model. An adapter on
-    the output layer cannot, because that layer may share its weights with the input embedding."""
+    the output layer cannot be merged if that layer is tied to the input embedding."""
     return lora is None or "lm_head" not in lora.targets
 
 
-def torch_capabilities(
+def make_torch_capabilities(
     lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool
 ) -> BackendCapabilities:
     return BackendCapabilities(
@@ -104,9 +104,10 @@ class OptimStepResult:
 class Backend(ABC):
     """A model in training.
 
-    Calls may be pipelined: they take effect in the order in which they were made, even if earlier calls were
-    not awaited. Any call may raise BackendUnavailable after its retries, or BackendLost if the session is
-    lost or in an unknown state. Then `load_state` (or `start`, if nothing was saved) starts a new session.
+    Calls may be pipelined: they take effect in the order they were made, even if earlier calls have not been
+    awaited. Any call may raise BackendUnavailable when its retries are exhausted, or BackendLost if the
+    session is lost or its state is unknown. After BackendLost, call `load_state` (or `start`, if nothing was
+    saved) to start a new session.
     """
 
     @property
@@ -114,8 +115,8 @@ class Backend(ABC):
     def capabilities(self) -> BackendCapabilities: ...
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
-        """Abandon the current session, if any, and start a new one on the base model, with a new adapter.
-        This method or `load_state` must be called first. The local backend is started when it is created."""
+        """Start a new session with the base model and a new adapter, and abandon the current session, if any.
+        Call this or `load_state` before any other method. The local backend is ready once it is created."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return every token's logprob under the initial weights without an adapter (NaN at index 0)."""
@@ -128,38 +129,41 @@ class Backend(ABC):
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Accumulate the gradient of the loss. Raises BackendError if a sample is invalid, and NonFiniteError
-        if the loss is not finite. The gradient then stays unchanged. If a service has already added the
-        invalid gradient, later calls raise BackendLost."""
+        if the loss is not finite. Both leave the gradient unchanged, unless a service has already added the
+        non-finite gradient; later calls then raise BackendLost."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it. Raises BackendError if there is no gradient, and
-        NonFiniteError if it is not finite. The weights and moments then do not change. If a service may have
-        applied it, later calls raise BackendLost. The local backend and verl also raise NonFiniteError if a
-        weight is not finite after the step, and do not save or publish it; `load_state` replaces it."""
+        """Apply the accumulated gradient and clear it.
+
+        Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. Both leave the
+        weights and moments unchanged, unless a service may have applied the gradient; later calls then raise
+        BackendLost. The local and verl backends also raise NonFiniteError if a weight is not finite after the
+        step. They refuse to save or publish such weights; use `load_state` to recover.
+        """
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
-        """Export the current weights for engines. ``path`` is the folder for the adapter or the full weights;
-        a service derives the name of its sampler from ``path``."""
+        """Export the current weights for engines. ``path`` is the folder for the adapter or the full weights.
+        A service stores the weights itself, under a name derived from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
-        """Yield the weights that an engine would serve, with the names and shapes of the model's files, in
-        the dtype of the computation. Adapters are merged in fp32, and sharded weights are gathered. Each
-        tensor is valid until the next one is requested. No other call may run during the iteration."""
+        """Yield the weights for an engine to serve, in the compute dtype and with the names and shapes of the
+        model's files. Adapters are merged in fp32, and sharded weights are gathered. Each tensor is valid
+        until the next one is requested. No other call may run during the iteration."""
         raise BackendError("this backend does not export its weights as tensors")
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
-        """Save weights, optimizer and RNG state, so that training continues bit for bit after ``load_state``.
-        Not every backend saves a gradient that is not applied yet. ``path`` appears atomically, after its
-        content is on disk. A service stores the state itself, and ``path`` contains only a reference."""
+        """Save the weights, optimizer and RNG state, so that training after ``load_state`` is bit-identical.
+        Some backends do not save an unapplied gradient. ``path`` is created atomically, once its content is
+        on disk. A service stores the state itself, and ``path`` contains only a reference to it."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Continue from a saved state. A gradient that was accumulated since then is dropped. If
-        ``optimizer`` is False, only the weights are loaded, and the optimizer starts without moments. A
-        service starts a new session, which is not affected by calls of earlier processes."""
+        """Restore a saved state. Any gradient accumulated since then is dropped. If ``optimizer`` is False,
+        only the weights are loaded, and the optimizer moments are reset. A service starts a new session,
+        which is not affected by calls from earlier processes."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
         """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""

@@ -1,4 +1,4 @@
-"""Validate samples before a backend computes with them, and select the samples to compute."""
+"""Validate samples and select the ones that a backend has to compute."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_samples(
     max_tokens: int | None,
     loss: LossConfig | None = None,
 ) -> None:
-    """Raise BackendError with the key and the problem of the first invalid sample. A limit that is None is
-    not checked. The mask, logprobs and advantages are checked only if ``loss`` is not None."""
+    """Raise BackendError if a sample is invalid. A limit that is None is not checked. The mask, logprobs and
+    advantages are checked only if ``loss`` is not None."""
     for sample in samples:
         problem = _find_token_problem(sample, vocab_size, max_tokens)
         if problem is None and loss is not None:

@@ -1,7 +1,7 @@
-"""Create the backend of a run, and reject settings that the backend does not support.
+"""Create a run's backend and reject settings that the backend does not support.
 
-An unsupported loss or setting is an error, because users easily miss a warning and the run would not train as
-configured. With `trainer.loss_fallback`, the user accepts another loss.
+An unsupported loss or setting is an error, because a warning is easy to miss and the run would not train as
+configured. To accept another loss, set `trainer.loss_fallback`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from instar.backends.base import (
     DEFAULT_CLIP,
     Backend,
     BackendCapabilities,
-    cloud_capabilities,
     is_mergeable,
-    torch_capabilities,
+    make_cloud_capabilities,
+    make_torch_capabilities,
 )
 from instar.backends.loss_values import get_clip_bounds
 from instar.backends.resolve import check_backend_access, resolve_run
@@ -39,8 +39,8 @@ NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 
 
 def create_backend(config: RunConfig) -> Backend:
-    """Return a new backend. The backend may load the model. Raises ConfigError if it does not support the
-    config. The config to train with is the one that `apply_capabilities` returns."""
+    """Create the backend, which may load the model. Raises ConfigError if it does not support the config.
+    To train with `trainer.loss_fallback`, use the config that `apply_capabilities` returns."""
     backend_class = resolve_section("backends", config.backend)
     backend = cast(Backend, backend_class(config.model, config.backend, seed=config.seed))
     apply_capabilities(config, backend.capabilities)  # called only to raise ConfigError
@@ -55,13 +55,13 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
     reference = config.trainer.reference
     if isinstance(reference, BaseReferenceConfig) and reference.weight > 0 and not capabilities.has_reference:
         raise ConfigError(
-            f"trainer.reference.weight: given {reference.weight}; this backend does not compute the base "
-            "model's logprobs. Set the weight to 0, or use a reference of type engine or completions"
+            f"trainer.reference.weight: must be 0, got {reference.weight}; this backend does not compute the "
+            "base model's logprobs. Set the weight to 0, or use a reference of type engine or completions"
         )
     if (weight := config.trainer.corrections.weight) > 0 and "cross_entropy" not in capabilities.losses:
         raise ConfigError(
-            f"trainer.corrections.weight: given {weight}; corrections need the cross_entropy loss, which "
-            "this backend does not support. Set the weight to 0"
+            f"trainer.corrections.weight: must be 0, got {weight}; corrections need the cross_entropy loss, "
+            "which this backend does not support"
         )
     if getattr(config.backend, "lora", ...) is None and not capabilities.supports_full_finetuning:
         raise ConfigError(
@@ -75,7 +75,7 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config with `auto` resolved, and notes for the user. Raises ConfigError for any problem
-    that can be found before the run starts. The settings of training are checked only if the run trains."""
+    that can be found before the run starts. Training settings are checked only if the run trains."""
     config, notes = resolve_run(config, env)
     if not config.trains:
         return config, notes
@@ -87,14 +87,14 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 
 
 def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
-    """Return the capabilities that are certain before the backend is created, or None if none are known."""
+    """Return the capabilities that are known before the backend is created, or None for a plugin."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
         reference = section.lora is not None or section.type == "local"
-        return torch_capabilities(
+        return make_torch_capabilities(
             section.lora, has_reference=reference, can_sync_live=is_mergeable(section.lora)
         )
     service = SERVICES.get(section.type)
-    return cloud_capabilities(service.losses) if service else None
+    return make_cloud_capabilities(service.losses) if service else None
 
 
 def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:
@@ -122,22 +122,21 @@ def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
 
 def _check_loss_settings(loss: LossConfig) -> None:
     for setting in ("clip_low", "clip_high"):
-        if (value := getattr(loss, setting)) is not None and loss.name not in DEFAULT_CLIP:
+        if getattr(loss, setting) is not None and loss.name not in DEFAULT_CLIP:
             raise ConfigError(
-                f"trainer.loss.{setting}: given {value}, but the loss {loss.name!r} does not clip; remove "
-                f"the setting, or use {' or '.join(sorted(DEFAULT_CLIP))}"
+                f"trainer.loss.{setting}: the {loss.name!r} loss does not clip; remove the setting, or use "
+                f"{' or '.join(sorted(DEFAULT_CLIP))}"
             )
     if loss.name in DEFAULT_CLIP:
         low, high = get_clip_bounds(loss)
         if not (0 <= low <= 1 <= high and low < high):
             raise ConfigError(
-                f"trainer.loss.clip_low, clip_high: given {low:g} and {high:g}; they bound the ratio, so "
-                "0 <= clip_low <= 1 <= clip_high and clip_low < clip_high must hold, for example 0.8 and 1.2"
+                "trainer.loss.clip_low, clip_high: must satisfy 0 <= clip_low <= 1 <= clip_high and "
+                f"clip_low < clip_high, got {low:g} and {high:g}"
             )
     if loss.beta is not None and loss.name != "dro":
         raise ConfigError(
-            f"trainer.loss.beta: given {loss.beta}, but the loss {loss.name!r} has no beta; remove "
-            "the setting, or use dro"
+            f"trainer.loss.beta: the {loss.name!r} loss has no beta; remove the setting, or use dro"
         )
 
 
@@ -146,14 +145,14 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
         neutral = NEUTRAL_VALUES.get(name, field.default)
         if name not in capabilities.optimizer and (value := getattr(adam, name)) != neutral:
             raise ConfigError(
-                f"trainer.adam.{name}: given {value}; this backend does not support the setting, so it must "
-                f"be {neutral}. Supported settings: {', '.join(sorted(capabilities.optimizer))}"
+                f"trainer.adam.{name}: must be {neutral}, got {value}; this backend supports only "
+                f"{', '.join(sorted(capabilities.optimizer))}"
             )
 
 
 def _check_sampling(config: RunConfig) -> None:
-    """Raise ConfigError if a service would sample neither greedily nor from the full softmax. A service
-    returns only logprobs of the full softmax, so tokens that were sampled otherwise cannot be trained on."""
+    """Raise ConfigError if a service would sample neither greedily nor from the full softmax. Services
+    return only logprobs of the full softmax, so tokens sampled in any other way cannot be trained on."""
     if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling = config.rollout.sampling
@@ -162,6 +161,6 @@ def _check_sampling(config: RunConfig) -> None:
     for name in ("temperature", "top_p"):
         if (value := getattr(sampling, name)) != 1.0:
             raise ConfigError(
-                f"rollout.sampling.{name}: given {value}; with engine.type cloud it must be 1, because a "
-                "service returns only logprobs of the full softmax. Set it to 1, or set temperature to 0"
+                f"rollout.sampling.{name}: must be 1 with engine.type cloud, got {value}, because services "
+                "return only logprobs of the full softmax. Set it to 1, or set temperature to 0"
             )

@@ -1,4 +1,4 @@
-"""Writes folders that are either complete or absent, also after a crash."""
+"""Write folders atomically: even after a crash, a folder is either complete or absent."""
 
 from __future__ import annotations
 

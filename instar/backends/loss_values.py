@@ -1,6 +1,6 @@
-"""Compute the losses of `instar.backends.base` and their metrics from logprobs of a service or of verl.
+"""Compute the losses of `instar.backends.base` and their metrics from the logprobs of a service or verl.
 
-Their own metrics differ or are missing. These metrics have the same meaning for all backends.
+Services and verl report different metrics, or none. The metrics computed here mean the same for all backends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compute_loss(
     if loss.name == "cross_entropy":
         return float(-(mask * advantages * new_logprobs).sum()), metrics
     ratio = np.exp(new_logprobs - old_logprobs)
-    objective, is_clipped = _token_objective(loss, new_logprobs, old_logprobs, ratio, advantages)
+    objective, is_clipped = _compute_token_objective(loss, new_logprobs, old_logprobs, ratio, advantages)
     if len(new_logprobs):
         metrics["ratio_mean"] = float(ratio.mean())
         metrics["ratio_max"] = float(ratio.max())
@@ -48,7 +48,8 @@ def make_non_finite_error(
     logprobs: Sequence[Floats],
     dtype: type[np.floating] = np.float64,
 ) -> NonFiniteError:
-    """Return an error that names the samples whose loss is not finite in ``dtype``, or else all samples."""
+    """Return an error that names the samples whose loss is not finite in ``dtype``, or all samples if each
+    loss is finite."""
     with np.errstate(over="ignore"):
         values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
     all_keys = [sample.sample_key for sample in samples]
@@ -57,10 +58,10 @@ def make_non_finite_error(
     return NonFiniteError(f"the {loss.name} loss is not finite; check the logprobs and advantages of {names}")
 
 
-def _token_objective(
+def _compute_token_objective(
     loss: LossConfig, new_logprobs: Doubles, old_logprobs: Doubles, ratio: Doubles, advantages: Doubles
 ) -> tuple[Doubles, NDArray[np.bool_]]:
-    """Return the value to maximize for each token, and True for each token whose value clipping changed."""
+    """Return each token's objective, which is maximized, and whether clipping changed it."""
     none_clipped = np.zeros(len(new_logprobs), bool)
     if loss.name == "importance_sampling":
         return ratio * advantages, none_clipped

@@ -1,7 +1,7 @@
-"""Check which backends can run in an environment, and show how to install the missing ones.
+"""Check which backends can run in an environment, and explain how to install the missing ones.
 
-``python -m instar.backends.packages`` prints the result as JSON for its own environment, so that the
-interpreter in `backend.python` can be inspected without importing any SDK.
+``python -m instar.backends.packages`` prints the result for its own environment as JSON. Instar runs it with
+the interpreter in `backend.python`. No SDK is imported.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ INTERPRETER_TIMEOUT_SECONDS = 30.0
 class PackageRequirement:
     package: str
     pip_arguments: str
-    """The arguments of pip install."""
+    """The arguments for ``pip install``."""
     version_specifier: str = ""
     conflicts_with: str | None = None
     """A package that cannot be installed in the same environment."""
     needs_own_environment: bool = False
-    """True if the package has many dependencies, so that a separate environment is recommended."""
+    """True if the package has so many dependencies that a separate environment is recommended."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
@@ -53,8 +53,8 @@ class InstalledPackage:
 
 
 def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
-    """Return the package of each built-in backend in the environment of ``python``, or in the current one if
-    it is None. Raises ConfigError if ``python`` cannot be run, does not answer in time or has no Instar."""
+    """Inspect the package of each built-in backend in the environment of ``python``, or in the current one
+    if it is None. Raises ConfigError if ``python`` cannot be run, times out or does not have Instar."""
     if python is None:
         return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
     command = [python, "-m", "instar.backends.packages"]
@@ -63,16 +63,17 @@ def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
             command, capture_output=True, text=True, timeout=INTERPRETER_TIMEOUT_SECONDS
         )
     except OSError as error:
-        raise ConfigError(f"backend.python: given {python!r}; it cannot be run: {error.strerror}") from error
+        raise ConfigError(f"backend.python: cannot run {python!r}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"backend.python: given {python!r}; no answer within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
+            f"backend.python: {python!r} did not finish within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
         ) from error
     if completed.returncode != 0:
         last_line = (completed.stderr.strip().splitlines() or ["no output"])[-1]
         if "No module named" in last_line:
             raise ConfigError(
-                f"backend.python: {python!r} has no Instar ({last_line}); run {python} -m pip install instar"
+                f"backend.python: Instar is not installed in {python!r} ({last_line}); "
+                f"run {python} -m pip install instar"
             )
         raise ConfigError(f"backend.python: {python!r} failed to list its packages: {last_line}")
     packages: dict[str, Any] = json.loads(completed.stdout)
@@ -103,17 +104,17 @@ def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPack
     version = find_installed_version(requirement.package)
     if version is None:
         problem = f"{name} needs {requirement.package}{requirement.version_specifier}, which is not installed"
-        return InstalledPackage(None, f"{problem}; {_install_advice(requirement)}")
-    for needed in _required_versions(name, requirement):
+        return InstalledPackage(None, f"{problem}; {_format_install_advice(requirement)}")
+    for needed in _iterate_required_versions(name, requirement):
         actual = find_installed_version(needed.name)
         if actual is None or not needed.specifier.contains(actual, prereleases=True):
             state = "it is not installed" if actual is None else f"{actual} is installed"
             problem = f"{name} needs {needed.name}{needed.specifier}, but {state}"
-            return InstalledPackage(version, f"{problem}; {_install_advice(requirement)}")
+            return InstalledPackage(version, f"{problem}; {_format_install_advice(requirement)}")
     return InstalledPackage(version, None)
 
 
-def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
+def _iterate_required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
     """Yield the version requirements from `REQUIREMENTS`, from Instar's extra and, for MinT, from the
     metadata of its package."""
     from packaging.requirements import Requirement
@@ -131,7 +132,7 @@ def _required_versions(name: str, requirement: PackageRequirement) -> Iterator[A
                 yield needed
 
 
-def _install_advice(requirement: PackageRequirement) -> str:
+def _format_install_advice(requirement: PackageRequirement) -> str:
     other = requirement.conflicts_with
     version = find_installed_version(other) if other else None
     conflict = f" (it cannot share an environment with {other} {version})" if version else ""

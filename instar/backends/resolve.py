@@ -1,7 +1,8 @@
-"""Resolve the backend and engine of a run, and remove the secrets from its config.
+"""Resolve a run's backend and engine, and remove the secrets from its config.
 
-`backend: auto` becomes the service that the settings name, else the one in the environment, else `local`. If
-the settings contain a URL or key that names no service, it becomes the only service that is installed.
+`backend: auto` selects the service that the settings identify, or else the one that the environment
+identifies. If there is a URL or key, but its service is unknown, it selects the only installed service.
+Otherwise, it selects `local`.
 """
 
 from __future__ import annotations
@@ -37,16 +38,18 @@ SECTIONS: dict[str, type[CloudConfig]] = {
     "weaver": WeaverBackendConfig,
 }
 UNUSED_LOCALLY = frozenset({"deadline", "sampler_ttl"})
-"""Settings of a service that are ignored if `auto` becomes `local`."""
+"""Service settings that are ignored if `auto` selects `local`."""
 ENVIRONMENT_ORDER = ("weaver", "mint", "tinker")
 Evidence = dict[str, list[str]]
-"""The reasons to choose each service, by the name of the service."""
+"""The reasons for choosing each service, by service name."""
 
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
-    """Return the config with `auto` resolved and an engine that fits the backend, and notes for the user.
-    Raises ConfigError if the backend is ambiguous, its URL is invalid, the engine does not fit it, or the
-    engine samples from a service whose package or key is missing. Resolving the result does not change it."""
+    """Return the config with `auto` resolved and a compatible engine, and notes for the user. Idempotent.
+
+    Raises ConfigError if the backend is ambiguous, its URL is invalid, the engine is incompatible with it, or
+    the engine samples from a service whose package or key is missing.
+    """
     backend, notes = config.backend, list[str]()
     if isinstance(backend, AutoBackendConfig):
         detection = detect_backend(backend, env)
@@ -70,8 +73,8 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Convert a service's settings to settings of the local backend. Raises ConfigError if a setting
-    without a local equivalent differs from its default."""
+    """Convert service settings to local backend settings. Raises ConfigError if a setting without a local
+    equivalent differs from its default."""
     local: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
@@ -80,8 +83,8 @@ def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
             local["python"] = value
         elif name not in UNUSED_LOCALLY and value != CloudSection.model_fields[name].default:
             raise ConfigError(
-                f"backend.{name}: given {value!r}, but no service is configured and the local backend has no "
-                f"such setting. Set backend.type to one of {', '.join(SERVICES)}"
+                f"backend.{name}: no service is configured, and the local backend does not have this "
+                f"setting. Remove it, or set backend.type to one of {', '.join(SERVICES)}"
             )
     return LocalBackendConfig(**local)
 
@@ -116,7 +119,7 @@ def _check_url(url: str | None) -> None:
     if parts.username or parts.password or parts.query:
         raise ConfigError(
             "backend.base_url: the URL contains a user name, a password or a query, which would be "
-            "stored with the run. Put the key into an environment variable and name it in backend.api_key_env"
+            "stored with the run. Put the key in an environment variable and name it in backend.api_key_env"
         )
 
 
@@ -134,17 +137,19 @@ def detect_backend(
     env: Mapping[str, str],
     list_installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
-    """Return the backend and the reason for choosing it. Raises ConfigError if the choice is ambiguous.
-    ``list_installed`` returns the services whose SDK is installed. It is called only if there is a URL or
-    key, but no setting or variable names its service. By default, the backend's environment is inspected."""
+    """Choose the backend and give the reason. Raises ConfigError if the choice is ambiguous.
+
+    ``list_installed`` returns the services whose SDK is installed; by default, the backend's environment is
+    inspected. It is called only if there is a URL or key, but nothing identifies its service.
+    """
     if not isinstance(section, AutoBackendConfig):
-        return BackendDetection(section.type, "backend.type names it")
+        return BackendDetection(section.type, "set in backend.type")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
         if detection := _choose_service(evidence):
             return detection
     settings = [name for name in ("base_url", "api_key", "api_key_env") if getattr(section, name) is not None]
     if not settings:
-        return BackendDetection("local", "no setting and no variable names a service")
+        return BackendDetection("local", "no service is configured")
     if list_installed is not None:
         services = list_installed()
     else:
@@ -169,7 +174,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are empty or copies of MinT's, which MinT's package makes."""
+    """Return True if Tinker's variables are unset or equal to MinT's, which MinT's package copies to them."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -181,9 +186,9 @@ def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str
     evidence: Evidence = {}
     for name, service in SERVICES.items():
         reasons = {
-            "backend.base_url names it": service in services_in_url,
-            "the key is one of its keys": key.startswith(service.key_prefixes),
-            "backend.api_key_env names its variable": section.api_key_env == service.key_env,
+            "identified by backend.base_url": service in services_in_url,
+            "identified by the key's prefix": key.startswith(service.key_prefixes),
+            "identified by backend.api_key_env": section.api_key_env == service.key_env,
         }
         if any(reasons.values()):
             evidence[name] = [reason for reason, applies in reasons.items() if applies]
@@ -191,8 +196,8 @@ def _find_services_in_settings(section: AutoBackendConfig, env: Mapping[str, str
 
 
 def _find_services_in_url(url: str) -> list[CloudService]:
-    """Return the services named in the URL's host, or else the services named in its path. The host comes
-    first, because a service may serve another service's protocol under a path with that service's name."""
+    """Return the services named in the URL's host or, if there are none, in its path. The host takes
+    precedence, because a service may serve another service's protocol under a path with that name."""
     parts = urlsplit(url if "//" in url else f"//{url}")
     for text in (parts.hostname or "", parts.path):
         words = set(re.split(r"[^a-z0-9]+", text.lower()))
@@ -218,13 +223,13 @@ def _choose_service(evidence: Evidence) -> BackendDetection | None:
 
 @dataclass(frozen=True, slots=True)
 class RunSecrets:
-    """The secrets of the trainer and the sampler, which are not stored and not visible to agents."""
+    """The secrets of the trainer and the sampler. They are never stored or exposed to agents."""
 
     env: dict[str, str] = field(repr=False)
-    """The service's key and URL under the names of its own variables, and a completions reference's key."""
+    """The service's key and URL, under its own variable names, and the key of a completions reference."""
     withheld_variables: frozenset[str]
-    """The variables that other roles do not inherit, because they contain a key or could redirect the
-    service's SDK to another address."""
+    """Variables that other roles must not inherit, because they contain a key or could redirect the service's
+    SDK to another address."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:

@@ -1,4 +1,4 @@
-"""The base class of backends that train on a service, and functions for their sessions and saved states."""
+"""Base class for backends that train on a service, and helpers for their sessions and saved states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instar.backends.base import (
     Backend,
     BackendCapabilities,
     ForwardBackwardResult,
-    cloud_capabilities,
+    make_cloud_capabilities,
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_scorable, select_trained
 from instar.backends.folders import write_folder
@@ -35,8 +35,8 @@ NO_SESSION = "there is no training session; call start or load_state first"
 NON_FINITE_PATTERN = re.compile(
     r"\b(is|are|was) (nan|[-+]?inf(inity)?)\b|\b(not|non)[- _]?finite\b", re.IGNORECASE
 )
-"""Matches messages about non-finite losses and gradients. Services have no error code for these errors. An
-Instar protocol server returns the local backend's messages, so those of its NonFiniteError must match."""
+"""Matches messages about non-finite losses and gradients, for which services have no error code. It must also
+match the local backend's NonFiniteError messages, because an Instar protocol server returns them."""
 
 
 class ServiceBackend(Backend):
@@ -48,7 +48,7 @@ class ServiceBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return cloud_capabilities(SERVICES[self._service].losses)
+        return make_cloud_capabilities(SERVICES[self._service].losses)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -92,13 +92,14 @@ class ServiceBackend(Backend):
 
     @abstractmethod
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
-        """Accumulate the gradient and return the logprob of every token. Raises NonFiniteError."""
+        """Accumulate the gradient and return the logprob of every token. Raises NonFiniteError if the loss is
+        not finite."""
 
 
 @dataclass
 class GradientCounter:
     calls: int = 0
-    """The number of calls that have accumulated gradient since the last optimizer step."""
+    """The number of calls that have accumulated a gradient since the last optimizer step."""
 
     def require_gradient(self) -> None:
         # Without a gradient, a service would still apply the weight decay.
@@ -107,8 +108,8 @@ class GradientCounter:
 
 
 async def start_session(create: Callable[[], Awaitable[T]]) -> T:
-    """Return a new session. If ``create`` raises BackendLost, as it may while the service restarts, it is
-    called again. Raises BackendError after `MAX_SESSION_STARTS` attempts."""
+    """Create a session, and retry if ``create`` raises BackendLost, as it may while the service restarts.
+    Raises BackendError after `MAX_SESSION_STARTS` attempts."""
     message = ""
     for _ in range(MAX_SESSION_STARTS):
         try:

@@ -1,4 +1,4 @@
-"""The base class of backends that compute in one thread, in the order of the calls."""
+"""Base class for backends that run all calls in one thread, in order."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Trains on Tinker or MinT through their SDKs.
 
-Calls are sent in the order in which they are made, and their results are awaited concurrently. If a call gets
-no valid response, or the service has lost the session, the call's effect is unknown. The session is then
-abandoned: every later call raises BackendLost, and `load_state` or `start` starts a new session.
+Calls are sent in the order they are made, and their results are awaited concurrently. If a call gets no valid
+response, or the service has lost the session, the call's effect is unknown. The session is then abandoned:
+every later call raises BackendLost until `load_state` or `start` starts a new session.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TinkerBackend(ServiceBackend):
         self._config = config
         self._seed = seed
         self._submission_lock = asyncio.Lock()
-        """Held while a call is sent. The lock serves its waiters in turn, so that calls keep their order."""
+        """Held while a call is sent. It is acquired in FIFO order, so calls keep their order."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
 
@@ -134,7 +134,7 @@ class TinkerBackend(ServiceBackend):
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         async with self._submission_lock:
             session, gradient = self._require_session(), self._gradient
-            old_logprobs = await self._complete_old_logprobs(session, samples, loss)
+            old_logprobs = await self._fill_old_logprobs(session, samples, loss)
             data: list[tuple[Ids, dict[str, Floats]]] = []
             for sample, logprobs in zip(samples, old_logprobs, strict=True):
                 weights = np.where(sample.mask > 0, sample.mask * sample.advantages, 0)
@@ -156,12 +156,12 @@ class TinkerBackend(ServiceBackend):
             raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
-    async def _complete_old_logprobs(
+    async def _fill_old_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
-        """Return the samples' logprobs, with placeholders for untrained tokens, because a service has no
-        mask. The placeholders are zeros. The dro loss would pull these tokens' logprobs towards zero, so for
-        dro their current logprobs are used."""
+        """Return the samples' logprobs with placeholders for untrained tokens, because services have no mask.
+        The placeholders are zeros, except for dro: it would pull these tokens' logprobs towards zero, so
+        their current logprobs are used instead."""
         if loss.name != "dro":
             return [np.where(sample.mask > 0, sample.logprobs, np.float32(0)) for sample in samples]
         for sample in samples:
@@ -201,7 +201,7 @@ class TinkerBackend(ServiceBackend):
 
     async def save_state(self, path: Path) -> None:
         name = await self._save("saving the state", lambda client: client.save_state(_make_unique_name(path)))
-        settings = self._state_settings() | {"train_unembed": self._config.train_unembed}
+        settings = self._get_state_settings() | {"train_unembed": self._config.train_unembed}
         await write_state(path, {"state": name, **settings, "saved_at": time.time()})
 
     async def discard_state(self, path: Path) -> None:
@@ -218,10 +218,10 @@ class TinkerBackend(ServiceBackend):
         return str((await _await_result(result)).path)
 
     def _read_state(self, path: Path) -> str:
-        return read_state(path, "state", self._state_settings())
+        return read_state(path, "state", self._get_state_settings())
 
-    def _state_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal in a saved state and in the run that loads it."""
+    def _get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that must match between a saved state and the run that loads it."""
         config = self._config
         return {
             "service": config.type,

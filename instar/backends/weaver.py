@@ -1,7 +1,7 @@
 """Trains on Weaver, or on another server with the same protocol. Every session has one model.
 
-Calls are submitted one after the other, in the order in which they were made, and their results are awaited
-concurrently. If the effect of a call on the service is unknown, every later call raises BackendLost.
+Calls are submitted one at a time, in the order they are made, and their results are awaited concurrently. If
+the effect of a call on the service is unknown, every later call raises BackendLost.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class WeaverModel:
         return f"{prefix}-{self._name_count}"
 
     async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call after all earlier calls and return its result. The deadline of the result starts
-        when the previous result arrives."""
+        """Submit a call after all earlier calls and return its result. The timeout for the result starts when
+        the previous result arrives."""
         async with self._submission_lock:
             self._check_open()
             handle = await self._submit(method, submit)
@@ -93,8 +93,8 @@ class WeaverModel:
         return [np.concatenate([np.full(1, np.nan, np.float32), row]) for row in rows]
 
     async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call without a sequence id, after all earlier calls and before all later ones. Return its
-        result."""
+        """Run a call that has no sequence id, after all earlier calls have finished and before any later call
+        is submitted."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_open()
@@ -115,7 +115,7 @@ class WeaverModel:
 
     @contextmanager
     def count_gradient(self) -> Generator[None]:
-        """Count the block as a call that accumulates gradient, unless it raises."""
+        """Count the block as a call that accumulates a gradient, unless it raises."""
         gradient = self._gradient
         gradient.calls += 1
         try:
@@ -137,7 +137,7 @@ class WeaverModel:
         self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
     ) -> AsyncOperationHandle:
         async def submit_once() -> AsyncOperationHandle:
-            # The service treats a repeated call as the same operation, and a refused call had no effect.
+            # The service deduplicates calls by sequence id, and a refused call has no effect.
             with self.service.reuse_sequence_id_on_error():
                 return await submit()
 
@@ -145,7 +145,7 @@ class WeaverModel:
             with self._handle_errors():
                 return await self._call_policy.call(method, submit_once)
         except asyncio.CancelledError:
-            self.end(f"{method} was cancelled while it was sent, so the service may have executed it")
+            self.end(f"{method} was cancelled while it was being sent, so the service may have executed it")
             raise
 
     @contextmanager
@@ -163,15 +163,14 @@ class WeaverModel:
 
 
 class WeaverBackend(ServiceBackend):
-    def __init__(self, model: ModelConfig, section: WeaverBackendConfig, *, seed: int = 0) -> None:
+    def __init__(self, model: ModelConfig, config: WeaverBackendConfig, *, seed: int = 0) -> None:
         super().__init__("weaver", model)
-        self._section = section
+        self._config = config
         self._seed = seed
-        self._access: CloudAccess = resolve_access(section, model)
+        self._access: CloudAccess = resolve_access(config, model)
         self._call_policy = WeaverCallPolicy(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while a session is replaced. The lock serves its waiters in turn, so that calls keep their
-        order."""
+        """Held while the session is replaced. It is acquired in FIFO order, so calls keep their order."""
         self._model: WeaverModel | None = None
         self._reference: AsyncSamplingClient | None = None
 
@@ -229,7 +228,7 @@ class WeaverBackend(ServiceBackend):
 
     async def publish(self, path: Path) -> Artifact:
         model = await self._get_model()
-        started_at, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._section.sampler_ttl)
+        started_at, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._config.sampler_ttl)
         result = await model.call(
             "publish",
             lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
@@ -246,10 +245,10 @@ class WeaverBackend(ServiceBackend):
             "save_state",
             lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer"),
         )
-        await write_state(path, {"path": saved.path, **self._state_settings()})
+        await write_state(path, {"path": saved.path, **self._get_state_settings()})
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        saved_path = read_state(path, "path", self._state_settings())
+        saved_path = read_state(path, "path", self._get_state_settings())
         async with self._session_lock:
             model = await self._replace_model()
             try:
@@ -283,9 +282,9 @@ class WeaverBackend(ServiceBackend):
         return await start_session(self._create_model)
 
     async def _create_model(self) -> WeaverModel:
-        service, section = WeaverClient(self._access), self._section
-        modules = section.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
-        lora = LoraConfig(rank=section.rank, seed=self._seed, **modules)
+        service, config = WeaverClient(self._access), self._config
+        modules = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        lora = LoraConfig(rank=config.rank, seed=self._seed, **modules)
 
         async def create() -> AsyncTrainingClient:
             await service.connect()
@@ -300,13 +299,13 @@ class WeaverBackend(ServiceBackend):
             await service.aclose()
             raise
 
-    def _state_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal in a saved state and in the run that loads it."""
+    def _get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that must match between a saved state and the run that loads it."""
         return {
             "format": STATE_FORMAT,
             "service": "weaver",
             "base_model": self._access.base_model,
-            "rank": self._section.rank,
+            "rank": self._config.rank,
         }
 
     async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:

@@ -1,6 +1,6 @@
-"""Export weights for engines from a model in training, which may be sharded or have an adapter."""
+"""Export the weights of a model in training for engines. The model may be sharded or have an adapter."""
 
-# torch has no public API for the buffers that are saved.
+# torch has no public API for persistent buffers.
 # pyright: reportPrivateUsage=false
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ BASE_LAYER_SUFFIX = ".base_layer"
 
 @torch.no_grad()
 def iterate_served_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights in ``dtype``, with the names and shapes of the model's files, tied weights only once.
+    """Yield the weights in ``dtype``, with the names and shapes of the model's files. Tied weights are
+    yielded once.
 
     An adapter is merged in fp32, because rounding would remove small updates. If the parameters are sharded,
-    every rank must iterate over all weights. Each weight is gathered in turn, and is valid on every rank
+    every rank must iterate over all weights. They are gathered one at a time, and each is valid on every rank
     until the next one is requested.
     """
     for name, tensor, layer in _iterate_saved_tensors(model):

@@ -1,4 +1,4 @@
-"""The known training services, their addresses and keys, and the errors of calls to them."""
+"""The supported training services, their URLs and keys, and errors from calls to them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from instar.errors import (
 MAX_SESSION_STARTS = 5
 """The maximum number of attempts to start a session. A service may lose a session before its first call."""
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
-"""``refused``: the service did nothing and gave the reason. ``unavailable``: the service did not respond, or
-only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer exists, or
-its state is unknown. ``settings``: the service rejects the key. ``broken``: the service does not support the
-request, or the response is malformed."""
+"""``refused``: the service rejected the call, which had no effect. ``unavailable``: the service did not
+respond, or only with transient errors, and the effect of the call is unknown. ``lost``: the session no longer
+exists, or its state is unknown. ``settings``: the service rejected the key. ``broken``: the service does not
+support the request, or the response is malformed."""
 _BACKEND_ERRORS: Mapping[CloudErrorKind, type[InstarError]] = {
     "unavailable": BackendUnavailable,
     "lost": BackendLost,
@@ -64,7 +64,7 @@ class CloudService:
     key_prefixes: tuple[str, ...]
     """Prefixes that occur only in this service's keys."""
     url_words: tuple[str, ...]
-    """Words that occur in the host or the path of the service's addresses."""
+    """Words that occur in the host or the path of the service's URLs."""
     losses: frozenset[str]
 
     @property
@@ -110,17 +110,17 @@ SERVICES: dict[str, CloudService] = {
 @dataclass(frozen=True, slots=True)
 class CloudAccess:
     base_url: str | None
-    """The address of the service, or None for the default of the SDK."""
+    """The service's URL, or None for the SDK's default."""
     api_key: str = field(repr=False)
     base_model: str = ""
     deadline: float = 600.0
-    """The maximum duration of a call with its retries, in seconds."""
+    """The maximum duration of a call in seconds, including retries."""
 
 
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return the URL, key, model and deadline of a service. The URL and the key are in the config or else in
+    """Return how to access a service. The URL and the key come from the config, or else from the service's
     environment variables. Raises ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = get_configured_key(section, env) or env.get(service.key_env)
@@ -135,8 +135,8 @@ def resolve_access(
 
 
 def get_configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key in the config, or the key in the environment variable that the config names. Return None
-    if the config has neither. Raises ConfigError if the variable is not set."""
+    """Return the key from the config or from the environment variable that the config names, or None if it
+    has neither. Raises ConfigError if the variable is not set."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:

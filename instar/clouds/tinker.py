@@ -2,7 +2,7 @@
 
 MinT's SDK is an older version of tinker under a different module name. The SDK itself retries transient
 errors (no connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without a
-limit when it waits for a result, and for two hours when it samples. Therefore every wait here is limited by
+limit when it waits for a result, and for two hours when it samples. Every wait here is therefore limited by
 the deadline in the config.
 """
 
@@ -40,8 +40,8 @@ _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
 
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
-    """Return the SDK's module, and MinT's default address (None for Tinker). Raises ConfigError if the SDK is
-    not installed or conflicts with the SDK of the other service."""
+    """Import the SDK and return it with MinT's default address (None for Tinker). Raises ConfigError if the
+    SDK is not installed or conflicts with the other service's SDK."""
     mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
     if service.name == "tinker" and _find_version(mint):
         raise ConfigError(_describe_conflict(service, f"{mint}, which pins tinker {_find_version(tinker)}"))
@@ -58,8 +58,8 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
 
 @cache
 def _import_mint(module: str) -> tuple[Any, str]:
-    """Return MinT's module and default address. The import writes the address only to TINKER_BASE_URL, and
-    also overwrites TINKER_API_KEY. Both variables are restored for child processes."""
+    """Import MinT's module and return it with its default address, which the import stores only in
+    TINKER_BASE_URL. It also overwrites TINKER_API_KEY. Both variables are restored for child processes."""
     variables = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
     try:
         return import_module(module), os.environ["TINKER_BASE_URL"]
@@ -98,13 +98,13 @@ class TinkerConnection:
 
     @classmethod
     async def connect(cls, section: CloudConfig, model: ModelConfig) -> TinkerConnection:
-        """Return a connection with a new session. Raises CloudError, or ConfigError for invalid settings."""
+        """Connect and start a session. Raises CloudError on failure, and ConfigError for invalid settings."""
         service = SERVICES[section.type]
         access = resolve_access(section, model)
         sdk, default_url = await asyncio.to_thread(load_sdk, service)
         connection = cls(sdk, service, replace(access, base_url=access.base_url or default_url))
         client = await connection.run_in_thread(
-            "connecting", connection._open, lambda late: late.holder.close()
+            "connecting", connection._open, lambda client: client.holder.close()
         )
         connection.client, connection._holder = client, client.holder
         return connection
@@ -115,11 +115,11 @@ class TinkerConnection:
         return client
 
     async def await_result(self, action: str, response: Awaitable[T]) -> T:
-        """Return the SDK's response. Raises CloudError if the call fails or the deadline passes."""
+        """Await the SDK's response. Raises CloudError if the call fails or the deadline passes."""
         try:
             async with asyncio.timeout(self.access.deadline):
                 return await response
-        except Exception as error:  # noqa: BLE001 - every error of the SDK is classified
+        except Exception as error:  # noqa: BLE001 - every SDK error is classified
             raise self.to_cloud_error(action, error) from None
 
     async def run_in_thread(
@@ -145,7 +145,7 @@ class TinkerConnection:
         threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
             return await self.await_result(action, asyncio.wrap_future(result_future))
-        except BaseException:  # also when cancelled: a late result is discarded
+        except BaseException:  # including cancellation: a late result is discarded
             abandoned.set()
             raise
 
@@ -196,7 +196,7 @@ class TinkerConnection:
         )
 
     def _request_failed_error(self, action: str, error: Any, text: str) -> CloudError:
-        """Return the error for a request that the service accepted but failed to execute."""
+        """Classify the failure of a request that the service had accepted."""
         text = re.sub(r" for self\.request_id=.*", "", text, flags=re.S)
         message = f"{self.service.name}: {action} failed: {text}"
         if str(getattr(error.category, "value", error.category)).lower() != "user":
@@ -206,7 +206,7 @@ class TinkerConnection:
 
 
 def _find_status(error: BaseException | None) -> int | None:
-    """Return the HTTP status of the error, or else of its first cause that has a status."""
+    """Return the HTTP status of the error or of its nearest cause that has one."""
     while error is not None:
         if isinstance(status := getattr(error, "status_code", None), int):
             return status
@@ -227,6 +227,6 @@ def align_prompt_logprobs(values: Sequence[float | None] | None, length: int) ->
     if len(logprobs) == length - 1:
         logprobs = np.concatenate([np.full(1, np.nan, np.float32), logprobs])
     if len(logprobs) != length:
-        raise CloudError("broken", f"scoring: received {len(logprobs)} logprobs for {length} tokens")
+        raise CloudError("broken", f"scoring: got {len(logprobs)} logprobs for {length} tokens")
     logprobs[:1] = np.nan
     return logprobs

@@ -16,14 +16,14 @@ from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
-"""Loss inputs by the names that the service uses. Each array has one value per token."""
+"""Loss inputs by the service's names for them. Each array has one value per token."""
 MAX_CONCURRENT_SCORES = 16
 GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 
 
 class TinkerTrainingSession:
-    """A training session on the service. Calls raise CloudError. After any error of an ordered call except
-    ``refused``, its effect is unknown, and ``lost_reason`` says why the session can no longer be used."""
+    """A training session on the service. Calls raise CloudError. If an ordered call fails with an error other
+    than ``refused``, its effect is unknown, and ``lost_reason`` says why the session is unusable."""
 
     def __init__(self, connection: TinkerConnection, client: Any) -> None:
         self.connection = connection
@@ -59,7 +59,7 @@ class TinkerTrainingSession:
         self.lost_reason = self.lost_reason or reason
 
     async def _await_response(self, action: str, future: Any, previous: asyncio.Future[None] | None) -> Any:
-        """Return the response. The deadline begins when the service has finished the previous call."""
+        """Await the response. The deadline starts when the service has finished the previous call."""
         try:
             if previous is not None:
                 await asyncio.shield(previous)
@@ -124,8 +124,8 @@ class TinkerTrainingSession:
         return self._parse_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _parse_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
-        """Return the metrics without the path before their names and the reduction after them
-        (`path/name:mean`). The gradient norm is always named ``grad_norm``."""
+        """Await the metrics, and strip the path and the reduction from their names (`path/name:mean`). The
+        gradient norm is always named ``grad_norm``."""
         metrics: dict[str, float] = (await response).metrics or {}
         by_name = {name.split(":")[0].split("/")[-1]: float(value) for name, value in metrics.items()}
         norm = next((by_name.pop(name) for name in GRADIENT_NORM_METRICS if name in by_name), None)
@@ -134,7 +134,7 @@ class TinkerTrainingSession:
     # --- the base model ---------------------------------------------------------------------------
 
     async def compute_base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
-        """Return the base model's logprobs of all tokens (NaN at index 0). Earlier calls may still run."""
+        """Return the base model's logprobs (NaN at index 0). This does not wait for earlier calls."""
 
         async def score(ids: Ids) -> Floats:
             request = self._base_sampler.compute_logprobs_async(build_model_input(self.connection.sdk, ids))
@@ -153,7 +153,7 @@ class TinkerTrainingSession:
 
 
 def _build_datum(sdk: Any, ids: Ids, inputs: LossInputs) -> Any:
-    """Return a datum. Every token except the first is a target."""
+    """Build a datum in which every token except the first is a target."""
 
     def make_tensor(values: NDArray[Any], dtype: str) -> Any:
         return sdk.types.TensorData(data=values[1:].astype(dtype), dtype=dtype, shape=[len(values) - 1])

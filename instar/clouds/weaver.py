@@ -2,7 +2,7 @@
 
 The SDK itself sends a request up to three times if the connection fails, and polls an operation up to ten
 times after errors. It does not retry a submission that the service rejects temporarily. All attempts share
-the deadline of the config.
+the deadline in the config.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
 
 class WeaverClient(AsyncServiceClient):
     """The SDK's client with three changes. Closing the client does not terminate its models. The sequence id
-    of a failed submission is used again, so that there is no gap. Tensors are sent as bytes if the service
-    supports that, which takes a third of the time."""
+    of a failed submission is reused, so that there is no gap. Tensors are sent as bytes if the service
+    supports it, which takes a third of the time."""
 
     def __init__(self, access: CloudAccess) -> None:
         try:
@@ -75,7 +75,7 @@ class WeaverClient(AsyncServiceClient):
 
     @property
     def tensor_transport(self) -> TensorTransport:
-        """Return the transport from the environment, by default `http-binary` if the service supports it."""
+        """The transport set in the environment. The default is `http-binary` if the service supports it."""
         if not os.environ.get(TRANSPORT_ENV) and "http-binary" in self._transports:
             return "http-binary"
         return super().tensor_transport
@@ -95,11 +95,11 @@ class WeaverClient(AsyncServiceClient):
 
     @contextmanager
     def reuse_sequence_id_on_error(self) -> Generator[None]:
-        """If the block raises, use its sequence id again for the next call."""
+        """If the block raises, reuse its sequence id for the next call."""
         self._last_seq = None
         try:
             yield
-        except BaseException:  # also when cancelled: the service did not accept the call
+        except BaseException:  # including cancellation: the service did not accept the call
             if self._last_seq is not None:
                 self._unused_seq = self._last_seq
             raise
@@ -125,8 +125,8 @@ class WeaverCallPolicy:
         self._access = access
 
     async def call(self, action: str, function: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``function``, which is called again after transient errors and malformed
-        responses. Raises WeaverError after other errors, too many malformed responses, or the deadline."""
+        """Call ``function`` and return its result. Retry after transient errors and malformed responses.
+        Raises WeaverError for other errors, after too many malformed responses, and at the deadline."""
         deadline = _now() + self._access.deadline
         for attempt in count(1):
             try:
@@ -139,7 +139,7 @@ class WeaverCallPolicy:
                 if _now() + delay >= deadline:
                     raise WeaverError(error.kind, f"{error}; gave up after {attempt} attempts") from None
             await asyncio.sleep(delay)
-        raise AssertionError("the loop above does not end without a result or an error")
+        raise AssertionError("the loop ends with a result or an error")
 
     async def await_operation(self, action: str, handle: AsyncOperationHandle) -> Any:
         """Poll the operation until it is done and return its result. The polling interval doubles, unless the
@@ -213,12 +213,12 @@ def build_model_input(ids: Ids) -> ModelInput:
 
 
 def build_forward_datum(sample: Sample) -> Datum:
-    """Return a datum for `forward`. Every token except the first is a target."""
+    """Build a datum for `forward`, in which every token except the first is a target."""
     return _build_datum(sample, {})
 
 
 def build_training_datum(sample: Sample, loss: LossConfig) -> Datum:
-    """Return a datum for `forward_backward`. Values of untrained tokens are 0, because NaN cannot be sent."""
+    """Build a datum for `forward_backward`. Values of untrained tokens are 0, because NaN cannot be sent."""
     is_trained = sample.mask > 0
     weights = np.where(is_trained, sample.mask * sample.advantages, 0)[1:]
     if loss.name == "cross_entropy":
@@ -237,7 +237,7 @@ def _build_datum(sample: Sample, inputs: Mapping[str, NDArray[Any]]) -> Datum:
 
 
 def extract_logprobs(data: Sequence[Datum], result: Any) -> list[Floats]:
-    """Return the logprobs of each datum's targets. Raises WeaverError if the response does not match."""
+    """Return the logprobs of each datum's targets. Raises WeaverError if the response is malformed."""
     try:
         outputs = [cast(Mapping[str, Any], output) for output in align_training_outputs(data, result)]
         values = [output["logprobs"] if "logprobs" in output else output["Logprobs"] for output in outputs]
@@ -258,13 +258,13 @@ async def fetch_prompt_logprobs(client: AsyncSamplingClient, ids: Ids) -> Floats
     logprobs = cast(Sequence[float | None], await client.compute_logprobs(prompt=build_model_input(ids)))
     values = np.array([math.nan if value is None else value for value in logprobs], np.float32)
     if len(values) != len(ids):
-        raise ValueError(f"{len(values)} logprobs for {len(ids)} tokens")
+        raise ValueError(f"got {len(values)} logprobs for {len(ids)} tokens")
     values[:1] = math.nan
     return values
 
 
 def extract_metrics(result: Any) -> dict[str, float]:
-    """Return the metrics from the top level of a response, or from its `result`; empty if there are none."""
+    """Return the metrics from the top level or the `result` field of a response, or {} if there are none."""
     for fields in (result, result.get("result") if isinstance(result, dict) else None):
         metrics = cast(dict[str, Any], fields).get("metrics") if isinstance(fields, dict) else None
         if isinstance(metrics, dict):

@@ -1,7 +1,7 @@
-"""The interface of engines: token ids in, token ids out.
+"""The engine interface: token ids in, token ids out.
 
 Each engine runs in its own process behind `instar.engines.server`. Other processes use it through
-`instar.engines.remote.RemoteEngine`, which is an Engine too.
+`instar.engines.remote.RemoteEngine`, which implements the same interface.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LiveRoute = Literal["ipc", "nccl", "ray"]
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message that says where a policy's weights are or how they will arrive, or that tests a route."""
+    """A message about a policy's weights (where they are or how they will arrive), or a test of the route."""
 
     policy: Policy
     route: LiveRoute
     body: Json
-    """The content, written by `instar.sync` and read by the engine."""
+    """The route-specific content, written by `instar.sync` and read by the engine."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
@@ -84,9 +84,9 @@ class Engine(ABC):
         cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the logprob of every token under the served policy, or NaN for the first token. At most
-        ``max_context`` tokens are accepted."""
-        raise EngineError(f"The {self.info.kind} engine does not compute the logprobs of a prompt.")
+        """Return the logprob of every token under the served policy (NaN at index 0). At most ``max_context``
+        tokens are accepted."""
+        raise EngineError(f"The {self.info.kind} engine does not compute prompt logprobs.")
 
     def for_session(self, session: str) -> Engine:
         """Return the engine for a session, preferably one that has cached the session's earlier turns."""
@@ -115,7 +115,7 @@ class Engine(ABC):
     async def commit(self, policy: Policy) -> None:
         """Serve the staged weights, as ``load`` does. After a failure, the engine serves the previous policy,
         or no policy (version -1) if the previous weights were overwritten."""
-        raise EngineError(f"The {self.info.kind} engine does not accept live weights, so none are staged.")
+        raise EngineError(f"The {self.info.kind} engine does not accept live weights.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...

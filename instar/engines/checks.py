@@ -14,7 +14,7 @@ INT32 = np.iinfo(np.int32)
 
 
 def to_ids(prompt: Prompt) -> Ids:
-    """Return the prompt as an int32 array. Raises EngineError if an id does not fit into int32."""
+    """Return the prompt as an int32 array. Raises EngineError if an id does not fit in int32."""
     if isinstance(prompt, np.ndarray) and prompt.dtype == np.int32:
         return prompt
     try:
@@ -23,23 +23,23 @@ def to_ids(prompt: Prompt) -> Ids:
             raise OverflowError
     except OverflowError as error:
         token = next(token for token in prompt if not INT32.min <= token <= INT32.max)
-        raise EngineError(f"Token id {token} is not in the model's vocabulary; send valid ids.") from error
+        raise EngineError(f"Token id {token} is not in the model's vocabulary.") from error
     return ids.astype(np.int32)
 
 
 def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
-    """Raise EngineError if the request is invalid, or PromptTooLong if no new token fits into the context."""
+    """Raise EngineError if the request is invalid, or PromptTooLong if there is no room for a new token."""
     _check_ids(info, prompt_ids)
     if params.max_tokens < 1:
-        raise EngineError(f"max_tokens is {params.max_tokens}; it must be at least 1.")
+        raise EngineError(f"max_tokens must be at least 1, got {params.max_tokens}.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
-        raise EngineError(f"temperature is {params.temperature}; it must be finite and at least 0.")
+        raise EngineError(f"temperature must be finite and at least 0, got {params.temperature}.")
     if not 0 < params.top_p <= 1:
-        raise EngineError(f"top_p is {params.top_p}; it must be above 0 and at most 1.")
+        raise EngineError(f"top_p must be greater than 0 and at most 1, got {params.top_p}.")
     if params.top_k < 0:
-        raise EngineError(f"top_k is {params.top_k}; it must be at least 0 (0: all tokens).")
+        raise EngineError(f"top_k must be at least 0 (0 means all tokens), got {params.top_k}.")
     if "" in params.stop:
-        raise EngineError("stop contains an empty string; remove it.")
+        raise EngineError("stop must not contain an empty string.")
     if len(prompt_ids) >= info.max_context:
         raise PromptTooLong(
             f"The prompt has {len(prompt_ids)} tokens; it must have fewer than {info.max_context}."
@@ -65,5 +65,5 @@ def _check_ids(info: EngineInfo, ids: Ids) -> None:
         raise EngineError("The prompt is empty; send at least one token id.")
     if ids.min() < 0 or ids.max() >= info.vocab_size:
         raise EngineError(
-            f"The token ids are from {ids.min()} to {ids.max()}; allowed are 0 to {info.vocab_size - 1}."
+            f"Token ids must be between 0 and {info.vocab_size - 1}, got {ids.min()} to {ids.max()}."
         )

@@ -20,9 +20,8 @@ STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 class EngineConnection:
     """An HTTP connection to one server. Calls raise EngineUnavailable if the server cannot be reached.
 
-    Error messages contain ``name``, the kind of server. An idle connection is reused for streams for up to
-    ``idle_seconds``, and for other calls for up to ``keep_alive_seconds`` (0: never). The server must keep it
-    open longer.
+    ``name`` describes the server in error messages. Idle connections are reused for ``idle_seconds`` by
+    streams and for ``keep_alive_seconds`` (0: never) by other calls. The server must keep them open longer.
     """
 
     def __init__(
@@ -31,11 +30,11 @@ class EngineConnection:
         self.url = url.rstrip("/")
         address = urlsplit(self.url)
         if address.scheme != "http" or not address.hostname:
-            raise EngineError(f"The address of the {name} is {url!r}; it must be http://host:port.")
+            raise EngineError(f"The URL of the {name} must be http://host:port, got {url!r}.")
         self._name = name
         self._path = address.path
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # Streams use a client with less overhead for each request.
+        # Streams use a client with less overhead per request.
         self._streams = PlainClient(
             address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_TIMEOUT
         )

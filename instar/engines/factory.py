@@ -1,4 +1,4 @@
-"""Creates the engine of a run, and clients for engines in other processes."""
+"""Create a run's engine, and clients for engines in other processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
-    """Return a new engine that has not been started with ``bring_up``."""
+    """Create the engine. The caller must start it with ``bring_up``."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Return the section with unset settings filled in, if the rest of the run's config determines them."""
+    """Fill in unset settings that follow from the rest of the run's config."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -45,15 +45,17 @@ async def connect_engines(
     timeout: float = 60.0,
     newest_policy: PolicySource | None = None,
 ) -> Engine:
-    """Return one engine that distributes requests over the engines at these addresses, once one of them has
-    responded. Raises EngineUnavailable after ``timeout`` seconds, and ConfigError if they serve different
-    models. `EnginePool` describes ``newest_policy``, which is used only with several addresses."""
+    """Wait until an engine responds, and return an engine that distributes requests over all of them.
+
+    Raises EngineUnavailable after ``timeout`` seconds, and ConfigError if the engines serve different models.
+    ``newest_policy`` is passed to `EnginePool`, and is not used if there is only one engine.
+    """
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
         await pool.start(timeout)
-    except BaseException:  # cancellation too, because no one else has a reference to the pool
+    except BaseException:  # including cancellation: no one else can close the pool
         await pool.close()
         raise
     return pool

@@ -2,7 +2,8 @@
 
 A session stays on its engine, which has cached the earlier turns, while that engine is healthy and not much
 busier than the others. Other requests go to the least busy engine. An unreachable engine gets no requests
-until it responds again and serves the newest policy. Its requests without a first token go to other engines.
+until it responds again and serves the newest policy. Its requests that have no first token yet are retried on
+other engines.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
 MAX_SESSIONS = 65_536
-"""The maximum number of sessions with a stored engine. The least recently used sessions are removed."""
+"""The maximum number of sessions whose engine is remembered. The least recently used ones are evicted."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
-"""A session moves if its engine has over LOAD_FACTOR × the least busy engine's requests + LOAD_SLACK."""
+"""A session moves if its engine's load exceeds LOAD_FACTOR × the least busy engine's load + LOAD_SLACK."""
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
 
 
@@ -51,7 +52,7 @@ class PoolMember:
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to start the next health check immediately, for example after a failed request."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
-    """The timeouts of the requests that wait for their first token."""
+    """The timeouts of the requests that are waiting for their first token."""
 
     @property
     def load(self) -> int:
@@ -68,13 +69,13 @@ class PoolMember:
         self.check_requested.set()
 
     def release_waiting_requests(self) -> None:
-        """End the wait of requests without a first token, so that they go to other engines."""
+        """Time out requests that have no first token yet, so that they are retried on other engines."""
         while self.first_token_timeouts:
             self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
 
     @contextlib.contextmanager
     def track_request(self) -> Generator[None]:
-        """Count a request while the block runs. EngineUnavailable marks the engine as unhealthy."""
+        """Count a request while the block runs. Mark the engine as unhealthy on EngineUnavailable."""
         self.in_flight += 1
         try:
             yield
@@ -167,8 +168,8 @@ class EnginePool(Engine):
 
     async def load(self, policy: Policy) -> None:
         """Load the policy into every healthy engine. The other engines load it when they respond again.
-        Raises the error of an engine that rejects the policy, and EngineUnavailable if then no engine accepts
-        requests."""
+        Raises the error of an engine that rejects the policy, and EngineUnavailable if no engine accepts
+        requests afterwards."""
         previous, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.is_healthy]
         outcomes = await asyncio.gather(
@@ -182,7 +183,8 @@ class EnginePool(Engine):
 
     async def replace(self, engines: Sequence[Engine]) -> None:
         """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed,
-        which aborts their replies in progress. Their requests without a first token go to other engines."""
+        which aborts their replies in progress. Their requests that have no first token yet are retried on
+        other engines."""
         removed = [member for member in self.members if member.engine not in engines]
         current = {member.engine for member in self.members}
         next_index = max((member.index for member in self.members), default=-1) + 1
@@ -201,7 +203,7 @@ class EnginePool(Engine):
             await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """Return the sums over all engines that respond, and the lowest version among them."""
+        """Return the sums over all engines that respond, and their lowest version."""
         healthy = [member for member in self.members if member.is_healthy]
         outcomes = await asyncio.gather(*map(self._query_status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]

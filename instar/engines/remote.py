@@ -40,7 +40,7 @@ class RemoteEngine(Engine):
         engine = cls(url, token)
         try:
             await CONNECT_RETRY.run(engine.refresh, retry_on=EngineUnavailable, seconds=timeout)
-        except BaseException:  # cancellation too, because no one else has a reference to the engine
+        except BaseException:  # including cancellation: no one else can close the engine
             await engine.close()
             raise
         return engine
@@ -130,9 +130,9 @@ class RemoteEngine(Engine):
             raise _decode_error(response.body, response.status)
         return response.body
 
-    def _decode(self, body: bytes, kind: type[T]) -> T:
+    def _decode(self, body: bytes, expected_type: type[T]) -> T:
         try:
-            return msgspec.json.decode(body, type=kind)
+            return msgspec.json.decode(body, type=expected_type)
         except msgspec.DecodeError as error:
             raise self._malformed_response_error(error) from error
 
@@ -142,7 +142,8 @@ class RemoteEngine(Engine):
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Return one chunk with the tokens of all lines, or None, and the error in the last line, or None."""
+    """Join the lines into one chunk, or None if there are none. Also return the error in the last line, if
+    any."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:
@@ -154,12 +155,14 @@ def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineErro
 
 
 def _decode_error(body: bytes, status: int) -> EngineError:
-    """Return the error that the engine raised, with the same class if that is an EngineError. A body from
-    another program, such as a proxy, becomes a plain EngineError."""
+    """Return the error that the engine raised, with the same class if that is a subclass of EngineError. A
+    body from another program, such as a proxy, becomes a plain EngineError."""
     try:
         detail: dict[str, Any] = msgspec.json.decode(body)["error"]
-        kind, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])
+        error_class, message = getattr(errors, str(detail["type"]), EngineError), str(detail["message"])
     except (msgspec.DecodeError, KeyError, TypeError):
         text = body[:200].decode(errors="replace")
         return EngineError(f"The engine responded with status {status}: {text}")
-    return kind(message) if isinstance(kind, type) and issubclass(kind, EngineError) else EngineError(message)
+    if isinstance(error_class, type) and issubclass(error_class, EngineError):
+        return error_class(message)
+    return EngineError(message)

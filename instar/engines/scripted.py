@@ -1,7 +1,7 @@
 """An engine that returns scripted replies, encoded with the model's tokenizer.
 
-The logprob of a token depends only on the preceding ids, the token and the seed. ``logprobs`` returns other
-values than ``generate``. Policies are not read; only their version is used.
+The logprob of a token depends only on the preceding ids, the token and the seed. ``logprobs`` does not return
+the same values as ``generate``. Policies are not read; only their version is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ScriptedEngine(Engine):
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         self._tokenizer: Any = load_tokenizer(resolve_model(model.name))
         if self._tokenizer.eos_token_id is None:
-            raise ConfigError(f"model.name: {model.name} has no end-of-sequence token; choose another model.")
+            raise ConfigError(f"model.name: {model.name} has no end-of-sequence token.")
         if not config.replies and config.function is None:
             raise ConfigError("engine.replies: the list is empty; add a reply or set engine.function.")
         self._config = config
@@ -126,7 +126,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return how many replies follow each other in the prompt, in their order. Token ids have 4 bytes."""
+    """Return how many replies occur in the prompt one after the other, in order. Token ids are 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]

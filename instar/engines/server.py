@@ -10,8 +10,8 @@
 
 Binary integers and floats are 4 bytes, little-endian. The body of /generate is the length of the params, the
 SamplingParams as JSON, and the prompt ids. A line of the response contains all tokens that were ready when it
-was sent. A missing logprob is null. The body of /logprobs consists of token ids. Its response consists of
-floats, and the first one is NaN.
+was sent. A missing logprob is null. The body of /logprobs is the token ids, and the response is one float per
+token, with NaN for the first.
 
 An error is ``{"error": {"type": <class in instar.errors>, "message": ...}}``. It is the body of a failed
 response, or the last line of a reply that has begun. Closing the connection cancels the request.
@@ -61,7 +61,7 @@ class DrainGate:
 
     def close(self) -> None:
         self.is_closed = True
-        self._finish_requests(0)
+        self._set_drained_if_idle()
 
     @contextmanager
     def admit(self) -> Generator[None]:
@@ -71,16 +71,16 @@ class DrainGate:
         try:
             yield
         finally:
-            self._finish_requests(1)
+            self._active_requests -= 1
+            self._set_drained_if_idle()
 
-    def _finish_requests(self, count: int) -> None:
-        self._active_requests -= count
+    def _set_drained_if_idle(self) -> None:
         if self.is_closed and not self._active_requests:
             self.drained.set()
 
 
 def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
-    """Return the HTTP app of an engine. If ``token`` is set, every route except /healthz requires it as a
+    """Create the HTTP app for an engine. If ``token`` is set, every route except /healthz requires it as a
     bearer token."""
     gate = gate or DrainGate()
     handlers = _Handlers(engine, gate, UploadStore())
@@ -130,7 +130,7 @@ class _GenerateEndpoint:
 
 
 class _ReplyStream:
-    """Sends one reply. The tokens that are sampled while a line is being sent go into the next line. If the
+    """Sends one reply. Tokens that are sampled while a line is being sent go into the next line. If the
     client disconnects, the engine's iterator is closed."""
 
     def __init__(self, chunks: AsyncGenerator[TokenChunk, None], receive: Receive, send: Send) -> None:
@@ -141,7 +141,8 @@ class _ReplyStream:
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Send the reply, or return an error before the first token. A later error is the last line."""
+        """Send the reply. Return the error if sampling fails before the first token; a later error is sent as
+        the last line."""
         sampling = self._start_task(self._sample())
         disconnect = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False
@@ -259,15 +260,15 @@ async def _read_body(receive: Receive) -> bytes | bytearray:
     return body
 
 
-async def _decode_body(request: Request, kind: type[T]) -> T:
+async def _decode_body(request: Request, expected_type: type[T]) -> T:
     try:
-        return msgspec.json.decode(await _read_body(request.receive), type=kind)
+        return msgspec.json.decode(await _read_body(request.receive), type=expected_type)
     except msgspec.DecodeError as error:
-        raise _BadRequest(f"The body is not a valid {kind.__name__} in JSON: {error}") from error
+        raise _BadRequest(f"The body is not a valid JSON {expected_type.__name__}: {error}") from error
 
 
 class _BadRequest(EngineError):
-    """The body is too large or cannot be parsed. The client receives it as EngineError with status 400."""
+    """The request body is too large or malformed. Sent to the client as an EngineError with status 400."""
 
 
 async def _handle_error(request: Request, error: Exception) -> Response:
@@ -286,8 +287,8 @@ def _json_response(value: object, status: int = 200) -> Response:
 
 
 def _error_body(error: InstarError) -> dict[str, Any]:
-    kind = EngineError if isinstance(error, _BadRequest) else type(error)
-    return {"error": {"type": kind.__name__, "message": str(error)}}
+    error_class = EngineError if isinstance(error, _BadRequest) else type(error)
+    return {"error": {"type": error_class.__name__, "message": str(error)}}
 
 
 def _error_response(status: int, error: InstarError) -> Response:

@@ -1,4 +1,4 @@
-"""Uploads of policy folders to an engine on a machine that cannot read them.
+"""Upload policy folders to an engine on a machine that cannot read them.
 
     POST /seen    {path, files}   → {seen}: true if this machine has the folder with these files
     POST /upload  a folder        → {path}: the path of the stored folder
@@ -67,7 +67,7 @@ async def encode_folder(folder: Path, files: FileStats) -> AsyncGenerator[bytes,
 
 
 class UploadStore:
-    """The folders that were uploaded to this process. The process deletes them when it exits."""
+    """The folders that were uploaded to this process. They are deleted when it exits."""
 
     def __init__(self) -> None:
         self._root: str | None = None
@@ -108,11 +108,11 @@ class UploadStore:
 async def _write_folder(stream: _UploadStream, folder: Path) -> None:
     length = int.from_bytes(await stream.read(LENGTH_BYTES), "little")
     if length > MAX_HEADER_BYTES:
-        raise EngineError(f"The header of the upload has {length} bytes; the maximum is {MAX_HEADER_BYTES}.")
+        raise EngineError(f"The upload header has {length} bytes; the maximum is {MAX_HEADER_BYTES}.")
     try:
         header = msgspec.json.decode(await stream.read(length), type=_UploadHeader)
     except msgspec.DecodeError as error:
-        raise EngineError(f"The header of the upload cannot be read: {error}") from error
+        raise EngineError(f"The upload header cannot be read: {error}") from error
     digest = hashlib.sha256()
     for name, size in header.files:
         if name != Path(name).name or name in ("", ".."):

@@ -1,4 +1,4 @@
-"""The wire format between RemoteEngine and an engine's server, which `instar.engines.server` describes."""
+"""Encode and decode the messages between RemoteEngine and `instar.engines.server`, which documents them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
     try:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
-        raise EngineError(f"The sampling params cannot be read: {error}") from error
+        raise EngineError(f"The sampling params are invalid: {error}") from error
     # A copy, because the ids may be unaligned in the body and a view of the body would be read-only.
     return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
 

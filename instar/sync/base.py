@@ -1,4 +1,4 @@
-"""The interface of sync routes, which transfer a published policy to the engines."""
+"""The interface for sync routes, which transfer a published policy to the engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SyncRoute(ABC):
     description: str
     """A description of the route for the log."""
     is_live = False
-    """True if ``push`` reads the weights from the backend, which then publishes no files. The policy's
+    """True if ``push`` reads the weights from the backend, so that no files are published. The policy's
     artifact is ``live``, and the policy can be pushed only while the backend has its weights."""
 
     @abstractmethod
@@ -27,4 +27,4 @@ class SyncRoute(ABC):
         success. The failure of one engine does not affect the others."""
 
     async def close(self) -> None:  # noqa: B027 - most routes have no resources
-        """Release the resources of the route."""
+        """Release the route's resources."""

@@ -1,4 +1,4 @@
-"""Chooses the sync route from the backend to the engines: the configured route, or for `auto` the first
+"""Choose the sync route from the backend to the engines: the configured route or, for `auto`, the first
 automatic route in `ROUTES` that the backend and the engines support."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RouteEndpoints:
 
 
 async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> SyncRoute:
-    """Return the route to use. Raises ConfigError if the configured route, or every route, is impossible."""
+    """Create the route. Raises ConfigError if the configured route, or every automatic one, is not usable."""
     endpoints = RouteEndpoints(config, backend, engines)
     name = config.sync.route
     if name != "auto":
@@ -41,7 +41,7 @@ async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequen
         except ConfigError as error:
             others = [other for other in ROUTES if other != name and _find_obstacle(other, endpoints) is None]
             raise ConfigError(
-                f"sync.route: {name!r} is not possible: {error}. Possible: {', '.join(others) or 'none'}"
+                f"sync.route: {name!r} cannot be used: {error}. Available: {', '.join(others) or 'none'}"
             ) from error
     for route in ROUTES:
         if _is_automatic(route, endpoints):
@@ -50,7 +50,7 @@ async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequen
             except ConfigError:
                 if route == "files":
                     raise
-    raise AssertionError("the route files is always tried")
+    raise AssertionError("the files route is always tried")
 
 
 async def _create(route: RouteName, endpoints: RouteEndpoints) -> SyncRoute:
@@ -62,13 +62,13 @@ async def _create(route: RouteName, endpoints: RouteEndpoints) -> SyncRoute:
 def _is_automatic(route: RouteName, endpoints: RouteEndpoints) -> bool:
     """Return True if `sync.route: auto` tries the route."""
     if route == "ray":
-        # The files of an adapter are small, so they are sent without Ray.
+        # Adapter files are small, so they are sent without Ray.
         return endpoints.is_on_ray and "weights" in endpoints.backend.capabilities.artifacts
     return route == "files" or endpoints.has_weights_on_gpu
 
 
 def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
-    """Return why the route is impossible according to the capabilities of the endpoints, or None."""
+    """Return the reason why the backend or an engine does not support the route, or None."""
     capabilities = endpoints.backend.capabilities
     if route != "files" and not capabilities.can_sync_live:
         return f"the {endpoints.config.backend.type} backend does not provide its weights"
@@ -79,12 +79,12 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
         if route != "files" and route not in engine.info.routes:
             return f"the {engine.info.kind} engine does not accept weights over {route}"
     if route == "nccl" and not endpoints.has_weights_on_gpu:
-        return "the trainer computes on a CPU, but nccl needs a GPU"
+        return "the trainer runs on a CPU, but nccl needs a GPU"
     return None
 
 
 async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
-    from instar.sync.shared import SharedSync, current_gpu_uuid, probe_shared_memory
+    from instar.sync.shared import SharedSync, get_gpu_uuid, probe_shared_memory
 
     device = device_and_dtype(endpoints.config.model)[0]
     for index, engine in enumerate(endpoints.engines):
@@ -94,9 +94,9 @@ async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
             raise ConfigError(f"engine {index} cannot map the trainer's memory: {error}") from error
         if not memory["shared"]:
             raise ConfigError(f"engine {index} cannot read the trainer's memory: it is on another machine")
-        if device == "cuda" and memory["gpus"] != [current_gpu_uuid()]:
+        if device == "cuda" and memory["gpus"] != [get_gpu_uuid()]:
             gpus = ", ".join(memory["gpus"]) or "no GPU"
-            raise ConfigError(f"engine {index} uses {gpus}, but must use the trainer's {current_gpu_uuid()}")
+            raise ConfigError(f"engine {index} uses {gpus}, but must use the trainer's {get_gpu_uuid()}")
     return SharedSync(endpoints.backend, device=device, deadline=endpoints.config.sync.deadline)
 
 
@@ -147,5 +147,5 @@ ROUTES: dict[RouteName, Callable[[RouteEndpoints], Awaitable[SyncRoute]]] = {
     "ray": _create_ray,
     "files": _create_files,
 }
-"""The functions that create a route, in the order in which `auto` tries them. They raise ConfigError if the
+"""The functions that create a route, in the order that `auto` tries them. They raise ConfigError if the
 endpoints turn out not to support the route."""

@@ -1,4 +1,4 @@
-"""The route `files`: every engine loads the policy from the published folder, or from an uploaded copy."""
+"""The `files` route: every engine loads the policy from the published folder, or from an uploaded copy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FileSync(SyncRoute):
     description = "files: the engines read the published files, or copies that are uploaded to them"
 
     def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
-        """``deadline`` is the time in seconds to load the policy into one engine, including all attempts."""
+        """``deadline`` is the time limit in seconds for loading one engine, including retries."""
         self._deadline = deadline
         self._attempts = attempts
         self._retry = retry

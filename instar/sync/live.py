@@ -1,5 +1,5 @@
-"""The base class of live routes, which send weights without files in two phases. All engines receive the
-weights first, and then commit them."""
+"""Base class for live routes, which send weights without files in two phases: all engines receive the
+weights, then commit them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class PushTargets:
         await self.run("served", commit_one)
 
     def fail_remaining(self, action: str, error: Exception) -> None:
-        """Make the error the outcome of all engines that have neither failed nor committed."""
+        """Mark every engine that has neither failed nor committed as failed with ``error``."""
         for index, outcome in enumerate(self.outcomes):
             if outcome is None and index not in self._committed:
                 self._fail(index, action, error)
@@ -67,8 +67,8 @@ class PushTargets:
 
 
 class LiveSync(SyncRoute):
-    """The base class of live routes. An engine that did not receive all weights keeps its policy, except over
-    NCCL. If the backend cannot provide the weights, ``push`` raises its error."""
+    """Base class for live routes. An engine that did not receive all weights keeps its policy, except over
+    NCCL. If the backend cannot provide the weights, ``push`` raises the backend's error."""
 
     is_live = True
 
@@ -101,10 +101,10 @@ class LiveSync(SyncRoute):
 
 
 @contextmanager
-def route_errors(*kinds: type[Exception]) -> Generator[None]:
-    """Convert errors of torch, CUDA, the operating system and ``kinds`` to RouteError. Code that reads the
-    backend's weights must stay outside the block, because its errors are errors of the trainer."""
+def convert_route_errors(*error_types: type[Exception]) -> Generator[None]:
+    """Convert errors from torch, CUDA and the operating system, and ``error_types``, to RouteError. Code that
+    reads the backend's weights must stay outside the block, because its errors belong to the trainer."""
     try:
         yield
-    except (RuntimeError, OSError, *kinds) as error:
+    except (RuntimeError, OSError, *error_types) as error:
         raise RouteError(f"{type(error).__name__}: {error}") from error

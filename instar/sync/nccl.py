@@ -1,12 +1,12 @@
-"""The weight transfer route `nccl`: the trainer's GPU sends weights to the engines' GPUs over NCCL, with
-vLLM's weight-transfer API.
+"""The `nccl` route: the trainer's GPU sends weights to the engines' GPUs over NCCL, with vLLM's weight
+transfer API.
 
 The trainer is rank 0 of a group with all workers of all engines, and broadcasts each weight once. vLLM loads
 the weights while it receives them, so there is no separate staging. An engine that fails during the broadcast
 reports the failure and serves nothing until it loads a policy. A new group is formed after a failure and when
-the engines change. A broadcast never ends if a member is missing, so the trainer then leaves the group.
+the engines change. A broadcast hangs if a member is missing, so the trainer leaves the group in that case.
 
-The route was tested with vLLM 0.26 on one GPU that trainer and engine share, but not with several GPUs.
+The route has been tested with vLLM 0.26 on one GPU shared by trainer and engine, but not with several GPUs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import SyncError
-from instar.sync.live import LiveSync, PushTargets, route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors
 from instar.types import Json, Policy
 
 
@@ -56,7 +56,7 @@ class NcclSync(LiveSync):
         async def commit(engine: Engine) -> None:
             try:
                 await engine.commit(policy)
-            except BaseException:  # including cancellation: the broadcast would never end
+            except BaseException:  # including cancellation: the broadcast would hang
                 group_failed.set()
                 raise
 
@@ -83,7 +83,7 @@ class NcclSync(LiveSync):
     async def _broadcast_weights(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:
             async for _, tensor in tensors:
-                with route_errors():
+                with convert_route_errors():
                     await asyncio.to_thread(self._transport.broadcast, self._group, tensor)
 
     async def _leave_group(self) -> None:
@@ -105,7 +105,7 @@ class NcclSync(LiveSync):
         return {"names": names, "dtype_names": dtypes, "shapes": shapes}
 
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
-        """Query the number of workers of each engine, and let all engines join one group concurrently."""
+        """Query each engine's number of workers, and have all engines join one group concurrently."""
         await self._leave_group()
         sizes: dict[int, int] = {}
 
@@ -122,9 +122,11 @@ class NcclSync(LiveSync):
             return engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
 
         self._members = targets.engines
-        join_task = asyncio.create_task(targets.run("sent, because the engine joined no group", invite))
+        join_task = asyncio.create_task(
+            targets.run("sent, because the engine did not join the group", invite)
+        )
         try:
-            with route_errors():
+            with convert_route_errors():
                 self._group = await asyncio.to_thread(self._transport.join, plan[0]) if plan else None
             await join_task
         finally:
@@ -133,7 +135,7 @@ class NcclSync(LiveSync):
 
 
 def plan_group(worker_counts: list[int], host: str, port: int) -> list[Json]:
-    """Return the init info of each engine. The trainer is rank 0, and the workers of each engine follow."""
+    """Return the init info for each engine. The trainer is rank 0, followed by the workers of each engine."""
     address = {"master_address": host, "master_port": port, "world_size": 1 + sum(worker_counts)}
     return [{**address, "rank_offset": 1 + sum(worker_counts[:index])} for index in range(len(worker_counts))]
 

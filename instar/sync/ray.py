@@ -1,9 +1,9 @@
-"""The route `ray`: the weights are sent in chunks through Ray's object store to engines in the cluster.
+"""The `ray` route: weights are sent in chunks through Ray's object store to engines in the cluster.
 
-The route is for clusters without NCCL. The trainer puts each weight into the store as an array of bytes. A
-named actor, the mailbox, stores the references of the current chunks, so that only names and numbers are sent
-over HTTP. Each engine's workers fetch a chunk from the store of their node and keep it next to their weights.
-The store contains at most two chunks: the one that engines fetch and the one that the trainer writes.
+The route is for clusters without NCCL. The trainer puts each weight into the store as a byte array. A named
+actor, the mailbox, holds the references to the current chunks, so that only names and numbers are sent over
+HTTP. Each engine's workers fetch a chunk from their node's store and stage it without changing the served
+weights. The store contains at most two chunks: one that engines fetch and one that the trainer writes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import ConfigError, EngineUnavailable
 from instar.sync.base import RouteError
-from instar.sync.live import LiveSync, PushTargets, route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors
 from instar.sync.shared import PROBE_POLICY
 from instar.types import Json, Policy
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 NAMESPACE = "instar"
 CALL_TIMEOUT_SECONDS = 60.0
-"""The deadline of a call to the mailbox. The mailbox's process may have to start first."""
+"""The timeout for a mailbox call. The mailbox process may have to start first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class RayChunk:
 
 
 class RaySync(LiveSync):
-    """The route `ray`. Call ``start`` before any other method. The cluster is the one that this process
-    has joined, or else the one at ``address``, or else the one in `RAY_ADDRESS`."""
+    """The `ray` route. Call ``start`` before any other method. The cluster is the one that this process has
+    joined, or else the one at ``address``, or else the one in `RAY_ADDRESS`."""
 
     def __init__(
         self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
@@ -56,7 +56,7 @@ class RaySync(LiveSync):
         self._has_joined_ray = False
 
     async def start(self) -> None:
-        """Join the cluster and start the mailbox. Raises ConfigError if there is no Ray or no cluster."""
+        """Join the cluster and start the mailbox. Raises ConfigError if Ray or the cluster is unavailable."""
         await asyncio.to_thread(self._start_mailbox)
 
     async def check_engine(self, engine: Engine) -> None:
@@ -127,21 +127,23 @@ class RaySync(LiveSync):
 
     def _start_mailbox(self) -> None:
         if find_spec("ray") is None:
-            raise ConfigError("Ray is not installed for the trainer; run pip install 'instar[ray]'")
+            raise ConfigError(
+                "Ray is not installed in the trainer's environment; run pip install 'instar[ray]'"
+            )
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         if not ray.is_initialized():
             self._join_cluster(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # The mailbox is one process for the complete run, and does not need a CPU.
+        # The mailbox is one process for the entire run, and does not need a CPU.
         actor_class = ray.remote(num_cpus=0)(_create_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._mailbox_address = {
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # Whether the cluster requires a token. Every worker must already have the token.
+            # Whether the cluster requires a token, which every worker must already have.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
         self.description = f"ray: the object store of the cluster at {self._mailbox_address['address']}"
@@ -153,7 +155,7 @@ class RaySync(LiveSync):
         try:
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (RuntimeError, OSError) as error:
-            raise ConfigError(f"the Ray cluster at {address} cannot be joined: {error}") from error
+            raise ConfigError(f"cannot join the Ray cluster at {address}: {error}") from error
         self._has_joined_ray = True
 
     def _stop_mailbox(self) -> None:
@@ -166,8 +168,8 @@ class RaySync(LiveSync):
 
 
 def _create_mailbox_class() -> type:
-    """Return the class of the mailbox. Ray pickles a class that is defined in a function by value, so that
-    the mailbox's process does not need Instar."""
+    """Return the mailbox class. It is defined in a function so that Ray pickles it by value, because the
+    mailbox process may not have Instar."""
 
     class Mailbox:
         def __init__(self) -> None:
@@ -189,15 +191,15 @@ def _create_mailbox_class() -> type:
 
 
 async def _run_in_thread(function: Callable[..., T], *arguments: Any) -> T:
-    """Call a function in a thread and return its result. Ray's errors are raised as RouteError."""
+    """Call a function in a thread and return its result. Convert Ray's errors to RouteError."""
     from ray.exceptions import RayError
 
-    with route_errors(RayError):
+    with convert_route_errors(RayError):
         return await asyncio.to_thread(function, *arguments)
 
 
 def _put_tensor(tensor: Tensor) -> Any:
-    """Put a tensor into the object store as an array of bytes, whose content Ray does not pickle."""
+    """Put a tensor into the object store as a byte array, whose content Ray does not pickle."""
     import ray
     import torch
 

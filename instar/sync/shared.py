@@ -1,9 +1,9 @@
-"""The route `ipc`: engines on the same machine map a buffer of the trainer that contains the weights.
+"""The `ipc` route: engines on the same machine map the trainer's weight buffer.
 
-The buffer is in the memory of the GPU, or in main memory if the trainer computes on a CPU. It is created at
-the first push, and each engine opens it once. A push writes the weights to the buffer and notifies each
-engine, which copies the weights. An engine that does not respond may still be copying, so the trainer never
-writes to this buffer again and uses a new buffer for later pushes.
+The buffer is in GPU memory, or in main memory if the trainer runs on a CPU. It is created at the first push,
+and each engine opens it once. A push writes the weights to the buffer and notifies each engine, which copies
+the weights. An engine that does not respond may still be copying, so the trainer never writes to this buffer
+again and uses a new buffer for later pushes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.live import LiveSync, PushTargets, route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors
 from instar.types import Artifact, Json, Policy
 
 if TYPE_CHECKING:
@@ -42,11 +42,11 @@ class SharedSync(LiveSync):
         self._device = device
         self._buffer: SharedBuffer | None = None
         self._copying_engines: set[Engine] = set()
-        """The engines that may still copy from the buffer."""
+        """The engines that may still be copying from the buffer."""
         self._previous_buffer: SharedBuffer | None = None
-        """The previous buffer. It is closed when all engines have been told to open the current buffer."""
-        memory = "the GPU's memory" if device == "cuda" else "the machine's memory"
-        self.description = f"ipc: the engines copy the weights from a buffer of the trainer in {memory}"
+        """Closed when all engines have been told to open the current buffer."""
+        memory = "GPU memory" if device == "cuda" else "main memory"
+        self.description = f"ipc: the engines copy the weights from the trainer's buffer in {memory}"
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         buffer = await self._get_unused_buffer()
@@ -62,7 +62,7 @@ class SharedSync(LiveSync):
         if previous is not None and not self._copying_engines:
             return previous
         layout = await self._read_layout() if previous is None else previous.layout
-        with route_errors():
+        with convert_route_errors():
             self._buffer = self._create_buffer(layout, self._device)
         self._previous_buffer = previous
         self._copying_engines.clear()
@@ -77,7 +77,7 @@ class SharedSync(LiveSync):
             except EngineUnavailable:
                 raise
             except EngineError:
-                self._copying_engines.discard(engine)  # it has responded, so it does not copy any more
+                self._copying_engines.discard(engine)  # it has responded, so it is no longer copying
                 raise
             self._copying_engines.discard(engine)
 
@@ -99,11 +99,11 @@ class SharedSync(LiveSync):
                 raise SyncError(
                     f"the backend's weight {name} is new, or its shape or dtype differs from the first push"
                 )
-            with route_errors():
+            with convert_route_errors():
                 target.copy_(tensor)
         if missing:
             raise SyncError(f"the backend provided {len(missing)} fewer weights than at the first push")
-        with route_errors():
+        with convert_route_errors():
             buffer.synchronize()
 
     async def close(self) -> None:
@@ -136,9 +136,9 @@ class SharedBuffer:
         if device == "cuda":
             from torch.multiprocessing.reductions import reduce_tensor
 
-            # The first seven values describe the tensor and its device, which the engine knows.
+            # The engine knows the first seven values, which describe the tensor and its device.
             handle = [_to_json(value) for value in reduce_tensor(self._bytes)[1][7:]]
-            self.handle = {"kind": "cuda", "gpu": current_gpu_uuid(), "parts": handle, "size": size}
+            self.handle = {"kind": "cuda", "gpu": get_gpu_uuid(), "parts": handle, "size": size}
         self.views: dict[str, Tensor] = {}
         for name, dtype, shape, start in layout:
             part = self._bytes[start : start + _count_bytes(dtype, shape)]
@@ -146,7 +146,7 @@ class SharedBuffer:
 
     @property
     def _path(self) -> str:
-        # Other processes of this user can open the path. It disappears when this process exits or is killed.
+        # Other processes of this user can open the path. It disappears when this process exits.
         return f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def synchronize(self) -> None:
@@ -164,8 +164,8 @@ class SharedBuffer:
 
 
 async def probe_shared_memory(engine: Engine) -> Json:
-    """Return a dict. ``shared`` is true if the engine can map this process's memory. ``gpus`` contains the
-    UUIDs of the GPUs that the engine uses."""
+    """Check what the engine shares with this process. In the result, ``shared`` is true if the engine can map
+    this process's memory, and ``gpus`` contains the UUIDs of the engine's GPUs."""
     secret = secrets.token_bytes(16)
     descriptor = os.memfd_create("instar-probe")
     try:
@@ -181,14 +181,14 @@ async def probe_shared_memory(engine: Engine) -> Json:
     }
 
 
-def current_gpu_uuid() -> str:
+def get_gpu_uuid() -> str:
     import torch
 
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 async def _stage_buffer(engine: Engine, policy: Policy, buffer: SharedBuffer) -> None:
-    """Announce the buffer to an engine, with handle and layout if a worker has not opened it yet."""
+    """Announce the buffer to an engine, with its handle and layout if a worker has not opened it yet."""
     body: Json = {"buffer": buffer.name}
     response = await engine.stage(WeightTransfer(policy, "ipc", body))
     if not all(worker["known"] for worker in response["workers"]):

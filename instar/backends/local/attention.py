@@ -26,11 +26,11 @@ from instar.errors import BackendError
 
 ATTENTION_NAME = "instar_tree"
 MAX_MATH_BACKWARD_SCORES = 8 * 1024 * 1024
-"""Up to this number of scores, a backward pass of plain matrix products beats the flash kernel on a CPU."""
+"""Up to this many scores, a backward pass with plain matrix products beats the flash kernel on a CPU."""
 MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors with up to this many tokens are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
-"""The largest number of copied tokens in front of one node."""
+"""The maximum number of tokens copied in front of one node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class OwnBlocks:
     targets: Tensor
     """The positions of ``queries`` in the packed row."""
     unpadded: Tensor
-    """Indices of all tokens that are not padding in the flattened batch."""
+    """Indices of all non-padding tokens in the flattened batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = 0
-    """The number of calls of `tree_attention` with this plan. `TrainedModel.check_attention` compares it with
+    """The number of calls to `tree_attention` with this plan. `TrainedModel.check_attention` compares it with
     the number of layers."""
 
 
@@ -229,11 +229,11 @@ def tree_attention(
     """Compute one attention layer for transformers, from query [1, H, T, D] and key, value [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise BackendError(f"the local backend does not support attention with {name}; use another model")
+            raise BackendError(f"the local backend does not support attention with {name}")
     if tree_plan is None:
         raise BackendError(
             f"the local backend does not support {type(module).__name__}, because the model does not pass "
-            "keyword arguments to its attention function; use another model"
+            "keyword arguments to its attention function"
         )
     tree_plan.calls += 1
     device = query.device.type
@@ -248,7 +248,7 @@ AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 
 # --- dense kernels ------------------------------------------------------------------------------
-# They compute one block. q, grad and out are [N, H, L, D]; k and v are [N, K, S, D] with H a multiple of K;
+# Each computes one block. q, grad and out are [N, H, L, D]; k and v are [N, K, S, D] with H a multiple of K;
 # lse is [N, H, L] in fp32. In the backward pass, lse and out are those of the complete softmax.
 
 

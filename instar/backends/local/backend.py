@@ -20,7 +20,7 @@ from instar.backends.base import (
     BackendCapabilities,
     ForwardBackwardResult,
     OptimStepResult,
-    torch_capabilities,
+    make_torch_capabilities,
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.local import losses, state
@@ -34,14 +34,14 @@ from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Floats, Sample
 
 CHUNK_BYTES = 128 * 2**20
-"""About how many bytes of weights `tensors` exports each time it switches to the worker thread."""
+"""The approximate number of bytes that `tensors` exports each time it switches to the worker thread."""
 RNG_LOCK = threading.Lock()
 """Held while a backend uses torch's random generator, which all backends in the process share."""
 
 
 class LocalBackend(ThreadedBackend):
     """A backend that trains with torch. ``base_model`` is a model from `load_base`, which several backends
-    with adapters may share. If it is None, the backend loads its own model."""
+    with adapters can share. If it is None, the backend loads its own model."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class LocalBackend(ThreadedBackend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return torch_capabilities(
+        return make_torch_capabilities(
             self._config.lora,
             has_reference=True,
             can_sync_live=not has_adapter_on_tied_head(self._model.model),
@@ -133,7 +133,7 @@ class LocalBackend(ThreadedBackend):
                 total += float(value.detach())
                 distinct_tokens += len(packed)
                 micro_batch_sums.append(sums)
-        except BaseException:  # including an interrupt: the call must not add a part of its gradient
+        except BaseException:  # including an interrupt: the call must not leave a partial gradient
             for name, parameter in self._parameters.items():
                 parameter.grad = previous_grads[name]
             raise

@@ -1,4 +1,4 @@
-"""The LoRA adapter, created by PEFT for its file format and computed by one fused function.
+"""LoRA adapters in PEFT's file format, computed by one fused function.
 
 PEFT's own forward pass casts activations to the adapter's fp32 and adds in fp32, which costs more than the
 low-rank product itself. Here the fp32 adapter is cast to the dtype of the activations, and its output is
@@ -25,7 +25,7 @@ ADAPTER = "default"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
-    """Return the model wrapped with an fp32 adapter that is initialized from the seed. The base is frozen."""
+    """Wrap the model with an fp32 adapter that is initialized from the seed, and freeze the base weights."""
     targets = config.targets if config.targets == "all-linear" else list(config.targets)
     lora = peft.LoraConfig(
         r=config.rank,
@@ -45,8 +45,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
             raise BackendError(
-                f"backend.lora.targets: given {config.targets!r}, which PEFT cannot adapt; name linear "
-                f"layers of the model, or use all-linear ({error})"
+                f"backend.lora.targets: PEFT cannot adapt {config.targets!r} ({error}); name linear layers "
+                "of the model, or use all-linear"
             ) from error
     for module in wrapped.modules():
         if isinstance(module, Linear) and _can_fuse(module):

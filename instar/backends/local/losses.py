@@ -20,12 +20,12 @@ class TrainedTokens:
     mask: Tensor
     advantages: Tensor
     logprobs: Tensor
-    """The samples' logprobs, to compare the new ones with. They may be NaN if the loss does not use them."""
+    """The samples' logprobs. They may be NaN if the loss does not use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
-    """Sums and a maximum over the trained tokens of a micro-batch, from which the metrics are computed."""
+    """Sums and a maximum over the trained tokens of a micro-batch, used to compute the metrics."""
 
     token_count: int = 0
     ratio_sum: float = 0.0

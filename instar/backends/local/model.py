@@ -1,4 +1,4 @@
-"""Loads the model to train, checks that packed training is correct for it, and computes logprobs."""
+"""Load the model to train, check that it supports packing, and compute logprobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from instar.models import copy_with_shared_weights, device_and_dtype, resolve_mo
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_TOKENS = 256
-"""The number of tokens whose logits are in memory at the same time."""
+"""The maximum number of tokens whose logits are in memory at the same time."""
 LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
 """Model settings that scale or cap logits, which the local backend does not implement."""
 
@@ -59,7 +59,7 @@ class TrainedModel:
             hidden_states = self._compute_hidden_states(packed, plan)
             rows = hidden_states[self._to_tensor(packed.previous[positions])]
             head = cast(nn.Module, self.model.get_output_embeddings())
-            return _target_logprobs(head, rows, self._to_tensor(packed.token_ids[positions]))
+            return _compute_target_logprobs(head, rows, self._to_tensor(packed.token_ids[positions]))
 
     def _compute_hidden_states(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.model.base_model(
@@ -109,8 +109,8 @@ class TrainedModel:
 def load_model(
     config: ModelConfig, backend: LocalBackendConfig, seed: int, base: PreTrainedModel | None = None
 ) -> TrainedModel:
-    """Return the model to train. ``base`` is a model from `load_base`, which several models with adapters may
-    share, because its weights are not trained. If it is None, the model is loaded."""
+    """Return the model to train. ``base`` is a model from `load_base`, whose frozen weights several models
+    with adapters can share. If it is None, the weights are loaded from disk."""
     folder = resolve_model(config.name)
     device, dtype_name = device_and_dtype(config)
     dtype = DTYPES[dtype_name]
@@ -123,14 +123,14 @@ def load_model(
     model.eval()
     if backend.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # checkpointing needs this mode, which changes nothing else, as all dropout is 0
+        model.train()  # required for checkpointing; has no other effect, because all dropout is 0
     trained_model = TrainedModel(model, adapter, folder, device, dtype)
     trained_model.check_attention()
     return trained_model
 
 
 def load_base(config: ModelConfig) -> PreTrainedModel:
-    """Return the frozen base model on its device. Several models with adapters may share it."""
+    """Return the frozen base model on its device. Several models with adapters can share it."""
     device, dtype_name = device_and_dtype(config)
     model = _read_model(resolve_model(config.name), DTYPES[dtype_name])
     return cast(PreTrainedModel, cast(nn.Module, model).to(device).requires_grad_(False))
@@ -170,23 +170,23 @@ def _check_supported(config: PreTrainedConfig) -> None:
             raise unsupported_error(f"{name}: {getattr(config, name)}")
 
 
-def _target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _compute_target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     """Return the fp32 logprob of each ``targets[i]`` given ``hidden[i]``: the target's logit minus the
     logsumexp of all logits at this position."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
     chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     if not torch.is_grad_enabled():
-        return torch.cat([_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
+        return torch.cat([_compute_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
     # The chunks use no randomness, and another model may be using torch's generator.
     parts = [
-        checkpoint(_chunk_logprobs, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(_compute_chunk_logprobs, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
         for rows, ids in chunks
     ]
     return torch.cat(cast(list[Tensor], parts))
 
 
-def _chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _compute_chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
     logits = cast(Tensor, head(hidden)).float()
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
 
@@ -206,7 +206,7 @@ class _FrozenHead(torch.autograd.Function):
             target_logits = logits.gather(-1, targets[rows].unsqueeze(-1)).float()
             top_logits, top_ids = logits.max(-1, keepdim=True)
             probs = torch.softmax(logits, -1, dtype=torch.float32)
-            # logsumexp = top - log p[top]. torch's own logsumexp is ten times as slow on a CPU.
+            # logsumexp = top - log p[top]. torch's own logsumexp is ten times slower on a CPU.
             logprobs[rows] = (target_logits - top_logits.float() + probs.gather(-1, top_ids).log()).squeeze(
                 -1
             )

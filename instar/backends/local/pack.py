@@ -59,9 +59,11 @@ class PackedRow:
 
 
 def split_micro_batches(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Return micro-batches of at most ``max_tokens`` tokens, as lists of indices. A prefix that several
-    sequences of a micro-batch share counts once. The sequences are processed in lexicographic order, so that
-    sequences that share a prefix are adjacent. A sequence longer than ``max_tokens`` gets its own batch."""
+    """Split the sequences into micro-batches of at most ``max_tokens`` tokens, as lists of indices.
+
+    A shared prefix counts once per micro-batch. Sequences are taken in lexicographic order, so that those
+    with a common prefix are adjacent. A sequence longer than ``max_tokens`` gets its own micro-batch.
+    """
     batches: list[list[int]] = []
     used_tokens = 0
     previous: int | None = None
@@ -112,8 +114,8 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode, ...]:
-    """Return the nodes of the trie of sorted sequences. ``lengths`` are their lengths. Sequences i and i - 1
-    share their first ``shared_lengths[i]`` tokens."""
+    """Return the trie's nodes for sorted sequences of these ``lengths``. Sequences i - 1 and i share their
+    first ``shared_lengths[i]`` tokens."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0

@@ -28,8 +28,8 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors to a file. Raises NonFiniteError if one of them, except a gradient that was not
-    applied, is not finite."""
+    """Write the tensors to a file. Raises NonFiniteError if a tensor other than an unapplied gradient is not
+    finite."""
     applied = {name: tensor for name, tensor in tensors.items() if not name.startswith("grad/")}
     if name := find_non_finite(applied):
         raise NonFiniteError(
@@ -85,7 +85,7 @@ def save_training_state(
     optimizer: torch.optim.Optimizer,
     counters: Mapping[str, int],
 ) -> None:
-    """Save the weights, gradients that were not applied, optimizer moments, RNG state and counters."""
+    """Save the weights, unapplied gradients, optimizer moments, RNG state and counters."""
     tensors: dict[str, Tensor] = {"rng/cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
@@ -130,11 +130,11 @@ def load_training_state(
     if differing_names := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
         name = differing_names[0]
         raise BackendError(
-            f"{path} is the state of another model or adapter: {len(differing_names)} tensors differ, for "
+            f"{path} belongs to another model or adapter: {len(differing_names)} tensors differ, for "
             f"example {name}: {saved_shapes.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
         )
     if name := find_non_finite({name: tensors[name] for name in shapes}):
-        raise NonFiniteError(f"{path} cannot be loaded: {name} is not finite; load an earlier state")
+        raise NonFiniteError(f"cannot load {path}: {name} is not finite; load an earlier state")
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(tensors[f"weight/{name}"])

@@ -17,7 +17,7 @@ from instar.backends.base import (
     ForwardBackwardResult,
     OptimStepResult,
     is_mergeable,
-    torch_capabilities,
+    make_torch_capabilities,
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.folders import write_folder
@@ -26,7 +26,7 @@ from instar.backends.packages import check_installed
 from instar.backends.service import read_state
 from instar.backends.threaded import ThreadedBackend, in_thread
 from instar.backends.verl.sharding import (
-    RankShares,
+    DistributedBatch,
     SerializedWeight,
     WorkerSettings,
     distribute_samples,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 STATE_FILE = "instar.json"
 CHUNK_BYTES = 32 * 2**20
-"""About how many bytes of weights rank 0 exports in one call, through Ray's object store."""
+"""The approximate number of bytes that rank 0 exports in one call, through Ray's object store."""
 
 
 class VerlBackend(ThreadedBackend):
@@ -74,7 +74,7 @@ class VerlBackend(ThreadedBackend):
     @property
     def capabilities(self) -> BackendCapabilities:
         lora = self._config.lora
-        return torch_capabilities(lora, has_reference=lora is not None, can_sync_live=is_mergeable(lora))
+        return make_torch_capabilities(lora, has_reference=lora is not None, can_sync_live=is_mergeable(lora))
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         is_first, has_more = True, True
@@ -113,9 +113,9 @@ class VerlBackend(ThreadedBackend):
         trained = [samples[i] for i in indices]
         micro_batches = 0
         if trained:
-            shares = self._distribute(trained)
-            parts = self._workers.call("train", shares.max_tokens, loss, shares=shares.samples)
-            new_logprobs = gather_logprobs(shares, [part.logprobs for part in parts], trained)
+            batch = self._distribute(trained)
+            parts = self._workers.call("train", batch.max_tokens, loss, per_rank=batch.samples)
+            new_logprobs = gather_logprobs(batch, [part.logprobs for part in parts], trained)
             if not parts[0].is_finite:
                 raise make_non_finite_error(loss, trained, new_logprobs, np.float32)
             self._has_gradient = True
@@ -146,7 +146,7 @@ class VerlBackend(ThreadedBackend):
 
     @in_thread
     def publish(self, path: Path) -> Artifact:
-        # The workers would wait for each other if only the one that writes raised an error.
+        # If only the rank that writes raised an error, the other ranks would wait for it.
         self._require_finite_weights()
 
         def fill(folder: Path) -> None:
@@ -161,13 +161,13 @@ class VerlBackend(ThreadedBackend):
 
         def fill(folder: Path) -> None:
             self._workers.call("save", str(folder.resolve()))
-            (folder / STATE_FILE).write_text(json.dumps(self._state_settings(), indent=1) + "\n")
+            (folder / STATE_FILE).write_text(json.dumps(self._get_state_settings(), indent=1) + "\n")
 
         write_folder(path, fill)
 
     @in_thread
     def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        read_state(path, "format", self._state_settings(), STATE_FILE)
+        read_state(path, "format", self._get_state_settings(), STATE_FILE)
         if not self._workers.is_alive:
             self._start()
         self._workers.call("load", str(path.resolve()), optimizer)
@@ -188,14 +188,14 @@ class VerlBackend(ThreadedBackend):
         check_samples(samples, self._vocab_size, self._max_tokens)
         if not samples:
             return []
-        shares = self._distribute(samples)
-        logprobs = self._workers.call("logprobs", shares.max_tokens, use_base_model, shares=shares.samples)
-        return gather_logprobs(shares, logprobs, samples)
+        batch = self._distribute(samples)
+        logprobs = self._workers.call("logprobs", batch.max_tokens, use_base_model, per_rank=batch.samples)
+        return gather_logprobs(batch, logprobs, samples)
 
-    def _distribute(self, samples: Sequence[Sample]) -> RankShares:
+    def _distribute(self, samples: Sequence[Sample]) -> DistributedBatch:
         return distribute_samples(samples, self._config.ranks, self._config.micro_batch_tokens)
 
-    def _state_settings(self) -> dict[str, Any]:
-        """Return the settings that must be equal in a saved state and in the backend that loads it."""
+    def _get_state_settings(self) -> dict[str, Any]:
+        """Return the settings that must match between a saved state and the backend that loads it."""
         lora = self._config.lora
         return {"format": 1, "ranks": self._config.ranks, "lora": lora and lora.model_dump()}

@@ -1,4 +1,4 @@
-"""A verl platform for the CPU. verl itself has platforms for CUDA, ROCm and NPU."""
+"""A CPU platform for verl, which itself supports only CUDA, ROCm and NPU."""
 
 # verl is installed in a separate environment.
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
@@ -16,7 +16,7 @@ from verl.plugin.platform import PlatformBase, set_platform
 
 
 class _CpuModule(ModuleType):
-    """torch.cpu with the additional functions of torch.cuda that verl calls."""
+    """torch.cpu plus the torch.cuda functions that verl calls."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
@@ -85,6 +85,6 @@ class PlatformCPU(PlatformBase):
 
 @cache
 def use_cpu() -> None:
-    """Select the CPU as verl's platform. Call this function before other modules of verl are imported,
-    because they read the platform."""
+    """Select the CPU as verl's platform. Call this before importing other verl modules, which read the
+    platform at import time."""
     set_platform(PlatformCPU())

@@ -1,4 +1,4 @@
-"""The data that the backend and its ranks exchange, and the distribution of a batch over the ranks."""
+"""Data that the backend and its ranks exchange, and the distribution of a batch over the ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WorkerSettings:
     """The folder of the base model."""
     device: str
     dtype: str
-    """The dtype of the computation, `fp32` or `bf16`. The sharded weights are fp32."""
+    """The compute dtype, `fp32` or `bf16`. The sharded weights are always fp32."""
     lora: LoraConfig | None
     ranks: int
     deadline: float
@@ -39,10 +39,10 @@ class RankSample:
 
 
 @dataclass(frozen=True, slots=True)
-class RankShares:
+class DistributedBatch:
     samples: list[list[RankSample]]
-    """The samples of each rank. All ranks have the same number of samples, padded if needed, because all
-    ranks must run the same number of micro-batches."""
+    """The samples of each rank. They are padded to the same number on every rank, because all ranks must run
+    the same number of micro-batches."""
     indices: list[list[int]]
     """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int
@@ -71,9 +71,9 @@ class SerializedWeight:
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 
-def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> RankShares:
-    """Return each rank's share of the samples. To balance the number of tokens, the samples are assigned from
-    the longest to the shortest, to the ranks in turn, in reverse order in every second round."""
+def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens: int) -> DistributedBatch:
+    """Distribute the samples over the ranks. To balance the number of tokens, the samples are assigned from
+    longest to shortest, round-robin over the ranks, and every second round is reversed."""
     indices: list[list[int]] = [[] for _ in range(ranks)]
     by_length = sorted(range(len(samples)), key=lambda i: -len(samples[i]))
     for position, i in enumerate(by_length):
@@ -82,16 +82,16 @@ def distribute_samples(samples: Sequence[Sample], ranks: int, micro_batch_tokens
     zeros = np.zeros(len(samples[by_length[-1]]), np.float32)
     padding = RankSample(samples[by_length[-1]].token_ids, zeros, zeros, zeros)
     rank_samples = [RankSample(s.token_ids, s.mask, s.advantages, s.logprobs) for s in samples]
-    share_size = max(map(len, indices))
-    shares = [[rank_samples[i] for i in share] + [padding] * (share_size - len(share)) for share in indices]
-    return RankShares(shares, indices, max(micro_batch_tokens, len(samples[by_length[0]])))
+    size = max(map(len, indices))
+    padded = [[rank_samples[i] for i in part] + [padding] * (size - len(part)) for part in indices]
+    return DistributedBatch(padded, indices, max(micro_batch_tokens, len(samples[by_length[0]])))
 
 
 def gather_logprobs(
-    shares: RankShares, logprobs: Sequence[Sequence[Floats]], samples: Sequence[Sample]
+    batch: DistributedBatch, logprobs: Sequence[Sequence[Floats]], samples: Sequence[Sample]
 ) -> list[Floats]:
     results: list[Floats] = [np.empty(0, np.float32)] * len(samples)
-    for indices, rank_logprobs in zip(shares.indices, logprobs, strict=True):
+    for indices, rank_logprobs in zip(batch.indices, logprobs, strict=True):
         for i, row in zip(indices, rank_logprobs, strict=False):  # padding has no index
             results[i] = row
     return results

@@ -1,5 +1,4 @@
-"""One rank of the verl backend: verl's training worker with Instar's losses, samples and files.
-It runs in a Ray actor.
+"""A rank of the verl backend: verl's training worker in a Ray actor, with Instar's losses and file formats.
 
 verl provides the model, sharding, forward and backward passes, clipping, optimizer and checkpoints. Instar
 changes three things: losses are sums over the tokens of all ranks, while verl averages over the ranks; a call
@@ -78,8 +77,8 @@ class InstarWorker(TinkerTrainingWorker):
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Accumulate the gradient of the samples. If the loss is not finite on any rank, no rank's gradient
-        changes."""
+        """Accumulate the gradient of the samples. If the loss of at least one rank is not finite, no rank's
+        gradient changes."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         previous_grads = [parameter.grad for parameter in parameters]
@@ -87,7 +86,7 @@ class InstarWorker(TinkerTrainingWorker):
             parameter.grad = None
         output = self.forward_backward(_make_tensordict(samples, max_tokens))
         finite_micro_batches: list[bool] = tu.get(output, "finite")
-        is_finite = _all_ranks(all(finite_micro_batches))
+        is_finite = _is_true_on_all_ranks(all(finite_micro_batches))
         for parameter, grad in zip(parameters, previous_grads, strict=True):
             if not is_finite:
                 parameter.grad = grad
@@ -112,7 +111,7 @@ class InstarWorker(TinkerTrainingWorker):
         self._module.state_dict()  # discards gathered weights, as in `next_weights`
         trained = (p.detach() for p in self._module.parameters() if p.requires_grad)
         shards = (p.to_local() if isinstance(p, DTensor) else p for p in trained)
-        return _all_ranks(all(bool(torch.isfinite(shard).all()) for shard in shards))
+        return _is_true_on_all_ranks(all(bool(torch.isfinite(shard).all()) for shard in shards))
 
     def save(self, folder: str) -> None:
         self.save_checkpoint(folder)
@@ -169,14 +168,13 @@ class InstarWorker(TinkerTrainingWorker):
     # --- called by verl ------------------------------------------------------------------------------
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
-        """Return the logprobs of a pass and, for each micro-batch, True if its loss is finite. verl's own
+        """Return the logprobs of a pass and, for each micro-batch, True if its loss is finite. The overridden
         method averages the loss over ranks and gathers memory and speed metrics."""
         finite = output["metrics"].get("finite", [])
         return tu.get_tensordict({"log_probs": output["model_output"]["log_probs"]}, {"finite": finite})
 
 
-def _all_ranks(value: bool) -> bool:
-    """Return True if the value is true on every rank."""
+def _is_true_on_all_ranks(value: bool) -> bool:
     minimum = torch.tensor([int(value)])
     dist.all_reduce(minimum, op=dist.ReduceOp.MIN)
     return bool(minimum.item())
@@ -228,8 +226,9 @@ def _unshift(log_probs: Tensor) -> list[Floats]:
 
 
 def _init_process_group(settings: WorkerSettings) -> None:
-    """Create the process group that verl uses. The group that verl creates would listen on every interface,
-    use torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
+    """Create the process group for verl. The group that verl creates by default would listen on every
+    interface, use torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch
+    rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.deadline)
@@ -260,15 +259,15 @@ def _make_training_config(settings: WorkerSettings) -> Any:
         model_config=HFModelConfig(
             path=settings.folder,
             load_tokenizer=False,
-            # Packing without padding needs FlashAttention, which CPUs and some GPUs do not have.
+            # Packing without padding needs FlashAttention, which CPUs and some GPUs do not support.
             use_remove_padding=False,
             override_config={"attn_implementation": "sdpa"},
             **adapter,
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
-            # Without this size, verl leaves the root's weights gathered after a forward pass, and the next
-            # pass would use outdated weights if there was a step in between.
+            # Without this size, verl leaves the root module's weights gathered after a forward pass. After an
+            # optimizer step, the next pass would use these outdated weights.
             fsdp_size=settings.ranks,
             model_dtype="fp32",
             mixed_precision={"param_dtype": compute_dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
@@ -281,8 +280,8 @@ def _make_training_config(settings: WorkerSettings) -> Any:
 
 
 def _allow_numpy_random_state() -> None:
-    """Allow NumPy's random state in verl's checkpoints. The checkpoints are pickled, and the backend sets
-    TORCH_FORCE_WEIGHTS_ONLY_LOAD, so that torch loads only tensors, plain values and types allowed here."""
+    """Allow torch to load NumPy's random state from verl's checkpoints. They are pickled, and because of
+    TORCH_FORCE_WEIGHTS_ONLY_LOAD, torch loads only tensors, plain values and the types allowed here."""
     from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportPrivateUsage]
 
     torch.serialization.add_safe_globals(

@@ -1,4 +1,4 @@
-"""Start the ranks as processes on Ray, call them with a deadline and stop them. All functions block."""
+"""Start the ranks as Ray processes, call them with a timeout, and stop them. All functions block."""
 
 # verl and Ray are installed in a separate environment.
 # pyright: reportMissingImports=false
@@ -14,16 +14,16 @@ from instar.backends.verl.sharding import WorkerSettings
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""The object store's size if this process starts Ray. It stores tokens, logprobs and exported weights."""
+"""The size of the object store for tokens, logprobs and exported weights, if this process starts Ray."""
 CONNECT_TIMEOUT_SECONDS = 10.0
 PEER_FAILURE_TIMEOUT_SECONDS = 5.0
-"""How long to wait for the failures of other ranks, which tell whether a rank died."""
+"""How long to wait for the other ranks to fail, to find out whether a rank died."""
 NO_WORKERS = "verl's workers are not running; call start or load_state first"
 
 
 class RayWorkers:
-    """The processes of all ranks. They are all stopped if one rank fails, dies or misses a deadline, because
-    FSDP cannot continue with fewer ranks."""
+    """The processes of all ranks. If one fails, dies or times out, all are stopped, because FSDP cannot
+    continue with fewer ranks."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -66,10 +66,10 @@ class RayWorkers:
             worker_env=environment,
         )
 
-    def call(self, method: str, *arguments: Any, shares: Sequence[Any] | None = None) -> list[Any]:
-        """Call a method on every rank with the rank's share and the common arguments, and return the results
-        by rank. After a failure, all ranks are stopped. Raises BackendLost if a rank dies or misses the
-        deadline, and BackendError if a rank cannot start or its method fails."""
+    def call(self, method: str, *arguments: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+        """Call a method on every rank and return the results by rank. ``per_rank`` contains a first argument
+        for each rank; all ranks receive the same ``arguments``. A failure stops all ranks. Raises BackendLost
+        if a rank dies or times out, and BackendError if a rank cannot start or its method fails."""
         import ray
         from ray.exceptions import RayActorError, RayTaskError
 
@@ -77,8 +77,8 @@ class RayWorkers:
             raise BackendLost(NO_WORKERS)
         ranks = self._settings.ranks
         arguments_by_rank = [[argument] * ranks for argument in arguments]
-        if shares is not None:
-            arguments_by_rank = [list(shares), *arguments_by_rank]
+        if per_rank is not None:
+            arguments_by_rank = [list(per_rank), *arguments_by_rank]
         references = self._group.execute_all_async(method, *arguments_by_rank)
         waiting, deadline = list(references), time.monotonic() + self._settings.deadline
         while waiting:
@@ -130,7 +130,7 @@ class RayWorkers:
         address = os.environ.get("RAY_ADDRESS")
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         if not address:
-            # With this variable, Ray's servers listen on loopback only. Ray reads it when it is imported.
+            # Make Ray's servers listen on loopback only. Ray reads this variable when it is imported.
             os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
         import ray
 
@@ -164,7 +164,7 @@ class RayWorkers:
         ranks = self._settings.ranks
         if (total := ray.cluster_resources().get(resource, 0)) < ranks:
             raise ConfigError(
-                f"backend.ranks: given {ranks}, which needs {ranks} {resource}s, but Ray has only {total:.0f}"
+                f"backend.ranks: {ranks} ranks need {ranks} {resource}s, but Ray has only {total:.0f}"
             )
         deadline = time.monotonic() + self._settings.deadline
         while (available := ray.available_resources().get(resource, 0)) < ranks:
@@ -189,7 +189,7 @@ class RayWorkers:
                 ray.get(reference)
             except RayActorError:
                 return True
-            except Exception:  # noqa: BLE001 - other failures of peers are consequences of the first one
+            except Exception:  # noqa: BLE001 - any other failure is a consequence of the first one
                 continue
         return False
 

@@ -1,4 +1,4 @@
-"""The base class of engines that sample from a training service."""
+"""Base class for engines that sample from a training service."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class CloudReply:
     token_ids: list[int]
     logprobs: list[float]
-    """The logprob of each token, or NaN if the service did not return it."""
+    """The logprob of each token; NaN if the service did not return it."""
     finish_reason: FinishReason
 
 
@@ -41,19 +41,24 @@ class ServedPolicy:
 
 
 class CloudEngine(Engine):
-    """An engine that samples from a training service. Each reply arrives as one chunk. A subclass calls
-    the service's SDK in four methods. All of them except ``disconnect`` raise CloudError if a call fails."""
+    """An engine that samples from a training service. Each reply arrives as one chunk.
 
-    def __init__(self, model: ModelConfig, section: CloudConfig, config: CloudEngineConfig) -> None:
+    Subclasses implement the four abstract methods with the service's SDK. All but ``disconnect`` raise
+    CloudError on failure.
+    """
+
+    def __init__(
+        self, model: ModelConfig, cloud_config: CloudConfig, engine_config: CloudEngineConfig
+    ) -> None:
         folder = resolve_tokenizer(model.name)
         self.tokenizer: Any = load_tokenizer(folder)
         paths = [folder / name for name in ("config.json", "generation_config.json")]
         values = [json.loads(path.read_text()).get("eos_token_id") for path in paths if path.is_file()]
         self.eos_ids = collect_eos_ids(self.tokenizer.eos_token_id, *values)
         self.model = model
-        self.section = section
+        self.cloud_config = cloud_config
         self._info = EngineInfo(
-            kind=section.type,
+            kind=cloud_config.type,
             model=model.name,
             vocab_size=len(self.tokenizer),
             max_context=model.max_context,
@@ -62,7 +67,7 @@ class CloudEngine(Engine):
             versions_per_token=False,
             can_score=True,
         )
-        self._slots = asyncio.Semaphore(config.max_in_flight)
+        self._slots = asyncio.Semaphore(engine_config.max_in_flight)
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
         self._path: str | None = None
@@ -76,11 +81,11 @@ class CloudEngine(Engine):
 
     @abstractmethod
     async def sample(self, client: Any, prompt: Ids, params: SamplingParams) -> CloudReply:
-        """Return one reply. The caller truncates it after the first stop string or stop id."""
+        """Sample one reply. The caller truncates it after the first stop string or stop id."""
 
     @abstractmethod
     async def score(self, client: Any, token_ids: Ids) -> Floats:
-        """Return the logprob of every token, or NaN for the first token."""
+        """Return the logprob of every token. The first one is NaN."""
 
     @abstractmethod
     async def disconnect(self) -> None:
@@ -105,7 +110,7 @@ class CloudEngine(Engine):
 
     @asynccontextmanager
     async def _acquire_slot(self) -> AsyncGenerator[None]:
-        """Limit concurrent requests to ``max_in_flight``, and raise each CloudError as an EngineError."""
+        """Limit concurrent requests to ``max_in_flight``, and convert CloudError to EngineError."""
         self._status.waiting += 1
         try:
             await self._slots.acquire()
@@ -132,7 +137,7 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Cut the reply after the token at which it must end, because services stop at different tokens.
+        """Truncate the reply at the first token that must end it, because services stop at different tokens.
         Return the ids, the finish reason, and the stop string that ended the reply, or None."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
@@ -144,9 +149,11 @@ class CloudEngine(Engine):
     async def _score_modified(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """Return the logprobs under the full softmax and under the modified distribution. The service's own
-        logprobs are not used, because it does not say which of the two they are. A greedy reply is scored in
-        a second request if ``params.score`` is True. Otherwise, all logprobs are NaN."""
+        """Return the logprobs under the full softmax and under the modified distribution.
+
+        The service's own logprobs are not used, because they could be either. A greedy reply is scored in a
+        second request if ``params.score`` is True. Otherwise, all logprobs are NaN.
+        """
         if params.temperature > 0 or not ids or not params.score:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))

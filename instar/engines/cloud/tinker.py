@@ -22,7 +22,7 @@ class TinkerSampler(CloudEngine):
     _cloud: TinkerConnection | None = None
 
     async def open_sampler(self, path: str | None) -> TinkerSamplingClient:
-        cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.section, self.model)
+        cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.cloud_config, self.model)
         model = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
         opening = cloud.client.create_sampling_client_async(**model)
         return TinkerSamplingClient(cloud, await cloud.await_result("opening a sampler", opening))
@@ -40,19 +40,21 @@ class TinkerSampler(CloudEngine):
         sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, sdk_params)
         response = await cloud.await_result("sampling", sampling)
         if len(response.sequences) != 1:
-            raise CloudError("broken", f"sampling: expected 1 reply, received {len(response.sequences)}")
+            raise CloudError("broken", f"sampling: expected 1 reply, got {len(response.sequences)}")
         sequence = response.sequences[0]
         ids = [int(token) for token in sequence.tokens]
         logprobs = [float(value) for value in sequence.logprobs or [math.nan] * len(ids)]
         if len(logprobs) != len(ids):
-            raise CloudError("broken", f"sampling: received {len(logprobs)} logprobs for {len(ids)} tokens")
+            raise CloudError("broken", f"sampling: got {len(logprobs)} logprobs for {len(ids)} tokens")
         reason: FinishReason = "length" if sequence.stop_reason == "length" else "stop"
         return CloudReply(ids, logprobs, reason)
 
     def _build_stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop sequences as strings or as ids, because the SDK does not accept a mix. With stop
-        strings, the stop ids are decoded to text. The list replaces the SDK's default, so it includes the
-        end-of-sequence tokens. Without stop strings and stop ids, return None, which keeps the default."""
+        """Return the stop sequences, or None to keep the SDK's default.
+
+        The list replaces the default, so it includes the end-of-sequence tokens. The SDK does not accept both
+        strings and ids, so the ids are decoded to text if there are stop strings.
+        """
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]
@@ -71,4 +73,4 @@ class TinkerSampler(CloudEngine):
 
 
 class MintSampler(TinkerSampler):
-    """An engine that samples from MinT. Its SDK has the same interface as Tinker's."""
+    """An engine that samples from MinT, whose SDK has the same interface as Tinker's."""

@@ -25,9 +25,11 @@ MODEL_ID_IN_PATH = re.compile(r"weaver://([^/]+)/")
 
 
 class WeaverSampler(CloudEngine):
-    def __init__(self, model: ModelConfig, section: WeaverBackendConfig, config: CloudEngineConfig) -> None:
-        super().__init__(model, section, config)
-        self._access = resolve_access(section, model)
+    def __init__(
+        self, model: ModelConfig, cloud_config: WeaverBackendConfig, engine_config: CloudEngineConfig
+    ) -> None:
+        super().__init__(model, cloud_config, engine_config)
+        self._access = resolve_access(cloud_config, model)
         self._calls = WeaverCallPolicy(self._access)
         self._service: WeaverClient | None = None
 
@@ -36,7 +38,7 @@ class WeaverSampler(CloudEngine):
             service = WeaverClient(self._access)
             try:
                 await self._calls.call("connect", service.connect)
-            except BaseException:  # cancellation too, because no one else has a reference to the client
+            except BaseException:  # including cancellation: no one else can close the client
                 await service.aclose()
                 raise
             self._service = service
@@ -83,6 +85,6 @@ def _parse_reply(result: Any) -> CloudReply:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise make_malformed_error(f"sample: {type(error).__name__}: {error}") from None
     if len(logprobs) != len(ids):
-        raise make_malformed_error(f"sample: received {len(logprobs)} logprobs for {len(ids)} tokens")
+        raise make_malformed_error(f"sample: got {len(logprobs)} logprobs for {len(ids)} tokens")
     reason: FinishReason = "length" if sequence.get("stop_reason") == "length" else "stop"
     return CloudReply(ids, logprobs, reason)

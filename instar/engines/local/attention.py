@@ -1,8 +1,8 @@
-"""The attention function of the local engine. It is registered in transformers as `instar_engine`.
+"""The local engine's attention function, registered with transformers as `instar_engine`.
 
 A step runs the model on [1, T] tokens: one token of every decoding row, then pieces of prompts. Each layer
-calls ``attend`` with the plan of the step. ``attend`` writes the new keys and values into the rows of the KV
-cache, and attends within each row.
+calls ``attend`` with the step's plan. ``attend`` writes the new keys and values to the rows of the KV cache,
+and attends within each row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class DecodeBlock:
     stop: int
     length: int
     mask: Tensor
-    """[rows, 1, 1, length]: 0 for visible keys, else -inf. Torch would convert booleans in every layer."""
+    """[rows, 1, 1, length]: 0 for visible keys, else -inf. torch would convert booleans in every layer."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class PrefillPiece:
     length: int
     """The number of keys in the row, including the keys of this piece."""
     mask: Tensor | None
-    """Boolean [piece tokens, length]. None if the row has no earlier keys, so that torch can mask it."""
+    """Boolean [piece tokens, length]. None if the row has no earlier keys, so torch's causal mask is used."""
 
 
 @dataclass(slots=True)
@@ -64,14 +64,14 @@ class StepPlan:
     """The number of decoding rows. The step begins with one token from each."""
     blocks: list[DecodeBlock] = field(default_factory=list[DecodeBlock])
     shared_length: int = 0
-    """The length of each prefix in ``prefixes``. The blocks are then used only for the keys after it."""
+    """The length of each prefix in ``prefixes``. The blocks are used only for the keys after it."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
 
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Replaces the plan in a test run. Each layer stores (kv heads, head dim) of its keys in ``shapes``."""
+    """Replaces the plan in a test run. Each layer stores its (kv heads, head dim) in ``shapes``."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -103,7 +103,7 @@ def attend(
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
     for block in plan.blocks if not plan.prefixes else ():
-        # Heads that share keys are moved to the axis of query tokens, so that the keys are not copied.
+        # Heads that share keys are moved to the query token axis, so that the keys are not copied.
         attended = F.scaled_dot_product_attention(
             query[:, :, block.start : block.stop].permute(2, 0, 1, 3),
             keys[block.start : block.stop, :, : block.length],
@@ -127,14 +127,14 @@ def attend(
 
 
 def can_share_prefixes(device: str) -> bool:
-    """Return True if attention to shared prefixes can be computed separately. GPUs are fast without it."""
+    """Return True if attention to shared prefixes should be computed separately. GPUs are fast without it."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
     """Return the attention output of the decoding rows [rows, heads, head dim] for query [kv heads, heads per
     kv head, T, head dim]. Attention to a shared prefix is one matrix product for all of its rows. The result
-    is combined with the attention to later keys by the two log-sum-exps."""
+    is combined with the attention to later keys by their logsumexps."""
     rows, kv_heads, head_dim = plan.decoding_rows, query.shape[0], query.shape[3]
     query_R = query[:, :, :rows].permute(2, 0, 1, 3)
     output_R = torch.empty(query_R.shape, dtype=torch.float32)
@@ -165,7 +165,7 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
         )
         shape = (kv_heads, len(prefix.rows), -1, head_dim)
         lse = lse.view(*shape[:3]).transpose(0, 1)
-        # The part of the softmax that belongs to the shared keys.
+        # The softmax weight of the shared keys.
         weight = torch.sigmoid(lse - lse_R[prefix.rows])[..., None]
         output_R[prefix.rows] = output_R[prefix.rows].lerp_(shared_output.view(shape).transpose(0, 1), weight)
     return output_R.to(query.dtype).reshape(rows, -1, head_dim)
@@ -178,12 +178,12 @@ def _record_shape(
         if kwargs.get(name) is not None:
             raise EngineError(
                 f"The local engine supports only plain causal attention, but this model uses {name}; set "
-                "engine.type to vllm, or choose another model."
+                "engine.type to vllm."
             )
     if key.shape != value.shape:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
         raise EngineError(
-            f"Keys and values have the shapes {shapes}, which must be equal; set engine.type to vllm."
+            f"The local engine needs equal key and value shapes, got {shapes}; set engine.type to vllm."
         )
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])

@@ -45,10 +45,10 @@ class LocalEngine(Engine):
     ) -> None:
         self._model = shared_model or EngineModel(model)
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
-        self._eos_ids = self._model.eos_ids(self._tokenizer) if stop_at_eos else set[int]()
+        self._eos_ids = self._model.get_eos_ids(self._tokenizer) if stop_at_eos else set[int]()
         self._threads = config.threads
         context = self._model.max_context
-        kv_tokens = config.kv_tokens or default_kv_tokens(self._model.kv_shape, config.max_batch * context)
+        kv_tokens = config.kv_tokens or compute_kv_tokens(self._model.kv_shape, config.max_batch * context)
         if kv_tokens < context:
             raise ConfigError(
                 f"engine.kv_tokens: {kv_tokens} is less than the model's context of {context} tokens; "
@@ -208,7 +208,7 @@ class LocalEngine(Engine):
     def _apply(self, update: PolicyUpdate, applied: Future[None]) -> None:
         try:
             self._scheduler.apply(update)
-        except BaseException as error:  # every error, because the caller of load waits for the result
+        except BaseException as error:  # every error, because the caller of load is waiting for the result
             applied.set_exception(EngineError(f"The policy cannot be applied, so the engine stops: {error}"))
             raise  # stop the engine, because its weights may be partially changed
         applied.set_result(None)
@@ -221,12 +221,12 @@ def _enqueue(
         for chunks, item in batch:
             chunks.put_nowait(item)
 
-    # call_soon_threadsafe raises RuntimeError if the loop is closed. Then no caller waits for the tokens.
+    # call_soon_threadsafe raises RuntimeError if the loop is closed. No caller is waiting in that case.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(put)
 
 
-def default_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
+def compute_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
     """Return the KV cache size in tokens: a third of the free memory, but at most two full batches."""
     free_bytes = _read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * batch_tokens, free_bytes // 3 // shape.token_bytes)
@@ -238,4 +238,4 @@ def _read_free_memory() -> int:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError):
-        return 4 << 30  # a guess, because only Linux has this file
+        return 4 << 30  # a guess for systems other than Linux

@@ -36,7 +36,7 @@ UNSUPPORTED_SETTINGS = (
     "arrow_config",
     "kasa_config",
 )
-# These operators are private to torch's compiler, so some builds do not have them.
+# These operators are internal to torch's compiler, and some builds do not have them.
 _MKLDNN_OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
 _has_mkldnn = torch.backends.mkldnn.is_available() and all(
     hasattr(torch.ops.mkldnn, name) for name in _MKLDNN_OPERATORS
@@ -98,8 +98,8 @@ def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """Copy bf16 weights to the layout that the CPU kernels use, if there is one. A decoding step with few
-    rows then takes 0.4 to 0.9 of the time, with the same results."""
+    """Copy bf16 weights to the layout that the CPU kernels use, if there is one. This reduces the time of a
+    decoding step with few rows by 10 to 60%, with the same results."""
     for module in model.modules():
         if isinstance(module, EngineLinear) and _can_pack(module.weight):
             module.packed = MKLDNN._reorder_linear_weight(module.weight.detach(), 16)
@@ -151,7 +151,7 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
 
 def _read_scale(config: dict[str, Any], folder: Path) -> float:
     if config.get("peft_type") != "LORA":
-        raise _unsupported_error(folder, f"has the type {config.get('peft_type')}")
+        raise _unsupported_error(folder, f"has type {config.get('peft_type')}")
     for name in UNSUPPORTED_SETTINGS:
         if config.get(name):
             raise _unsupported_error(folder, f"uses {name}")
@@ -176,6 +176,6 @@ def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int
     a_shape, b_shape = tuple(matrices["A"].shape), tuple(matrices["B"].shape)
     if (b_shape[0], a_shape[1]) != weight_shape or b_shape[1] != a_shape[0]:
         raise EngineError(
-            f"The adapter's update of {name} has the shapes {b_shape} × {a_shape}, but the layer's weight "
-            f"has the shape {weight_shape}."
+            f"The adapter's update of {name} has shapes {b_shape} × {a_shape}, but the layer's weight has "
+            f"shape {weight_shape}."
         )

@@ -1,4 +1,4 @@
-"""The transformers model of the local engine."""
+"""The local engine's transformers model."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class EngineModel:
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model with its own adapter and shared weights. Full weights must not be loaded later."""
+        """Return a model with its own adapter and the same weights. Neither may load full weights later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared
 
-    def eos_ids(self, tokenizer: Any) -> set[int]:
+    def get_eos_ids(self, tokenizer: Any) -> set[int]:
         sources = (self._model.generation_config, self._model.config, tokenizer)
         return collect_eos_ids(*(getattr(source, "eos_token_id", None) for source in sources))
 
@@ -86,7 +86,7 @@ class EngineModel:
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         source = path.resolve() if kind == "weights" else self.folder
         adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
-        # Full weights are always read again, because the files in the same folder may have changed.
+        # Always reread full weights, because the files in the folder may have changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
         return PolicyUpdate(policy.version, adapter, source, state)
 
@@ -120,8 +120,9 @@ class EngineModel:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
-                f"{self.folder}: {len(probe.shapes)} of {layer_count} layers have full attention, with "
-                f"{len(shapes)} shapes. All layers must have it, with one shape; set engine.type to vllm."
+                "The local engine needs full attention with one shape in all layers, but "
+                f"{self.folder} has it in {len(probe.shapes)} of {layer_count} layers, with {len(shapes)} "
+                "shapes; set engine.type to vllm."
             )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layer_count, kv_heads, head_dim, self.dtype, self.device)

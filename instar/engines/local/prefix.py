@@ -1,4 +1,4 @@
-"""Common prefixes of prompts: a cache of their keys and values, and the search for rows that share them."""
+"""Shared prompt prefixes: a cache of their keys and values, and a search for rows that share one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PrefixNode:
     last_used: int = 0
 
 
-def common_length(a: Ids, b: Ids) -> int:
+def common_prefix_length(a: Ids, b: Ids) -> int:
     length = min(len(a), len(b))
     differs = a[:length] != b[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -86,8 +86,8 @@ class PrefixCache:
         """Yield the nodes along ``ids`` and the number of matching tokens in each."""
         node, matched = self._root, 0
         while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
-            count = common_length(child.ids, ids[matched:])
-            is_full_match = count == len(child.ids)  # computed first, because the caller may split the node
+            count = common_prefix_length(child.ids, ids[matched:])
+            is_full_match = count == len(child.ids)  # before the yield, because the caller may split the node
             yield child, count
             if not is_full_match:
                 return
@@ -118,16 +118,16 @@ class PrefixCache:
 def find_shared_prefixes(
     prompts: Sequence[Ids], weights_epochs: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
-    """Return the length of all shared prefixes and, for each prefix, its rows, or None if sharing does not
-    pay off. ``weights_epochs`` identifies the weights with which each row's prefix was computed. Attention to
-    a shared prefix is one matrix product for all of its rows."""
+    """Return the common length of the shared prefixes and the rows of each, or None if sharing does not pay
+    off. ``weights_epochs`` identifies the weights with which each row's prefix was computed. Attention to a
+    shared prefix is one matrix product for all of its rows."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row, (prompt, epoch) in enumerate(zip(prompts, weights_epochs, strict=True)):
         groups.setdefault((epoch, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)
     if len(prompts) < MIN_SHARED_ROWS * len(groups):
         return None
     length = min(
-        min(common_length(prompts[rows[0]], prompts[row]) for row in rows) for rows in groups.values()
+        min(common_prefix_length(prompts[rows[0]], prompts[row]) for row in rows) for rows in groups.values()
     )
     # Each row must have a key that is not shared, because an attention block must not be empty.
     length = min(length, min(len(prompt) for prompt in prompts) - 1)

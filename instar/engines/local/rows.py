@@ -44,7 +44,7 @@ class KVRows:
 
     @property
     def capacity_tokens(self) -> int:
-        """The capacity of the allocated memory in tokens."""
+        """The capacity of the allocated memory, in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
     def compute_size(self, rows: int, length: int) -> tuple[int, int]:
@@ -58,13 +58,13 @@ class KVRows:
         return (doubled if can_double else rows), new_capacity
 
     def can_fit(self, rows: int, length: int) -> bool:
-        """Return True if ``rows`` rows of ``length`` tokens fit into ``max_tokens``. One row always fits."""
+        """Return True if ``rows`` rows of ``length`` tokens fit in ``max_tokens``. One row always fits."""
         new_rows, capacity = self.compute_size(rows, length)
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if the memory must be freed before an idle engine starts a row with ``length`` tokens:
-        it would exceed ``max_tokens``, or is over four times as large as all rows of this length need."""
+        """Return True if the memory must be freed before an idle engine starts a row of ``length`` tokens,
+        because it would exceed ``max_tokens`` or is over four times what all rows of this length need."""
         rows, capacity = self.compute_size(1, length)
         return rows * capacity > self.max_tokens or self.capacity_tokens > 4 * self._max_rows * length
 

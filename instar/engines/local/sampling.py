@@ -20,12 +20,13 @@ NON_FINITE_LOGITS = "The model returned logits that are not finite (NaN or inf);
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled token of each row, its logprob under the full softmax, and its logprob under the modified
-    distribution, or None if temperature, top_k and top_p did not modify the distribution."""
+    """The sampled token of each row and its logprobs."""
 
     ids: list[int]
     logprobs: list[float]
+    """The logprobs under the full softmax."""
     behavior_logprobs: list[float | None]
+    """The logprobs under the sampled distribution; None if temperature, top_k and top_p did not modify it."""
 
 
 class Sampler:
@@ -73,7 +74,7 @@ class Sampler:
         ids: Tensor,
         behavior: Tensor,
     ) -> None:
-        """Sample again, in place, all rows with a modified distribution that are not greedy."""
+        """Resample, in place, all non-greedy rows with a modified distribution."""
         tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
         truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
         untruncated = [i for i in tempered if i not in set(truncated)]
@@ -126,7 +127,7 @@ def _sample_cdf(
     if skip_sampling:
         return max_logit, total, torch.zeros_like(total, dtype=torch.long)
     target = _limit_below(uniform * total, total)
-    # Clamped because logits may not be finite. The caller then raises an error for a NaN logprob.
+    # Clamped because logits may be non-finite. In that case, the caller raises an error for a NaN logprob.
     block = torch.searchsorted(sums, target, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
     block_sums = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].cumsum(-1)
@@ -136,13 +137,13 @@ def _sample_cdf(
 
 
 def _limit_below(target: Tensor, limit: Tensor) -> Tensor:
-    """Return the target, reduced to less than the limit if rounding made them equal."""
+    """Clamp the target below the limit, which it may reach by rounding."""
     return torch.minimum(target, torch.nextafter(limit, torch.zeros_like(limit)))
 
 
 def _sample_truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample ids after top_k and then top_p, and return them with their logprobs. top_p keeps the smallest
-    set of most likely tokens with at least this share of the probability that is left after top_k."""
+    """Apply top_k, then top_p, and return the sampled ids and their logprobs. top_p keeps the smallest set of
+    most likely tokens with at least this fraction of the probability mass that top_k left."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)

@@ -17,14 +17,19 @@ import torch
 from instar.engines.base import EngineStatus
 from instar.engines.local import attention
 from instar.engines.local.model import EngineModel, PolicyUpdate
-from instar.engines.local.prefix import MIN_SHARED_ROWS, PrefixCache, common_length, find_shared_prefixes
+from instar.engines.local.prefix import (
+    MIN_SHARED_ROWS,
+    PrefixCache,
+    common_prefix_length,
+    find_shared_prefixes,
+)
 from instar.engines.local.rows import KVRows
 from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
 from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 MIN_SAVED_TOKENS = 16
-"""A request waits for the prompt of another request if it can then reuse at least this many more tokens."""
+"""A request waits for another request's prompt if it can then reuse at least this many more tokens."""
 BLOCK_OVERHEAD = 2048
 """Starting another block takes as long as computing this many attention scores (rows × keys)."""
 
@@ -36,7 +41,7 @@ class SchedulerRequest:
     stop: StopRule
     rng: Random
     length_limit: int
-    """The maximum number of tokens in prompt and reply."""
+    """The maximum number of tokens in the prompt and the reply together."""
     sampled: list[int] = field(default_factory=list[int])
     computed_tokens: int = 0
     """The number of tokens with keys and values in the request's row."""
@@ -44,7 +49,7 @@ class SchedulerRequest:
     """The request's row in the KV cache, or -1 before it starts and after it ends."""
     admission_order: int = 0
     has_mixed_versions: bool = False
-    """True if the keys and values were computed under several versions. Then they must not be cached."""
+    """True if the keys and values were computed under several versions, so they must not be cached."""
     weights_epoch: int = 0
     """The number of weight changes before the prompt was computed, or a unique value if the weights changed
     during its computation."""
@@ -92,7 +97,7 @@ class Scheduler:
         request.is_finished = True
 
     def apply(self, update: PolicyUpdate) -> None:
-        """Change the weights. Only running requests that sample keep keys and values of the old weights."""
+        """Change the weights. Only running requests that sample keep keys and values from the old weights."""
         self._model.apply(update)
         self._status.version = update.version
         self._prefixes.clear()
@@ -115,7 +120,8 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit requests, run the model once and return the new chunks (empty at the end of scoring)."""
+        """Admit requests, run the model once and return the new chunks. The chunk of a scored request is
+        empty."""
         self._admit()
         if not self._running:
             return []
@@ -157,7 +163,7 @@ class Scheduler:
         return any(
             not other.has_mixed_versions
             and other.scores is None  # scored prompts are not cached
-            and common_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
+            and common_prefix_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
             for other in self._running[self._decoding_rows :]
         )
 
@@ -189,7 +195,7 @@ class Scheduler:
         spans: list[tuple[int, int, int, int]] = []
         scored_indices: list[int] = []
         budget = self._prefill_tokens
-        # The order of the rows is not the order of admission, because rows are moved.
+        # Rows are moved, so they are not in admission order.
         for request in sorted(self._running[self._decoding_rows :], key=lambda r: r.admission_order):
             count = min(len(request.prompt) - request.computed_tokens, budget)
             if count == 0:
@@ -234,7 +240,7 @@ class Scheduler:
     def _build_blocks(self, positions_T: torch.Tensor, positions: list[int]) -> list[attention.DecodeBlock]:
         blocks: list[attention.DecodeBlock] = []
         for start, stop in split_rows(positions):
-            # A multiple of 8 keys, because the masks of GPU kernels require it.
+            # A multiple of 8 keys, because GPU kernels require it for masks.
             length = -(-(max(positions[start:stop]) + 1) // 8) * 8
             keys = torch.arange(length, device=positions_T.device)
             is_hidden = keys > positions_T[start:stop, None]
@@ -254,7 +260,7 @@ class Scheduler:
         self._decoding_rows += 1
 
     def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
-        """Store the logprobs of scored prompts, read from ``logits``, and return the completed requests."""
+        """Compute the logprobs of scored prompts from ``logits``, and return the completed requests."""
         complete: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:

@@ -1,8 +1,8 @@
 """Reads adapters in vLLM's workers while they continue to sample.
 
-By itself, vLLM reads an adapter between two steps, and every stream waits until some 400 small tensors are
-read, cast, packed and copied. Here a thread reads the adapter before vLLM loads it, so that only the copy to
-the GPU remains between two steps.
+vLLM normally reads an adapter between two steps, so every stream waits until some 400 small tensors are read,
+cast, packed and copied. Here a thread reads the adapter before vLLM loads it, so only the copy to the GPU is
+left between two steps.
 """
 
 # vLLM runs in its own environment.
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 SWITCH_INTERVAL = 0.0002
-"""The reading thread yields to other threads after this many seconds. The default would delay tokens."""
+"""The reading thread yields to other threads after this many seconds. Python's default would delay tokens."""
 
 
 class AdapterPrefetcher:
@@ -43,7 +43,7 @@ class _AdapterPrefetch:
         self._adapter: Any = None
         self._error = ""
         self._thread: threading.Thread | None = None
-        # vLLM's manager reads adapters only with this method.
+        # vLLM's manager reads adapters only through this method.
         manager._load_adapter = self._take_adapter
 
     def read(self, path: str) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class _AdapterPrefetch:
                 torch.cuda.set_device(self._device)
             with _short_switch_interval():
                 adapter = self._load_adapter(LoRARequest("prefetch", 1, path))
-                # vLLM calls this again when it adds the adapter, but then there is nothing left to do.
+                # vLLM calls this again when it adds the adapter, but by then there is nothing left to do.
                 self._manager._adapter_manager._create_merged_loras_inplace(adapter)
             self._adapter = adapter
         except Exception as error:  # noqa: BLE001 - every error is returned to the caller

@@ -1,5 +1,5 @@
 """Middleware that requires the API key on every route of a vLLM server except /health. vLLM itself requires
-the key only on sampling routes, not for weight changes.
+the key only on sampling routes, but not on the routes that change weights.
 
 This module imports only the standard library and modules that do the same, because vLLM runs in its own
 environment.

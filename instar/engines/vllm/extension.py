@@ -1,12 +1,12 @@
-"""Receives new weights in vLLM's workers next to the served weights, and then replaces the served weights.
+"""Receives new weights in vLLM's workers while the old ones are still served, and then replaces the old ones.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
-are called by name (`/collective_rpc`), most of them with JSON text, and return a dict. After a failure, the
-dict has an ``error`` message, and ``weights_changed`` is true if the served weights may have changed. Data
-that arrives over HTTP is never unpickled.
+are called by name (`/collective_rpc`), most of them with JSON text, and return a dict. On failure, the dict
+has an ``error`` message, and ``weights_changed`` is true if the served weights may have changed. Data that
+arrives over HTTP is never unpickled.
 """
 
-# vLLM runs in its own environment, with torch and, for the sync route `ray`, Ray.
+# vLLM runs in its own environment, with torch and, for the `ray` sync route, Ray.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
 RAY_GET_TIMEOUT = 60.0
 RAY_RECONNECT_TIMEOUT = 10**6
-"""Ray stops a worker that has lost its cluster for this many seconds. Ray's default is a minute."""
+"""Ray stops a worker that has lost its cluster for this many seconds. Its default is one minute."""
 PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Layers with these ``quant_method`` classes store parameters in the same layout as the model's files."""
 
@@ -45,10 +45,10 @@ class WeightReceiver(AdapterPrefetcher):
     def instar_describe(self) -> dict[str, Any]:
         """Return the worker properties that determine which weight transfer routes it supports."""
         has_nccl = type(getattr(self, "weight_transfer_engine", None)).__name__.startswith("NCCL")
-        return {"gpu": _gpu_uuid(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
+        return {"gpu": _get_gpu_uuid(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive weights of one policy and drop staged weights of other policies, or answer a probe."""
+        """Receive weights of a policy and drop the staged weights of other policies, or answer a probe."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -208,7 +208,7 @@ def load_through_layers(model: nn.Module, model_config: Any, weights: Iterable[t
     try:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
         reload.finalize_layerwise_reload(model, model_config)
-    except BaseException:  # every error, because the next load must be possible
+    except BaseException:  # every error, so that the next load can succeed
         _reset_layers(model)
         raise
     _check_complete(parameter_names, loaded)
@@ -252,9 +252,9 @@ def open_buffer(handle: dict[str, Any], device: torch.device) -> Tensor:
     """Map the trainer's buffer in GPU memory or main memory, and return it as a tensor of bytes."""
     if handle["kind"] == "memory":
         return torch.from_file(handle["path"], shared=True, size=handle["size"], dtype=torch.uint8)
-    if handle["gpu"] != _gpu_uuid(device):
+    if handle["gpu"] != _get_gpu_uuid(device):
         raise ValueError(
-            f"The trainer's buffer is on GPU {handle['gpu']}, but this worker uses {_gpu_uuid(device)}."
+            f"The trainer's buffer is on GPU {handle['gpu']}, but this worker uses {_get_gpu_uuid(device)}."
         )
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -280,13 +280,13 @@ def _answer_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]
     has no file, connect to the mailbox and return nothing."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
-        return {"content": bytes(content.tolist()).hex(), "gpu": _gpu_uuid(device)}
+        return {"content": bytes(content.tolist()).hex(), "gpu": _get_gpu_uuid(device)}
     _connect_mailbox(probe)
     return {}
 
 
 def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
-    """Return the weights of one chunk. They are copied, so that the object store can delete the chunk."""
+    """Fetch the weights of one chunk. They are copied, so that the object store can delete the chunk."""
     import ray
 
     references = ray.get(_connect_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
@@ -310,8 +310,8 @@ def _connect_mailbox(body: dict[str, Any]) -> Any:
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != body["address"]:
         ray.shutdown()
     if not ray.is_initialized():
-        Config.initialize("")  # read the variables again, because vLLM may have imported Ray before
-        # Ray replaces the SIGTERM handler of vLLM.
+        Config.initialize("")  # read the variables again, because vLLM may have already imported Ray
+        # Ray replaces vLLM's SIGTERM handler.
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():
@@ -319,7 +319,7 @@ def _connect_mailbox(body: dict[str, Any]) -> Any:
     return ray.get_actor(body["mailbox"], namespace=body["namespace"])
 
 
-def _gpu_uuid(device: torch.device) -> str | None:
+def _get_gpu_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device.index or 0).uuid)

@@ -1,4 +1,4 @@
-"""Merges an adapter into the weights of the base model, for vLLM."""
+"""Merge an adapter into the base model's weights, for vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool
     folder. Updated weights are stored in ``dtype`` (`bf16` or `fp32`), other weights as in the base model."""
     paths = list_weight_files(base)
     size = sum(path.stat().st_size for path in paths)
-    # Merged weights have at most twice the size of the base model: fp32 instead of bf16.
+    # Merged weights are at most twice as large as the base model: fp32 instead of bf16.
     fits_in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * size
     parent = adapter.parent if beside_adapter else SHARED_MEMORY if fits_in_memory else None
     with tempfile.TemporaryDirectory(prefix="instar-merged-", dir=parent) as folder:
@@ -63,7 +63,7 @@ def _write_merged(paths: list[Path], adapter: Path, target: Path, dtype: str) ->
                     a, b = matrices["A"].float(), matrices["B"].float()
                     tensor = tensor.float().addmm(b, a, alpha=scale).to(target_dtype)
                     if not tensor.isfinite().all():
-                        raise EngineError(f"The adapter makes weights of {name} NaN or infinite.")
+                        raise EngineError(f"The merged weights of {name} contain NaN or infinite values.")
                 tensors[name] = tensor
         save_file(tensors, target / path.name, metadata={"format": "pt"})
     if updates:
@@ -103,8 +103,12 @@ def check_same_shapes(folder: Path, base: Path) -> None:
 
 
 def check_shape(name: str, shape: tuple[int, ...] | None, expected: tuple[int, ...] | None) -> None:
-    if shape != expected:
-        raise EngineError(
-            f"The weights do not have the architecture of the base model: {name} has the shape {shape} "
-            f"instead of {expected} (None if it does not exist)."
-        )
+    if shape == expected:
+        return
+    if shape is None:
+        problem = f"weight {name} is missing"
+    elif expected is None:
+        problem = f"unexpected weight {name}"
+    else:
+        problem = f"{name} has shape {shape}, expected {expected}"
+    raise EngineError(f"The weights do not match the architecture of the base model: {problem}.")

@@ -1,4 +1,4 @@
-"""A reply that streams from vLLM, with the policy version of each token."""
+"""A reply streamed from vLLM, with the policy version of each token."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
 USAGE_TIMEOUT = 10.0
-"""The number of seconds in which the events after the last token must arrive."""
+"""The number of seconds within which the events after the last token must arrive."""
 
 
 class VllmReply:
-    """A reply that is being received from vLLM. ``get_version`` returns the served version. ``mark_version``
-    must be called with the old version at each change, when all tokens of that version have arrived."""
+    """A reply that is being received from vLLM. ``get_version`` returns the served version. When it changes,
+    call ``mark_version`` with the old version once all tokens of that version have arrived."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A vLLM server that runs as a child process, or that was started by someone else."""
+"""A vLLM server that runs as a child process, or an external server."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 
 RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
-"""The seconds before each consecutive restart. After the last one, the server stays down. If the server ran
-for STABLE_SECONDS, the first delay is used again."""
+"""The delays in seconds before consecutive restarts. After the last one, the server stays down. If the server
+has run for STABLE_SECONDS, the delays start over."""
 STABLE_SECONDS = 120.0
 HEALTH_CHECK_INTERVAL = 5.0
 HEALTH_CHECK_TIMEOUT = 20.0
@@ -36,7 +36,7 @@ START_METRIC = "process_start_time_seconds "
 
 @dataclass(frozen=True, slots=True)
 class ServerCallbacks:
-    """Callbacks of a server. ``on_ready`` is awaited each time the server becomes ready. ``on_down`` is
+    """Callbacks for server events. ``on_ready`` is awaited each time the server becomes ready. ``on_down`` is
     called with the reason each time the server exits or stops responding. ``report`` writes a log line."""
 
     on_ready: Callable[[], Awaitable[None]]
@@ -45,7 +45,7 @@ class ServerCallbacks:
 
 
 class VllmProcess:
-    """Runs a vLLM server as a child process and restarts it when it exits or does not respond. The server
+    """Runs a vLLM server as a child process and restarts it when it exits or stops responding. The server
     listens on a loopback port and requires a key that is not written to any file."""
 
     def __init__(
@@ -61,7 +61,7 @@ class VllmProcess:
         self._callbacks = callbacks
         self._restart_delays = restart_delays
         self._key = secrets.token_urlsafe(24)
-        # The socket reserves the port between two starts. It is bound but does not listen.
+        # The socket reserves the port between restarts. It is bound but does not listen.
         self._port_socket = socket.socket()
         self._port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port_socket.bind(("127.0.0.1", 0))
@@ -75,8 +75,8 @@ class VllmProcess:
         """The error after which the server is no longer restarted, or None."""
 
     async def start(self) -> None:
-        """Wait until the server is ready. If it exits or is too slow, raise EngineError with the end of its
-        log."""
+        """Start the server and wait until it is ready. If it exits or takes too long, raise EngineError with
+        the end of its log."""
         await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 
@@ -105,7 +105,7 @@ class VllmProcess:
         deadline = time.monotonic() + seconds
         while await self.client.check_health(timeout=5.0) is not None:
             if (code := process.returncode) is not None:
-                raise EngineError(f"vLLM exited with code {code} during its start.\n{self._read_log_tail()}")
+                raise EngineError(f"vLLM exited with code {code} during startup.\n{self._read_log_tail()}")
             if time.monotonic() > deadline:
                 await self._stop()
                 raise EngineError(f"vLLM did not start within {seconds:g} s.\n{self._read_log_tail()}")
@@ -126,7 +126,7 @@ class VllmProcess:
                     f"{reason}, even after {failures} restarts.\n{self._read_log_tail()}"
                 )
                 return
-            self._callbacks.report(f"{reason}; starting it again")
+            self._callbacks.report(f"{reason}; restarting it")
             await asyncio.sleep(self._restart_delays[failures])
             failures += 1
             try:
@@ -136,7 +136,7 @@ class VllmProcess:
                 await self._stop()
 
     async def _wait_for_failure(self) -> str:
-        """Wait until the server exits or does not respond, and return the reason."""
+        """Wait until the server exits or stops responding, and return the reason."""
         if self._process is None:
             return "vLLM did not start"
         missed = 0
@@ -168,7 +168,7 @@ class VllmProcess:
 
 
 class ExternalVllm:
-    """Connects to a server that was started by someone else, and checks its health."""
+    """Connects to an external server and checks its health."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ExternalVllm:
         self._watcher = asyncio.create_task(self._watch())
 
     async def read_process_start(self) -> str | None:
-        """Return the metric with the start time of the server's process, or None if it is not reported."""
+        """Return the start time metric of the server's process, or None if it is not reported."""
         lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT)).splitlines()
         return next((line for line in lines if line.startswith(START_METRIC)), None)
 

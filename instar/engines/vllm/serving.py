@@ -1,4 +1,4 @@
-"""The ways to serve policies with vLLM: as adapters of the base weights, or merged into them."""
+"""Serve policies with vLLM, either as adapters or merged into the base weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PolicyLease:
     model: str | None
     """The name of the adapter on the server, or None for the server's own weights."""
     get_version: Callable[[], int]
-    """Returns the version that samples tokens now."""
+    """Returns the version that is currently sampled from."""
 
 
 class PolicyServing:
@@ -57,11 +57,11 @@ class PolicyServing:
         yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
-        """Record that the server was started again and serves the base model."""
+        """Record that the server was restarted and serves the base model."""
         self._version = 0
 
     async def close(self) -> None:
-        """Unload the adapters of this engine, if there are any, from the server."""
+        """Unload this engine's adapters, if any, from the server."""
 
 
 @dataclass(eq=False, slots=True)
@@ -70,7 +70,7 @@ class _LoadedAdapter:
     version: int
     active_requests: int = 0
     is_retired: bool = False
-    is_possibly_gone: bool = False
+    may_be_missing: bool = False
     """True if the server may have restarted since the adapter was loaded."""
 
 
@@ -115,8 +115,8 @@ class AdapterServing(PolicyServing):
             )
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(
-                f"{len(self._loaded)} versions of the policy are in use, which is the maximum; load another "
-                "one when their requests have finished."
+                f"{len(self._loaded)} policy versions are still in use, which is the maximum; wait until "
+                "requests under older versions have finished."
             )
         # The suffix is random, because a version may be loaded again from different files.
         name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
@@ -137,7 +137,7 @@ class AdapterServing(PolicyServing):
     def reset(self) -> None:
         self._current = _LoadedAdapter(None, 0)
         for adapter in [*self._loaded]:
-            adapter.is_retired = adapter.is_possibly_gone = True
+            adapter.is_retired = adapter.may_be_missing = True
             self._unload_if_unused(adapter)
 
     async def close(self) -> None:
@@ -162,7 +162,7 @@ class AdapterServing(PolicyServing):
         except EngineUnavailable:
             pass  # a server that has exited has no adapters
         except EngineError as error:
-            if not adapter.is_possibly_gone:
+            if not adapter.may_be_missing:
                 self._report(f"the adapter {adapter.name} could not be unloaded: {error}")
 
 

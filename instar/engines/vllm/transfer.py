@@ -34,7 +34,7 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 
 
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
-    """Make the workers read an adapter while they sample. If they cannot, vLLM reads it later by itself."""
+    """Make the workers read an adapter while they sample. If this fails, vLLM reads it when it is loaded."""
     try:
         async with asyncio.timeout(PREFETCH_TIMEOUT):
             while True:
@@ -70,7 +70,7 @@ class TransferReceiver:
         if "layout" in transfer.body:
             await self._check_layout(key, transfer.body["layout"], is_first=not transfer.body.get("chunk"))
         elif "buffer" in transfer.body:
-            self._missing = set()  # the buffer contains all weights, and its layout was checked before
+            self._missing = set()  # the buffer contains all weights, and its layout has already been checked
         results = await self._client.call_workers("instar_stage", {**transfer.body, "key": key})
         return results[0] | {"workers": results}
 

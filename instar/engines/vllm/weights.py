@@ -1,4 +1,4 @@
-"""The version of a vLLM server's own weights, and the pauses in which they change."""
+"""Track the version of a vLLM server's own weights, and pause sampling while they change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.errors import EngineError, EngineUnavailable
 PAUSE_TIMEOUT = 120.0
 RESUME_TIMEOUT = 30.0
 NO_VERSION = -1
-"""The version of weights that do not belong to any policy."""
+"""The version if the weights do not belong to any policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class PauseTiming:
     settle_timeout: float = 10.0
     """Replies that still receive data after this many seconds are aborted."""
     resume_delays: tuple[float, ...] = (0.1, 0.5, 2.0)
-    """The seconds before each further attempt to resume the server."""
+    """The delays in seconds between attempts to resume the server."""
 
 
 @dataclass
@@ -59,16 +59,16 @@ class ServerWeights:
     def require_served(self) -> None:
         if self.version == NO_VERSION:
             raise EngineUnavailable(
-                "The vLLM server serves no policy, because a weight change failed; load a policy again."
+                "The vLLM server serves no policy, because a weight change failed; load a policy."
             )
 
     @asynccontextmanager
     async def pause_sampling(self) -> AsyncGenerator[WeightChange]:
         """Pause sampling while the block changes the weights.
 
-        Afterwards, requests in flight compute their keys and values again. They continue under the new
-        version, or under the old version if the change did not start. They are aborted if the change started
-        but did not finish, or if the server cannot resume.
+        Afterwards, requests in flight recompute their keys and values. They continue under the new version,
+        or under the old version if the change did not start. They are aborted if the change started but did
+        not finish, or if the server cannot resume.
         """
         async with self._lock:
             change = WeightChange()
@@ -90,7 +90,7 @@ class ServerWeights:
                 if change.has_started and change.version != self.version:
                     self._invalidate()
                 else:
-                    # Resume also if the caller was cancelled, and if the response to the pause was lost.
+                    # Resume even if the caller was cancelled or the response to the pause was lost.
                     await asyncio.shield(self._resume())
 
     async def _resume(self) -> None:

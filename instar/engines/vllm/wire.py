@@ -1,4 +1,4 @@
-"""The format of vLLM's route `/inference/v1/generate`."""
+"""The request and response format of vLLM's `/inference/v1/generate` route."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def encode_generate_request(
     context_left: int,
     eos_ids: Collection[int],
     model: str | None,
-    should_send_seed: bool,
+    send_seed: bool,
 ) -> bytes:
     sampling: Json = {
         "max_tokens": min(params.max_tokens, context_left),
@@ -84,7 +84,7 @@ def encode_generate_request(
     }
     if params.stop:
         sampling["stop"] = list(params.stop)
-    if params.seed is not None and should_send_seed:
+    if params.seed is not None and send_seed:
         sampling["seed"] = params.seed & MAX_SEED
     if params.score:
         sampling["logprobs"] = 0
@@ -93,7 +93,7 @@ def encode_generate_request(
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
     """Return a request for the logprobs of ``ids``. The last id is not part of the prompt; it is the only
-    token that can be sampled. This lets ``ids`` fill the whole context."""
+    token that can be sampled. This lets ``ids`` fill the entire context."""
     sampling: Json = {
         "max_tokens": 1,
         "temperature": 0.0,
