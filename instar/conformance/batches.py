@@ -1,4 +1,4 @@
-"""The batches that backends are compared on."""
+"""The batches on which backends are compared."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from instar.types import Sample
 
 VOCAB_SIZE = 300
-"""The size of the common vocabulary. Every checked model has the token ids below this number."""
+"""Token ids in the batches are below this number. All checked models have these tokens."""
 
 
 def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
-    """Return a sample with random logprobs and advantages. Tokens from ``trained_from`` on are trained."""
+    """Return a sample with random logprobs and advantages. Tokens from index ``trained_from`` are trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
     mask[trained_from:] = 1
@@ -28,14 +28,14 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
 
 
 def make_token_generator(seed: int) -> Callable[[int], list[int]]:
-    """Return a function that generates random token ids. Its argument is the number of ids."""
+    """Return a function that generates a given number of random token ids."""
     rng = np.random.default_rng(seed)
     return lambda count: rng.integers(3, VOCAB_SIZE, count).tolist()
 
 
 def make_tree_samples(seed: int = 0) -> list[Sample]:
-    """Return groups of samples. All groups share a prefix, and the samples of a group share a longer one. Two
-    samples have equal tokens, one is a prefix of another, and one shares no prefix with the others."""
+    """Return groups of samples. All groups share a prefix, and the samples in a group share a longer one. Two
+    samples have the same tokens, one is a prefix of another, and one shares no prefix with the others."""
     draw_tokens = make_token_generator(seed)
     common = draw_tokens(33)
     samples: list[Sample] = []
@@ -48,7 +48,7 @@ def make_tree_samples(seed: int = 0) -> list[Sample]:
     samples.append(make_sample("twin", longest, len(longest) - 12, seed + 7))
     samples.append(make_sample("prefix", longest[:-4], len(longest) - 9, seed + 8))
     samples.append(make_sample("alone", draw_tokens(6), 1, seed + 9))
-    # One reply contains the output of a tool, which is not trained.
+    # One reply contains tool output, which is not trained on.
     mask_with_gap = samples[1].mask.copy()
     mask_with_gap[-6:-3] = 0
     samples[1] = make_sample("gap", samples[1].token_ids.tolist(), len(common), seed, mask=mask_with_gap)

@@ -1,4 +1,4 @@
-"""The conformance cases. Each case begins with the same saved state and records arrays by name."""
+"""The conformance cases. Each case starts from the same saved state and records arrays by name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class CaseContext:
 
 
 async def record_reference(context: CaseContext) -> None:
-    """Record the logprobs of the base model after a step has changed the adapter."""
+    """Record the base model's logprobs after a step has changed the adapter."""
     await context.train_step(0)
     context.record_logprobs("reference", await context.backend.reference_logprobs(make_tree_samples()))
 
@@ -112,7 +112,7 @@ async def record_five_steps(context: CaseContext) -> None:
 
 
 async def record_pipelined_steps(context: CaseContext) -> None:
-    """Issue all calls before the first one is awaited, and record their results."""
+    """Issue all calls before awaiting the first one, and record the resulting logprobs."""
     tasks: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(LEARNING_RATES):
         for call in (
@@ -126,7 +126,7 @@ async def record_pipelined_steps(context: CaseContext) -> None:
 
 
 async def record_resume(context: CaseContext) -> None:
-    """Record a step after a state is saved, after it is loaded, and after only its weights are loaded."""
+    """Record a step after saving a state, after loading it, and after loading only its weights."""
     await context.train_step(0)
     await context.train_step(1)
     await context.backend.save_state(context.folder / "two-steps")
@@ -176,15 +176,15 @@ async def _sample_and_score(context: CaseContext, name: str, version: int) -> No
     context.record(f"{name}/versions", versions)
 
 
-async def record_refusals(context: CaseContext) -> None:
-    """Record whether the backend rejects NaN values, a trained first token and a loss that is not finite."""
+async def record_rejections(context: CaseContext) -> None:
+    """Record whether the backend rejects NaN values, a trained first token and a non-finite loss."""
     values_with_nan = np.array([0, 0, -1, np.nan], np.float32)
-    too_unlikely = np.full(4, -1000, np.float32)
+    tiny_logprobs = np.full(4, -1000, np.float32)
     invalid = [
         (make_sample("no logprob", [4, 5, 6, 7], 2, logprobs=values_with_nan), BackendError),
         (make_sample("no advantage", [4, 5, 6, 7], 2, advantages=values_with_nan), BackendError),
         (make_sample("first token", [4, 5], 0), BackendError),
-        (make_sample("not finite", [4, 5, 6, 7], 2, logprobs=too_unlikely), NonFiniteError),
+        (make_sample("not finite", [4, 5, 6, 7], 2, logprobs=tiny_logprobs), NonFiniteError),
     ]
     for sample, expected_error in invalid:
         is_rejected = False
@@ -192,11 +192,11 @@ async def record_refusals(context: CaseContext) -> None:
             await context.backend.forward_backward([sample], LossConfig())
         except expected_error:
             is_rejected = True
-        context.record(f"refused/{sample.sample_key}", is_rejected)
+        context.record(f"rejected/{sample.sample_key}", is_rejected)
 
 
 def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
-    """Return the cases that fit the backend's capabilities, in order."""
+    """Return the cases that the backend supports, in the order in which they run."""
     capabilities = backend.capabilities
     cases: dict[str, ConformanceCase] = {"forward": lambda context: context.record_forward("forward")}
     if capabilities.has_reference:
@@ -212,6 +212,6 @@ def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
         "resume": record_resume,
         "sampled": record_sampling,
         "collected": record_sampling_after_collection,
-        "refused": record_refusals,
+        "rejected": record_rejections,
     }
     return cases

@@ -33,8 +33,8 @@ SEED = 3
 RANK = 8
 TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 TOLERANCE_FACTORS = {"verl": 10.0}
-"""The factor on the tolerance for each backend whose kernels sum in a different order than the local
-backend's. Adam amplifies the differences between small gradients."""
+"""Multiplies the tolerance for backends whose kernels sum in a different order than those of the local
+backend. Adam amplifies the differences between small gradients."""
 RUN_TIMEOUT_SECONDS = 900.0
 ReportProgress = Callable[[str], None]
 
@@ -42,10 +42,10 @@ ReportProgress = Callable[[str], None]
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, a service's
-    backend is checked with the server at this address instead of Instar's protocol server."""
+    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, the backend
+    of a cloud service is checked against that server instead of a local protocol server."""
     if dtype not in TOLERANCE:
-        raise ConfigError(f"--dtype: received {dtype!r}; supported: {', '.join(TOLERANCE)}")
+        raise ConfigError(f"--dtype must be one of {', '.join(TOLERANCE)}, got {dtype!r}")
     console = Console(stderr=as_json)
     with console.status(f"{name}: preparing") as status:
         checks = check_backend(
@@ -80,7 +80,7 @@ def check_backend(
         folder = Path(scratch)
         make_tiny_model(folder / "model", context=MAX_CONTEXT)
         model = ModelConfig(name=str(folder / "model"), dtype=dtype, device="cpu", max_context=MAX_CONTEXT)
-        report("the local backend in this process")
+        report("running the local backend")
         local_section: Json = {"type": "local", "lora": {"rank": RANK}, "threads": 1}
         (folder / "expected").mkdir()
         config = RunConfig.model_validate(build_job(model, local_section, SEED))
@@ -88,7 +88,7 @@ def check_backend(
         weights = _load_weights(Path(result.artifacts["five"].path))
         expected = BackendRecord(result, arrays, weights)
         with _prepare_backend(name, model, folder, url, python) as (section, server):
-            actual = _record_actual(model, section, folder / "actual", python, server, report)
+            actual = _run_in_new_process(model, section, folder / "actual", python, server, report)
         return compare(expected, actual, MAX_CONTEXT, TOLERANCE[dtype] * TOLERANCE_FACTORS.get(name, 1.0))
 
 
@@ -96,12 +96,12 @@ def check_backend(
 def _prepare_backend(
     name: str, model: ModelConfig, folder: Path, url: str | None, python: str | None
 ) -> Generator[tuple[Json, ServerProcess | None]]:
-    """Yield the backend's config section, and the server process if this command starts one."""
+    """Yield the backend's config section and, if one was started, the server process."""
     if name in ("local", "verl"):
         yield {"type": name, "lora": {"rank": RANK}} | ({"threads": 1} if name == "local" else {}), None
         return
     if name not in SERVICES:
-        raise ConfigError(f"backend: received {name!r}; supported: local, verl, {', '.join(SERVICES)}")
+        raise ConfigError(f"unknown backend {name!r}; available: local, verl, {', '.join(SERVICES)}")
     section: Json = {"type": name, "rank": RANK, "python": python, "deadline": 120.0}
     if url is not None:
         yield section | {"base_url": url}, None
@@ -110,7 +110,7 @@ def _prepare_backend(
         yield section | {"base_url": server.url}, server
 
 
-def _record_actual(
+def _run_in_new_process(
     model: ModelConfig,
     section: Json,
     folder: Path,
@@ -118,7 +118,7 @@ def _record_actual(
     server: ServerProcess | None,
     report: ReportProgress,
 ) -> BackendRecord:
-    """Run the cases in a new process with the backend's interpreter, and return the results."""
+    """Run the cases in a new process with the backend's interpreter."""
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(build_job(model, section, SEED)))
     env = dict(os.environ)
@@ -132,13 +132,14 @@ def _record_actual(
     try:
         assert child.stdout is not None
         for line in child.stdout:
-            report(line.decode().strip())
+            report(f"running case {line.decode().strip()}")
         exit_code = child.wait(RUN_TIMEOUT_SECONDS)
     finally:
         child.kill()
         child.wait()
     if exit_code != 0:
-        raise BackendError(f"the runner exited with {exit_code}:\n{(folder / 'run.log').read_text()[-2000:]}")
+        log_tail = (folder / "run.log").read_text()[-2000:]
+        raise BackendError(f"the runner failed with exit code {exit_code}:\n{log_tail}")
     result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
     artifact, adapter = result.artifacts.get("five"), None
     if artifact is not None and artifact.kind != "remote":

@@ -17,7 +17,7 @@ from instar.types import Floats, Sample
 
 Arrays = dict[str, NDArray[Any]]
 ENGINE_TOLERANCE_FACTOR = 10
-"""The factor on the tolerance between an engine and a trainer, whose kernels sum in a different order."""
+"""Multiplies the tolerance between an engine and a trainer, because their kernels sum in different orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class BackendRecord:
     result: ConformanceResult
     arrays: Arrays
     weights: Arrays | None
-    """The adapter that the case ``five`` published, or None if it is not available."""
+    """The adapter published in the case ``five``, or None if it is not available."""
 
 
 def compare(
@@ -51,9 +51,9 @@ def compare(
 
 
 def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float) -> Iterator[CheckResult]:
-    """Yield the checks of a case in `select_cases`. Refusals and sampled tokens have no expected values."""
-    if name == "refused":
-        for key in sorted(k for k in actual if k.startswith("refused/")):
+    """Yield the checks for one case. Rejections and sampled tokens have no expected values."""
+    if name == "rejected":
+        for key in sorted(k for k in actual if k.startswith("rejected/")):
             yield CheckResult(key, bool(actual[key]), "" if actual[key] else "was accepted")
         return
     if name in ("sampled", "collected"):
@@ -69,9 +69,9 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         return
     if name == "resume":
         gap = compute_difference(actual["resume/straight"], actual["resume/resumed"])
-        yield _check_within("resume: the next step is the same", gap, tolerance)
+        yield _check_within("resume: the next step is unchanged", gap, tolerance)
         gap = compute_difference(actual["resume/saved"], actual["resume/weights"])
-        yield _check_within("resume: weights alone can be loaded", gap, tolerance)
+        yield _check_within("resume: weights are loaded without the optimizer", gap, tolerance)
     for key in sorted(k for k in actual if k == name or k.startswith(f"{name}/")):
         if key.endswith("/grad_norm") and np.isnan(actual[key]):
             continue  # the service does not report the norm
@@ -79,7 +79,7 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
 
 
 def _compare_losses(actual: BackendRecord, max_context: int, tolerance: float) -> Iterator[CheckResult]:
-    """Compare the losses with values that are computed in float64 from the backend's own logprobs."""
+    """Compare the losses with float64 values computed from the backend's own logprobs."""
     batches: dict[str, tuple[LossConfig, list[Sample]]] = {
         name: (LossConfig.model_validate({"name": name}), make_tree_samples())
         for name in actual.result.losses
@@ -91,7 +91,7 @@ def _compare_losses(actual: BackendRecord, max_context: int, tolerance: float) -
         offsets = np.cumsum([len(sample) for sample in samples])[:-1]
         value = _compute_loss(loss, samples, np.split(actual.arrays[f"{name}/logprobs"], offsets))
         gap = abs(float(actual.arrays[f"{name}/loss"]) - value) / max(abs(value), 1e-3)
-        yield _check_within(f"{name}: the loss in float64", gap, max(tolerance, 1e-5))
+        yield _check_within(f"{name}: the loss matches float64", gap, max(tolerance, 1e-5))
 
 
 def _compute_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
@@ -126,9 +126,9 @@ def _compute_objective(loss: LossConfig, new: float, old: float, advantage: floa
 def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: float) -> CheckResult:
     name = "weights after five steps"
     if expected is None or actual is None:
-        return CheckResult(name, True, "not compared, because the service does not return them")
+        return CheckResult(name, True, "not compared: the service does not return weights")
     if different := sorted(expected.keys() ^ actual.keys()):
-        detail = f"{len(different)} tensors are missing or unknown, for example {different[0]}"
+        detail = f"{len(different)} missing or unexpected tensors, for example {different[0]}"
         return CheckResult(name, False, detail)
     return _check_within(
         name, max(compute_difference(expected[key], actual[key]) for key in expected), tolerance
@@ -136,8 +136,8 @@ def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: 
 
 
 def compute_difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
-    """Return the largest difference, divided by the largest expected absolute value (at least 1e-3). Return
-    infinity if the shapes or the positions of NaN differ."""
+    """Return the largest absolute difference relative to the largest expected magnitude (at least 1e-3), or
+    infinity if the shapes or the NaN positions differ."""
     if expected.shape != actual.shape or (np.isnan(expected) != np.isnan(actual)).any():
         return float("inf")
     is_nan = np.isnan(expected)
@@ -148,4 +148,4 @@ def compute_difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
 
 
 def _check_within(name: str, gap: float, tolerance: float) -> CheckResult:
-    return CheckResult(name, gap <= tolerance, f"{gap:.1e} (at most {tolerance:.0e})")
+    return CheckResult(name, gap <= tolerance, f"{gap:.1e} (tolerance {tolerance:.0e})")

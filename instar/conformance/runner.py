@@ -1,7 +1,7 @@
 """Runs the conformance cases on one backend: ``python -m instar.conformance.runner JOB OUTPUT_FOLDER``.
 
-The checked backend runs in a separate process, so that its packages may be in an environment of their own.
-The environment needs torch only if the backend does. The service's key is an environment variable.
+The backend runs in a separate process, so that its packages can be in a different environment, which needs
+torch only if the backend does. The API key of a service is passed in an environment variable.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ class ConformanceResult(msgspec.Struct):
     losses: list[str]
     cases: list[str]
     failures: dict[str, str]
-    """The errors of the failed cases by case name."""
+    """Error messages by case name."""
     artifacts: dict[str, Artifact]
 
 
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases. Return the result and the arrays by name. ``report`` gets each case's name first."""
+    """Run the cases. Return the result and the recorded arrays by name. ``report`` is called with the name of
+    each case before it runs."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
@@ -54,7 +55,7 @@ async def run_cases(
                 async with asyncio.timeout(CASE_TIMEOUT_SECONDS):
                     await backend.load_state(folder / "begin")
                     await case(context)
-            except Exception as error:  # noqa: BLE001 - any error is the result of the case
+            except Exception as error:  # noqa: BLE001 - any error fails the case
                 result.failures[name] = f"{type(error).__name__}: {error}"
                 traceback.print_exc()
             result.cases.append(name)
@@ -64,7 +65,7 @@ async def run_cases(
 
 
 def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
-    """Return the content of the JOB file, which is a run's config."""
+    """Build the content of the JOB file, which is a run config."""
     is_local = backend["type"] in ("local", "verl")
     engine = LocalEngineConfig(max_batch=4, threads=1) if is_local else CloudEngineConfig()
     return {

@@ -1,4 +1,4 @@
-"""Runs a protocol server in a separate process while a backend is checked against it."""
+"""Runs a protocol server in a separate process, so that a backend can be checked against it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ServerProcess:
     process: subprocess.Popen[str] = field(repr=False)
 
     def find_adapter_folder(self, path: str) -> Path:
-        """Return the adapter's folder for a sampler path from either protocol."""
+        """Return the adapter folder for a sampler path in either protocol."""
         model, _, name = path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
@@ -38,12 +38,12 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Yield a running server that logs to ``folder``/server.log, and stop it at the end."""
+    """Run a server during the block. It logs to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    # The limit is high, because some SDKs cannot end a session and the models of finished cases stay loaded.
+    # The limit is high because some SDKs cannot end a session, so the models of finished cases stay loaded.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"
@@ -70,4 +70,4 @@ def _read_first_line(process: subprocess.Popen[str], log: Path) -> str:
             return line
     finally:
         watchdog.cancel()
-    raise InstarError(f"the protocol server did not start; the end of {log}:\n{log.read_text()[-2000:]}")
+    raise InstarError(f"the protocol server did not start; end of {log}:\n{log.read_text()[-2000:]}")

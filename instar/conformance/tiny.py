@@ -55,7 +55,7 @@ def make_tiny_model(
     context: int = 1024,
     std: float = 0.1,
 ) -> Path:
-    """Write a random Llama model in fp32 with its tokenizer, and return the folder."""
+    """Write a random fp32 Llama model and its tokenizer to ``folder``, and return the folder."""
     import torch
     from transformers import LlamaForCausalLM
     from transformers.utils import logging

@@ -1,1 +1,1 @@
-"""Servers of the Tinker and Weaver wire protocols that use the local backend and engine."""
+"""Servers for the Tinker and Weaver wire protocols, on top of the local backend and engine."""

@@ -1,4 +1,4 @@
-"""Types that the Tinker and Weaver protocols share, and the conversion of exceptions to client errors."""
+"""Types shared by the Tinker and Weaver protocols, and the conversion of exceptions to client errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProtocolError(InstarError):
-    """An error that is reported to the client with the HTTP ``status``. ``category`` says who caused it."""
+    """An error that is sent to the client with the HTTP ``status``. ``category`` says who caused it."""
 
     def __init__(self, message: str, status: int = 400, category: Literal["user", "server"] = "user") -> None:
         super().__init__(message)
@@ -30,8 +30,8 @@ class ProtocolError(InstarError):
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Convert an exception to the error to report. An unexpected exception is logged. If it is not an
-    InstarError, the client receives only its type, because its text may contain internals."""
+    """Convert an exception to the error that is sent to the client. Unexpected exceptions are logged. Unless
+    they are InstarErrors, the client gets only their type, because the message may contain internals."""
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
@@ -45,10 +45,10 @@ def to_protocol_error(error: Exception) -> ProtocolError:
 
 @contextmanager
 def convert_errors() -> Generator[None]:
-    """Raise every error of the block as a ProtocolError."""
+    """Re-raise every exception in the block as a ProtocolError."""
     try:
         yield
-    except Exception as error:  # every error is converted
+    except Exception as error:  # every exception is converted
         raise to_protocol_error(error) from error
 
 
@@ -59,11 +59,11 @@ class ServiceLimits:
     max_body: int = 256 * 1024 * 1024
     """The maximum size of a request body, in bytes."""
     max_models: int = 8
-    """The maximum number of models in training at the same time, across all sessions."""
+    """The maximum number of models that are trained at the same time, across all sessions."""
     max_samplers: int = 8
     """The maximum number of sampling policies in memory. The least recently used policy is evicted first."""
     max_operations: int = 1024
-    """The maximum number of operations that wait or run at the same time, and of samples per request."""
+    """The maximum number of waiting and running operations, and of samples per request."""
     max_rank: int = 256
     session_ttl: float = 600.0
     """A session ends, and its models are freed, after this many seconds without a heartbeat. Requests
@@ -72,9 +72,9 @@ class ServiceLimits:
     """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
     Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
-    """The result of a finished operation is kept for this many seconds if it is not delivered."""
+    """An undelivered result is kept for this many seconds after its operation has finished."""
     sequence_gap_timeout: float = 120.0
-    """If a sequence id is missing for this many seconds, the operations that wait for it fail."""
+    """If a sequence id is missing for this many seconds, the operations waiting for it fail."""
 
 
 TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
@@ -84,7 +84,7 @@ TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
 class AdapterSpec:
     rank: int = 16
     seed: int | None = None
-    """None to choose a random seed."""
+    """None for a random seed."""
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = False
@@ -112,7 +112,7 @@ class CheckpointInfo:
     created_at: float
     size_bytes: int
     expires_at: float | None = None
-    """The Unix time in seconds, like ``created_at``. None if the checkpoint does not expire."""
+    """A Unix timestamp like ``created_at``, or None if the checkpoint does not expire."""
     has_optimizer: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
-    """The values of the `TRAINED_PARTS` in the `AdapterSpec`."""
+    """The adapter's `TRAINED_PARTS` flags."""

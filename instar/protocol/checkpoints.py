@@ -1,13 +1,13 @@
-"""Stores checkpoints in folders that are written atomically and survive a restart of the server.
+"""Stores checkpoints in folders that are written atomically and survive server restarts.
 
-    <folder>/<model>/weights/<name>/           a "state", from which training can continue
+    <folder>/<model>/weights/<name>/           a "state", to resume training from
     <folder>/<model>/sampler_weights/<name>/   a "sampler", which can only be sampled from
         checkpoint.json                        the owner and the CheckpointInfo
         adapter/                               the weights to sample from
         state/                                 the training state (missing in a sampler)
 
 The path of a checkpoint is `tinker://<model>/weights/<name>` or `tinker://<model>/sampler_weights/<name>`.
-`CheckpointStore.find` accepts any other scheme too, because the scheme differs between protocols.
+`CheckpointStore.find` also accepts other schemes, because they differ between protocols.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _CheckpointMetadata(msgspec.Struct, frozen=True):
 
 
 class CheckpointStore:
-    """The checkpoints in a folder, which is locked against other servers until `close`. Expired checkpoints
-    and checkpoints of other owners are treated as missing. Raises ConfigError if the folder is locked."""
+    """The checkpoints in a folder, which stays locked until `close`. Raises ConfigError if another server has
+    locked it. Expired checkpoints and those of other owners are treated as missing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -63,8 +63,8 @@ class CheckpointStore:
             fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             self._lock_file.close()
-            raise ConfigError(f"{folder} is in use by another server; choose another folder") from error
-        # A server that was killed while it was writing leaves scratch files behind.
+            raise ConfigError(f"{folder} is in use by another server") from error
+        # A server that is killed while writing leaves scratch files behind.
         shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
@@ -72,7 +72,7 @@ class CheckpointStore:
             try:
                 meta = msgspec.json.decode(file.read_bytes(), type=_CheckpointMetadata)
             except (OSError, ValueError) as error:  # one damaged checkpoint must not stop the server
-                logger.warning("ignored a checkpoint, because %s cannot be read: %s", file, error)
+                logger.warning("ignoring a checkpoint because %s cannot be read: %s", file, error)
                 continue
             self._metadata[meta.info.path] = meta
 
@@ -88,16 +88,16 @@ class CheckpointStore:
         *,
         ttl: float | None,
     ) -> CheckpointInfo:
-        """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with the checkpoint's path,
-        size and times. A checkpoint at the same path is replaced. The new one expires after ``ttl`` seconds
-        (None: never). ``fill`` is called before the first await, so that it saves the model as it is now."""
+        """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with its path, size and
+        times. An existing checkpoint at the same path is replaced. The new one expires after ``ttl`` seconds
+        (None: never). ``fill`` is called before the first await, so it saves the model's current state."""
         if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
-                f"checkpoint name: received {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', and "
-                "do not begin with '.'"
+                f"invalid checkpoint name {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', not "
+                "starting with '.'"
             )
         if ttl is not None and not ttl > 0:
-            raise ProtocolError(f"ttl_seconds: received {ttl:g}; it must be more than 0 seconds")
+            raise ProtocolError(f"ttl_seconds must be greater than 0, got {ttl:g}")
         (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH_FOLDER))
         try:
@@ -131,16 +131,16 @@ class CheckpointStore:
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
-        """Return the checkpoint at a path. Raises ProtocolError: 400 for a bad path, 404 if there is none."""
+        """Return the checkpoint at a path. Raises ProtocolError 400 if it is invalid, 404 if not found."""
         match = _PATH_PATTERN.fullmatch(path)
         if match is None:
             raise ProtocolError(
-                f"checkpoint path: received {path!r}; expected tinker://<model>/weights/<name> or "
+                f"invalid checkpoint path {path!r}; expected tinker://<model>/weights/<name> or "
                 "tinker://<model>/sampler_weights/<name>"
             )
         meta = self._metadata.get("tinker://{}/{}/{}".format(*match.groups()))
         if meta is None or meta.owner != owner or _is_expired(meta):
-            raise ProtocolError(f"there is no checkpoint {path}, or it has expired", 404)
+            raise ProtocolError(f"checkpoint {path} was not found or has expired", 404)
         return meta.info
 
     def get_folder(self, info: CheckpointInfo) -> Path:
@@ -163,7 +163,7 @@ class CheckpointStore:
             self._remove(meta.info)
 
     def _remove(self, info: CheckpointInfo) -> None:
-        # The folder is renamed before it is deleted, so that a partial checkpoint is never visible.
+        # Rename the folder before deleting it, so that a partial checkpoint is never visible.
         (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
         with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH_FOLDER) as scratch:
             self.get_folder(info).rename(Path(scratch) / "removed")

@@ -1,4 +1,4 @@
-"""HTTP code that the Tinker and Weaver protocols share: routes, API keys, request bodies and JSON."""
+"""HTTP code shared by the Tinker and Weaver protocols: routes, API keys, request bodies and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KeyStore:
         self._hashes = [hash_key(key) for key in keys]
 
     def authenticate(self, headers: Mapping[str, str]) -> str:
-        """Return the owner of the request's key. Raises ProtocolError 401 if it is missing or invalid."""
+        """Return the owner of the API key. Raises ProtocolError 401 if the key is missing or invalid."""
         key = headers.get(self._header, "").strip()
         if not key:
             raise ProtocolError(f"the API key is missing; send it in the {self._header} header", 401)
@@ -43,8 +43,8 @@ class KeyStore:
 
 
 class ProtocolRouter(Generic[T]):
-    """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` receives the HTTP request
-    and its owner, and returns the request that handlers receive. Errors become an ``error_response``."""
+    """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` converts the HTTP request
+    and its owner to the request that is passed to the handlers. Errors are sent as an ``error_response``."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ProtocolRouter(Generic[T]):
     def create_app(self, *public_routes: Route) -> Starlette:
         routes = [*public_routes, *self._routes]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._respond_unknown_route})
-        app.router.redirect_slashes = False  # A redirect would lead to the host of the Host header.
+        app.router.redirect_slashes = False  # A redirect would go to the host in the Host header.
         return app
 
     async def _respond_unknown_route(self, http: Request, error: Exception) -> Response:
@@ -83,8 +83,8 @@ class ProtocolRouter(Generic[T]):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """Return the request's body. Raises ProtocolError 413 if the body is larger than ``max_bytes``."""
-    size_error = ProtocolError(f"the request body is larger than the {max_bytes} bytes allowed", 413)
+    """Return the request body. Raises ProtocolError 413 if it is larger than ``max_bytes``."""
+    size_error = ProtocolError(f"the request body exceeds the limit of {max_bytes} bytes", 413)
     if int(request.headers.get("content-length", 0)) > max_bytes:
         raise size_error
     parts: list[bytes] = []
@@ -106,7 +106,7 @@ def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) ->
 
 
 def find_sequence_id(body: bytes) -> int | None:
-    """Return the sequence id in a body that may be invalid JSON, or None if there is none."""
+    """Find the sequence id in a body that may be invalid JSON."""
     match = _SEQUENCE_ID.search(body)
     return int(match[1]) if match else None
 

@@ -23,12 +23,12 @@ from instar.protocol.checkpoints import ADAPTER_FOLDER, STATE_FOLDER, Checkpoint
 from instar.types import Floats, Sample, new_id
 
 LORA_ALPHA = 32.0
-"""The alpha of every adapter. The services use this value for every rank."""
+"""The LoRA alpha of every adapter. The hosted services use this value for all ranks."""
 
 
 class ServedLocalBackend(LocalBackend):
-    """A local backend that treats a step without a gradient as a step with a gradient of zero. The services
-    do the same, so a batch without a training signal is not an error for the client."""
+    """A local backend whose optimizer step treats missing gradients as zero. The hosted services do the same,
+    so a batch without a training signal is not an error."""
 
     def _optim_step(self, adam: AdamConfig) -> OptimStepResult:
         for parameter in self._parameters.values():
@@ -37,7 +37,7 @@ class ServedLocalBackend(LocalBackend):
         return super()._optim_step(adam)
 
     async def save_weights(self, path: Path) -> None:
-        """Save a training state without the optimizer's moments and number of steps."""
+        """Save a training state with the current weights and a fresh optimizer."""
 
         def save() -> None:
             fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
@@ -52,17 +52,17 @@ class ClientSession:
     session_id: str
     owner: str
     last_seen: float
-    """The time of the last request for the session or its models, from `time.monotonic`."""
+    """The `time.monotonic` time of the last request for the session or its models."""
 
 
 class CoreSharing:
     """Divides ``count`` cores, by default torch's number of threads, between training and sampling.
 
-    Two computations whose threads run on the same cores take far more than twice as long, because the threads
-    wait for each other in every operation. Therefore training and sampling each get half of the cores while
-    both run. A single client that trains and samples in turn always gets all cores, so its results do not
-    depend on timing: the number of threads can change the last bits of a sum. ``set_sampler_cores`` is called
-    when the number of cores for sampling changes.
+    Two computations on the same cores take far more than twice as long, because their threads wait for each
+    other in every operation. So while both run, training and sampling each get half of the cores. A single
+    client that alternates between training and sampling always gets all cores. This keeps its results
+    independent of timing, because the number of threads can change the last bits of a sum.
+    ``set_sampler_cores`` is called when the number of cores for sampling changes.
     """
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
@@ -72,8 +72,8 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
-        """Reserve cores for a model during the block. ``set_cores`` is called with their number."""
-        set_cores(self._compute_share(others=self._sampling_count))
+        """Reserve cores for a model during the block. ``set_cores`` is called with the number of cores."""
+        set_cores(self._count_cores(others=self._sampling_count))
         self._change_training_count(+1)
         try:
             yield
@@ -92,14 +92,14 @@ class CoreSharing:
     def _change_training_count(self, change: int) -> None:
         before, self._training_count = self._training_count, self._training_count + change
         if not (before and self._training_count):
-            self._set_sampler_cores(self._compute_share(others=self._training_count))
+            self._set_sampler_cores(self._count_cores(others=self._training_count))
 
-    def _compute_share(self, others: int) -> int:
+    def _count_cores(self, others: int) -> int:
         return max(1, self._core_count // 2) if others else self._core_count
 
 
 class TrainingModel:
-    """An adapter in training. Calls take effect in the order of submission."""
+    """An adapter that is being trained. Calls take effect in the order in which they are made."""
 
     def __init__(
         self,
@@ -124,7 +124,7 @@ class TrainingModel:
         self._has_ended = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
-        """Return the logprob for every token of each sample (NaN at index 0)."""
+        """Return the logprob of every token in each sample (NaN at index 0)."""
         with self._prepare_computation(samples):
             return await self._backend.forward(samples)
 
@@ -137,8 +137,8 @@ class TrainingModel:
             return await self._backend.optim_step(adam)
 
     async def save(self, name: str, *, optimizer: bool, ttl: float | None = None) -> CheckpointInfo:
-        """Save a checkpoint to resume training from, with the optimizer's state if ``optimizer`` is True. An
-        existing checkpoint with this name is replaced. It expires after ``ttl`` seconds (None: never)."""
+        """Save a checkpoint to resume training from, with the optimizer state if ``optimizer`` is True. It
+        replaces an existing checkpoint with the same name and expires after ``ttl`` seconds (None: never)."""
 
         async def fill(folder: Path) -> None:
             save = self._backend.save_state if optimizer else self._backend.save_weights
@@ -148,7 +148,7 @@ class TrainingModel:
         return await self._write_checkpoint("state", name, fill, ttl, has_optimizer=optimizer)
 
     async def export(self, name: str, *, ttl: float | None = None) -> CheckpointInfo:
-        """Save the current weights as a checkpoint to sample from. The arguments are those of `save`."""
+        """Save the current weights as a checkpoint to sample from. See `save` for the arguments."""
         return await self._write_checkpoint(
             "sampler", name, lambda folder: self._backend.publish(folder / ADAPTER_FOLDER), ttl
         )
@@ -158,16 +158,16 @@ class TrainingModel:
         info = self._checkpoints.find(path, self.owner)
         if info.kind != "state":
             raise ProtocolError(
-                f"{path} cannot be loaded, because it was saved only for sampling; load a training state"
+                f"{path} cannot be loaded because it was saved for sampling only; load a training state"
             )
         if optimizer and not info.has_optimizer:
-            raise ProtocolError(f"{path} was saved without its optimizer; load it without the optimizer")
+            raise ProtocolError(f"{path} has no optimizer state; load it without the optimizer")
         folder = self._checkpoints.get_folder(info) / STATE_FOLDER
         try:
             with convert_errors():
                 await self._backend.load_state(folder, optimizer=optimizer)
         except ProtocolError as error:
-            # Clients must not see the folder on the server's disk.
+            # Clients must not see paths on the server's disk.
             text = str(error).replace(str(folder), info.path)
             raise ProtocolError(text, error.status, error.category) from error
 
@@ -189,7 +189,7 @@ class TrainingModel:
 
     def _check_not_ended(self) -> None:
         if self._has_ended:
-            raise ProtocolError(f"the model {self.model_id} has ended; create a new one", 404)
+            raise ProtocolError(f"model {self.model_id} has ended; create a new one", 404)
 
     async def _write_checkpoint(
         self,
@@ -219,7 +219,7 @@ class TrainingModel:
 def create_backend(
     base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
-    """Return a backend that shares the weights of ``base``, and the adapter settings with the seed in use."""
+    """Return a backend that shares the weights of ``base``, and the adapter settings with the actual seed."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
     lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=select_lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)
@@ -227,7 +227,7 @@ def create_backend(
 
 
 def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """Return the name suffixes of the linear layers to adapt. "all-linear" excludes only the output layer."""
+    """Return the name suffixes of the linear layers to train. "all-linear" excludes only the output layer."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()
@@ -238,5 +238,5 @@ def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str
         if isinstance(module, nn.Linear) and (adapter.train_unembed if module is head else is_trained):
             suffixes.add(".".join(name.split(".")[-2:]))
     if not suffixes:
-        raise ProtocolError("train_attn, train_mlp and train_unembed select no layers; set another to true")
+        raise ProtocolError("train_attn, train_mlp and train_unembed select no layers; enable at least one")
     return sorted(suffixes)

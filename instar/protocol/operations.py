@@ -1,4 +1,4 @@
-"""Schedules the operations that clients submit, and keeps their results in memory for some time."""
+"""Schedules the operations that clients submit and keeps their results in memory until they expire."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DELIVERED_RESULT_TTL_SECONDS = 300.0
 
 OperationFunction = Callable[[], Awaitable[Any]]
 REJECTED = "rejected request"
-"""The kind of an operation that only uses up the sequence id of a request that was rejected."""
-_CONTINUE = "continue with the sequence id after the highest one that was sent"
+"""The kind of an operation that only consumes the sequence id of a rejected request."""
+_CONTINUE = "continue after the highest sequence id that was sent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class _Operation:
     kind: str
     owner: str
     function: OperationFunction | None
-    """Set to None when the operation is done, so that objects which the function refers to are freed."""
+    """Set to None when the operation is done, to free the objects that the function references."""
     result: asyncio.Future[OperationResult]
     queue: _SequenceQueue | None
     seq: int | None
@@ -47,7 +47,7 @@ class _SequenceQueue:
     name: str
     next_seq: int = 1
     offset: int = 0
-    """The offset of the last operation that was started."""
+    """The offset of the operation that was started last."""
     is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
     """The operations by sequence id, including finished operations whose result is kept."""
@@ -62,11 +62,10 @@ class _SequenceQueue:
 class OperationScheduler:
     """Runs operations in this process. Clients retrieve the results later.
 
-    Each model has a queue, whose operations run in the order of their sequence ids. The first sequence id
-    is 1. If a sequence id does not arrive in time, the operations that wait for it fail, and the
-    queue continues with the next sequence id after theirs. An operation without a sequence id runs
-    immediately. After a failed operation, the next operation of its queue runs, because clients decide what a
-    failure means.
+    Each model has a queue, whose operations run in the order of their sequence ids, starting with 1. If a
+    sequence id does not arrive in time, the operations waiting for it fail, and the queue continues after
+    the highest sequence id received. Operations without a sequence id run immediately. A failed operation
+    does not stop its queue, because clients decide what a failure means.
     """
 
     def __init__(self, limits: ServiceLimits | None = None) -> None:
@@ -91,19 +90,20 @@ class OperationScheduler:
         key: str | None = None,
     ) -> str:
         """Submit an operation and return its id. If an earlier operation has the same ``key`` and owner, or
-        the same queue and sequence id, return the id of that operation. ``offset`` is the difference between
-        ``seq`` and the client's sequence id, which errors name. Raises ProtocolError: 400 if ``seq`` is out
-        of range, 409 if the earlier operation is of a different kind or its result has expired, 429 if there
-        are too many operations, and 503 if the server is closing."""
+        the same queue and sequence id, return the id of that operation. Error messages show ``seq - offset``,
+        which is the client's own sequence id.
+
+        Raises ProtocolError: 400 if ``seq`` is out of range, 409 if the earlier operation has another kind or
+        its result has expired, 429 if there are too many operations, 503 if the server is shutting down."""
         self._sweep()
-        repeated = self._find_repeated(kind, owner, queue_name, seq, offset, key)
-        if repeated is not None:
-            return repeated.operation_id
+        duplicate = self._find_duplicate(kind, owner, queue_name, seq, offset, key)
+        if duplicate is not None:
+            return duplicate.operation_id
         if self._is_closed:
-            raise ProtocolError("the server is closing", 503, "server")
+            raise ProtocolError("the server is shutting down", 503, "server")
         if self._pending_count >= self._limits.max_operations:
             raise ProtocolError(
-                f"{self._pending_count} operations are waiting or running, which is the limit; "
+                f"too many operations are waiting or running (limit: {self._limits.max_operations}); "
                 "try again later",
                 429,
             )
@@ -124,8 +124,8 @@ class OperationScheduler:
         return operation.operation_id
 
     def reject(self, owner: str, queue_name: str, seq: int, error: ProtocolError, *, offset: int = 0) -> str:
-        """Use up the sequence id of a request that was rejected with ``error``, so that later operations do
-        not wait for it. Raises ProtocolError like `submit`."""
+        """Consume the sequence id of a request that was rejected with ``error``, so that later operations do
+        not wait for it. Raises the same errors as `submit`."""
 
         async def fail() -> None:
             raise error
@@ -133,12 +133,12 @@ class OperationScheduler:
         return self.submit(REJECTED, owner, fail, queue_name=queue_name, seq=seq, offset=offset)
 
     async def wait(self, operation_id: str, owner: str, timeout: float) -> OperationResult | None:
-        """Return the result of the operation, or None if the operation is not done after ``timeout`` seconds.
-        Raises ProtocolError 404 if the operation is unknown or its result has expired."""
+        """Return the result of an operation, or None if it is not done after ``timeout`` seconds. Raises
+        ProtocolError 404 if the operation is unknown or its result has expired."""
         self._sweep()
         operation = self._operations.get(operation_id)
         if operation is None or operation.owner != owner:
-            raise ProtocolError(f"there is no operation {operation_id}, or its result has expired", 404)
+            raise ProtocolError(f"operation {operation_id} does not exist or its result has expired", 404)
         if not operation.result.done():
             await asyncio.wait([operation.result], timeout=timeout)
         if not operation.result.done():
@@ -147,7 +147,7 @@ class OperationScheduler:
         return operation.result.result()
 
     def close_queue(self, queue_name: str) -> None:
-        """Remove the queue and fail the operations that are waiting in it."""
+        """Remove a queue and fail the operations that are waiting in it."""
         sequence_queue = self._queues.pop(queue_name, None)
         if sequence_queue is not None:
             sequence_queue.cancel_gap_timer()
@@ -164,11 +164,11 @@ class OperationScheduler:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        error = ProtocolError("the server is closing", 503, "server")
+        error = ProtocolError("the server is shutting down", 503, "server")
         for operation in self._operations.values():
             self._finish(operation, OperationResult(error=error))
 
-    def _find_repeated(
+    def _find_duplicate(
         self, kind: str, owner: str, queue_name: str | None, seq: int | None, offset: int, key: str | None
     ) -> _Operation | None:
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
@@ -178,25 +178,25 @@ class OperationScheduler:
             highest_seq = sequence_queue.next_seq + self._limits.max_operations
             if not 1 <= seq <= highest_seq:
                 raise ProtocolError(
-                    f"sequence id: received {seq - offset} for {queue_name}; sequence ids begin with 1, and "
-                    f"the highest one allowed now is {highest_seq - offset}"
+                    f"sequence id {seq - offset} for {queue_name} is out of range; sequence ids start at 1, "
+                    f"and the highest one allowed now is {highest_seq - offset}"
                 )
             operation = sequence_queue.operations.get(seq)
             subject, action = f"sequence id {seq - offset} of {queue_name}", _CONTINUE
             if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
-                    f"the operation with {subject} has already run and its result has expired, or it did not "
-                    f"arrive in time; {_CONTINUE}",
+                    f"the operation with {subject} has already run and its result has expired, or the "
+                    f"request arrived too late; {_CONTINUE}",
                     409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            raise ProtocolError(f"{subject} belongs to another operation ({operation.kind}); {action}", 409)
+            raise ProtocolError(f"{subject} was used for another operation ({operation.kind}); {action}", 409)
         return operation
 
     # --- running ---
 
     def _advance(self, queue: _SequenceQueue) -> None:
-        """Start the next operation in a queue. If only later ones have arrived, start the gap timer."""
+        """Start the next operation in a queue, or the gap timer if only later ones have arrived."""
         if queue.is_running or self._is_closed:
             return
         operation = queue.operations.get(queue.next_seq)
@@ -215,8 +215,8 @@ class OperationScheduler:
             queue,
             ProtocolError(
                 f"the operation was not run, because sequence id {queue.next_seq - queue.offset} of "
-                f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; repeat "
-                f"that operation and the later ones, and {_CONTINUE}"
+                f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; send "
+                f"that operation and the later ones again, and {_CONTINUE}"
             ),
         )
         # Otherwise all later operations would wait for a sequence id that the client may never send.
@@ -236,7 +236,7 @@ class OperationScheduler:
         assert operation.function is not None
         try:
             result = OperationResult(await operation.function())
-        except Exception as error:  # noqa: BLE001 - every error is the result that the client receives
+        except Exception as error:  # noqa: BLE001 - every error is sent to the client as the result
             result = OperationResult(error=to_protocol_error(error))
         self._finish(operation, result)
         if operation.queue is not None:

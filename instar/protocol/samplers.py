@@ -17,7 +17,7 @@ from instar.async_utils import map_concurrently
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import EngineInfo
 from instar.engines.checks import check_request, check_score_request, to_ids
-from instar.engines.local.engine import LocalEngine, default_kv_tokens
+from instar.engines.local.engine import LocalEngine, compute_kv_tokens
 from instar.engines.local.model import EngineModel
 from instar.errors import EngineError
 from instar.models import load_tokenizer
@@ -25,7 +25,7 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
 ENGINE_WAIT_SECONDS = 600.0
-"""The maximum time to wait until an engine is free and has loaded the policy."""
+"""The maximum time to wait for a free engine and to load the policy into it."""
 BASE_MODEL_KEY = ""
 
 
@@ -37,9 +37,9 @@ class _PooledEngine:
 
 
 class SamplerPool:
-    """A pool of at most ``max_engines`` engines. If all engines are loaded, a new policy replaces the
-    least recently used policy that is not in use. The engines in use share the KV memory, and an unused
-    engine keeps its share until another engine is used."""
+    """A pool of at most ``max_engines`` engines, each with one policy. If all engines are taken, a new policy
+    replaces the least recently used policy that is idle. The KV memory is divided between the engines in use;
+    an idle engine keeps its memory until another engine needs it."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model_config = model
@@ -56,7 +56,7 @@ class SamplerPool:
         )
         context = self.info.max_context
         config = LocalEngineConfig(threads=threads)
-        kv_tokens = default_kv_tokens(self._model.kv_shape, config.max_batch * context)
+        kv_tokens = compute_kv_tokens(self._model.kv_shape, config.max_batch * context)
         self._kv_tokens = max(context, kv_tokens)
         self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})
         self._cores: int | None = None
@@ -68,8 +68,9 @@ class SamplerPool:
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Return ``count`` replies sampled from the weights in ``adapter`` (None: the base model), which
-        ``key`` identifies. If ``params`` has a seed, the first reply uses it and the others derive theirs."""
+        """Sample ``count`` sequences with ``adapter``, or with the base model if it is None. ``key``
+        identifies the policy. If ``params`` has a seed, only the first sequence uses it; the others use seeds
+        derived from it."""
         ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
@@ -82,7 +83,7 @@ class SamplerPool:
             return await engine.logprobs(ids)
 
     def _to_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
-        # An error of these checks is a user error. Later errors are server errors.
+        # An error in these checks is the client's fault; later errors are the server's.
         try:
             ids = to_ids(tokens)
             check(ids)
@@ -113,7 +114,7 @@ class SamplerPool:
 
     @asynccontextmanager
     async def _borrow_engine(self, key: str, adapter: Path | None) -> AsyncGenerator[LocalEngine]:
-        """Yield an engine with this policy. No other policy is loaded into the engine during the block."""
+        """Yield an engine with this policy. The engine keeps the policy for the duration of the block."""
         pooled = await self._acquire(key, adapter)
         try:
             yield pooled.engine
@@ -129,7 +130,7 @@ class SamplerPool:
                 if key not in self._engines:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
-            raise ProtocolError("no sampler was free in time; try again later", 503, "server") from error
+            raise ProtocolError("no sampler became free in time; try again later", 503, "server") from error
         # Nothing else runs until the next await, so no other policy can be loaded into the engine.
         pooled = self._engines[key]
         self._engines.move_to_end(key)
@@ -146,7 +147,7 @@ class SamplerPool:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
-        async with self._loading_lock:  # the lock serves the requests in order
+        async with self._loading_lock:  # the lock is fair, so requests are served in order
             while key not in self._engines:
                 unused_key = next(
                     (name for name, pooled in self._engines.items() if pooled.user_count == 0), None

@@ -20,7 +20,7 @@ APPS: dict[ProtocolName, str] = {
     "weaver": "instar.protocol.weaver.app:create_app",
 }
 GRACE_SECONDS = 2.0
-"""After the last operation has stopped, requests in flight have this many seconds to finish."""
+"""How long in-flight requests may take to finish after all operations have stopped."""
 
 
 async def serve_protocol(
@@ -37,13 +37,13 @@ async def serve_protocol(
     on_ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
 ) -> None:
-    """Serve a protocol until ``stop`` is set. ``on_ready`` is called with the server's URL. ``folder``
-    contains the checkpoints, also those of an earlier run. ``base_model`` is the model's name for clients.
+    """Serve a protocol until ``stop`` is set. ``on_ready`` is called with the server's URL. Checkpoints,
+    including those of earlier runs, are in ``folder``. ``base_model`` is the model name that clients use.
     Raises ConfigError if the protocol is unknown, or the address, the folder or the model cannot be used."""
     from instar.protocol.service import TrainingService  # imports torch
 
     if protocol not in APPS:
-        raise ConfigError(f"protocol: received {protocol!r}; supported: {', '.join(APPS)}")
+        raise ConfigError(f"unknown protocol {protocol!r}; available: {', '.join(APPS)}")
     create_app = load_object(APPS[protocol])
     service = TrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
     try:
@@ -67,7 +67,7 @@ async def serve_protocol(
         await asyncio.wait({server, stop_wait}, return_when=asyncio.FIRST_COMPLETED)
     finally:
         stop_wait.cancel()
-        # Requests that wait for a result would keep the server open, so the operations are closed first.
+        # Close the operations first, because requests waiting for a result would keep the server open.
         await operations.close()
         server_stop.set()
         await server

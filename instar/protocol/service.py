@@ -18,15 +18,18 @@ from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
 EXPIRY_CHECK_SECONDS = 15.0
-"""The maximum time between two searches for expired sessions and checkpoints."""
+"""The maximum interval between checks for expired sessions and checkpoints."""
 
 logger = logging.getLogger(__name__)
 
 
 class TrainingService:
-    """Runs models and samplers in this process after `start`. ``base_model`` is the name that clients use, by
-    default the model's name. ``folder`` contains the checkpoints. ``threads`` is torch's number of threads in
-    each model and each sampler (None: see `CoreSharing`). An ``owner`` is the hash of a client's key."""
+    """Runs models and samplers in this process. Call `start` first.
+
+    ``base_model`` is the model name that clients use, by default the configured name. Checkpoints are stored
+    in ``folder``. ``threads`` is the number of torch threads per model and sampler; if it is None, they share
+    the cores as described in `CoreSharing`. An ``owner`` is the hash of a client's API key.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class TrainingService:
         self._folder = folder
         self._sessions: dict[str, ClientSession] = {}
         self._models: dict[str, TrainingModel] = {}
-        self._models_in_creation = 0
+        self._models_being_created = 0
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -76,10 +79,10 @@ class TrainingService:
         return session_id
 
     def heartbeat(self, session_id: str, owner: str) -> ClientSession:
-        """Record a heartbeat and return the session. Raises ProtocolError 404 if there is no such session."""
+        """Record a heartbeat and return the session. Raises ProtocolError 404 if the session is unknown."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
-            raise ProtocolError(f"there is no session {session_id}, or it has ended", 404)
+            raise ProtocolError(f"session {session_id} does not exist or has ended", 404)
         session.last_seen = time.monotonic()
         return session
 
@@ -99,18 +102,18 @@ class TrainingService:
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Return a new model. Raises ProtocolError if an argument is invalid or there are too many models."""
+        """Create a model. Raises ProtocolError if an argument is invalid or there are too many models."""
         session = self.heartbeat(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
-        self._models_in_creation += 1
+        self._models_being_created += 1
         try:
             with convert_errors():
                 backend, adapter = await asyncio.to_thread(
                     create_backend, self._base, self._model_config, adapter, self._threads
                 )
         finally:
-            self._models_in_creation -= 1
+            self._models_being_created -= 1
         model = TrainingModel(
             backend,
             self.checkpoints,
@@ -128,29 +131,27 @@ class TrainingService:
 
     def _check_new_model(self, base_model: str, adapter: AdapterSpec) -> None:
         if base_model not in (self.base_model, self._model_config.name):
-            raise ProtocolError(
-                f"base_model: received {base_model!r}; this server serves {self.base_model!r}"
-            )
+            raise ProtocolError(f"unknown base_model {base_model!r}; this server serves {self.base_model!r}")
         if not 1 <= adapter.rank <= self.limits.max_rank:
-            raise ProtocolError(f"rank: received {adapter.rank}; allowed: 1 to {self.limits.max_rank}")
+            raise ProtocolError(f"rank must be between 1 and {self.limits.max_rank}, got {adapter.rank}")
         if adapter.seed is not None and not -(2**63) <= adapter.seed < 2**63:
-            raise ProtocolError(f"seed: received {adapter.seed}; it must be a signed 64-bit integer")
+            raise ProtocolError(f"seed must be a signed 64-bit integer, got {adapter.seed}")
 
     async def _evict_idle_sessions(self) -> None:
-        """End idle sessions until another model fits. Raises ProtocolError 429 if too few are idle."""
+        """End idle sessions until there is room for another model, or raise ProtocolError 429."""
         limit = self.limits.max_models
-        while len(self._models) + self._models_in_creation >= limit:
+        while len(self._models) + self._models_being_created >= limit:
             sessions = [self._sessions[model.session_id] for model in self._models.values()]
             oldest = min(sessions, key=lambda session: session.last_seen, default=None)
             if oldest is None or time.monotonic() - oldest.last_seen < self.limits.idle_before_eviction:
-                raise ProtocolError(f"{limit} models are in training, which is the limit; end one first", 429)
+                raise ProtocolError(f"too many models are in training (limit: {limit}); end one first", 429)
             await self._end_session(oldest.session_id)
 
     def find_model(self, model_id: str, owner: str) -> TrainingModel:
-        """Return the model with this id and record a heartbeat. Raises ProtocolError 404 if there is none."""
+        """Return a model and record a heartbeat. Raises ProtocolError 404 if the model is unknown."""
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
-            raise ProtocolError(f"there is no model {model_id}, or it has ended", 404)
+            raise ProtocolError(f"model {model_id} does not exist or has ended", 404)
         self.heartbeat(model.session_id, owner)
         return model
 
@@ -164,25 +165,26 @@ class TrainingService:
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Return ``count`` sequences sampled from the checkpoint at ``sampler`` (None: the base model)."""
+        """Sample ``count`` sequences from the checkpoint at ``sampler``, or from the base model if None."""
         if not 1 <= count <= self.limits.max_operations:
-            raise ProtocolError(f"num_samples: received {count}; allowed: 1 to {self.limits.max_operations}")
+            limit = self.limits.max_operations
+            raise ProtocolError(f"num_samples must be between 1 and {limit}, got {count}")
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
     async def compute_logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        """Return the logprob of every token (NaN at index 0). ``sampler`` is the same as in `sample`."""
+        """Return the logprob of every token (NaN at index 0). See `sample` for ``sampler``."""
         key, adapter = self._resolve_policy(sampler, owner)
         with convert_errors(), self._cores.reserve_for_sampling():
             return await self._sampler_pool.compute_logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the policy key and the adapter folder (None: the base model) of a checkpoint path."""
+        """Return the policy key and adapter folder for a checkpoint path. The base model has no folder."""
         if sampler is None:
             return BASE_MODEL_KEY, None
         info = self.checkpoints.find(sampler, owner)
-        # A checkpoint that replaces another checkpoint at the same path is a different policy.
+        # A checkpoint that replaces another one at the same path is a different policy.
         return f"{info.path} {info.created_at}", self.checkpoints.get_folder(info) / ADAPTER_FOLDER
 
     # --- expiry ---
@@ -196,7 +198,7 @@ class TrainingService:
                 await self._end_session(session_id)
             try:
                 self.checkpoints.remove_expired()
-            except OSError as error:  # expired checkpoints are hidden already, and the next round tries again
+            except OSError as error:  # expired checkpoints are already hidden, and the next round retries
                 logger.warning("cannot remove expired checkpoints: %s", error)
 
     async def close(self) -> None:

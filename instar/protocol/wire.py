@@ -1,4 +1,4 @@
-"""Request fields that the Tinker and Weaver protocols share, and their conversion to Instar's types."""
+"""Request fields shared by the Tinker and Weaver protocols, and their conversion to Instar's types."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.types import Floats, SamplingParams
 
 LOSS_OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
-"""Maps option names in `loss_fn_config` to fields of `LossConfig`."""
+"""Maps option names in `loss_fn_config` to `LossConfig` fields."""
 _REQUEST_NAMES = {field: option for option, field in LOSS_OPTIONS.items()} | {"lr": "learning_rate"}
 
 
@@ -73,7 +73,7 @@ class SamplingFields(Struct, kw_only=True):
 
 
 def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
-    """Build the settings of a loss. The keys of ``options`` must be keys of `LOSS_OPTIONS`."""
+    """Build a loss configuration. The keys of ``options`` must be keys of `LOSS_OPTIONS`."""
     fields = {LOSS_OPTIONS[name]: value for name, value in options.items()}
     try:
         return LossConfig.model_validate({"name": loss, **fields})
@@ -82,15 +82,15 @@ def build_loss_config(loss: str, options: Mapping[str, Any]) -> LossConfig:
 
 
 def _make_invalid_value_error(section: str, error: ValidationError) -> ProtocolError:
-    first = error.errors()[0]
-    field = str(first["loc"][0])
+    details = error.errors()[0]
+    field = str(details["loc"][0])
     name = _REQUEST_NAMES.get(field, field)
-    return ProtocolError(f"{section}.{name}: received {first['input']}; {first['msg']}")
+    return ProtocolError(f"{section}.{name}: {details['msg']}, got {details['input']}")
 
 
 def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
-    """Shift the targets' values by one, so that index i describes token i of the sample. ``first`` is the
-    value of the first token, which is not a target. Values after the last token are dropped."""
+    """Shift the values of the targets by one, so that index i describes token i of the sample. ``first`` is
+    the value for the first token, which is not a target. Values after the last token are dropped."""
     aligned = np.empty(token_count, np.float32)
     aligned[:1] = first
     aligned[1:] = target_values[: max(token_count - 1, 0)]

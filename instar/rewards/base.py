@@ -1,4 +1,4 @@
-"""The interfaces of scorers, and the views of a session and of the run that scorers get."""
+"""The scorer interfaces, and the data about a session and a run that scorers receive."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from instar.store.base import Store
 from instar.types import Call, Group, Json, Message, Reward, Score, Session, Task
 
 NO_TASK = Task("", {})
-"""Passed to scorers as the task of a session that has no task, such as a live session."""
+"""The task that scorers receive for sessions without one, such as live sessions."""
 JUDGE_AGENT = "instar-judge"
 """The agent id of sessions in which the run's own model is a judge. These sessions are never scored."""
 MAX_REASON_CHARS = 1000
 
 
 def get_task(session: Session, group: Group | None) -> Task:
-    """Return the task of ``group`` if the session belongs to the group, or else the task in the session's
-    metadata, or else `NO_TASK`."""
+    """Return the task of ``group`` if the session belongs to it, otherwise the task in the session's
+    metadata, or `NO_TASK` if there is none."""
     if group is not None and group.accepts(session):
         return group.task
     data = session.metadata.get("task")
@@ -32,7 +32,7 @@ class Transcript:
     session_id: str
     calls: Sequence[Call]
     returned: float | None
-    """The reward that the agent returned. None if there is none, or if scoring begins after the rollout."""
+    """The reward that the agent returned, if any. Always None if the session is scored after the rollout."""
 
     @property
     def final(self) -> Message | None:
@@ -48,7 +48,7 @@ class ScoringContext:
     run_id: str
     store: Store
     base_url: str = ""
-    """The base URL of the run's gateway, for a judge that is the run's own model. Empty without a gateway."""
+    """Base URL of the run's gateway, used if the run's own model is the judge. Empty without a gateway."""
     api_key: str = ""
 
     def set_gateway_url(self, url: str) -> None:
@@ -64,7 +64,7 @@ class WorkerTextScorer(ABC):
     """The name of the check in ``rules/check_worker.py``."""
     check_args: Json
     requires_sandbox: bool
-    """True if the scorer may only run in a sandbox."""
+    """True if the scorer must run in a sandbox."""
 
     @abstractmethod
     def build_request(self, task: Task, text: str) -> Json: ...
@@ -75,24 +75,24 @@ class WorkerTextScorer(ABC):
 
 
 class Scorer(ABC):
-    """Gives rewards to sessions. Calls of ``score`` may be concurrent."""
+    """Gives rewards to sessions. ``score`` may be called concurrently."""
 
     name: str = ""
     """The name that rewards, weights and vetoes use, such as ``returned``, ``math`` or ``judge:outcome``."""
     version: str = ""
-    """Identifies the settings that affect the scores, for example by a hash. Empty without such settings."""
+    """Identifies the settings that affect the scores, for example by a hash. Empty if there are none."""
     background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
     concurrency_limit: asyncio.Semaphore | None = None
-    """Limits concurrent attempts. The deadline of an attempt begins when it acquires the semaphore."""
+    """Limits concurrent attempts. The timeout of an attempt starts when it acquires the semaphore."""
 
     @property
     def key(self) -> str:
-        """The scorer's name and version. The store has one score for each session and key."""
+        """The scorer's name and version. The store keeps one score per session and key."""
         return f"{self.name}@{self.version}" if self.version else self.name
 
     async def start(self, context: ScoringContext) -> None:  # noqa: B027 - most scorers need no preparation
-        """Prepare for the first score. Raises ConfigError if the scorer cannot work on this machine."""
+        """Prepare for scoring. Raises ConfigError if the scorer cannot run on this machine."""
 
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
@@ -123,7 +123,7 @@ class ScoringResult:
 
     @property
     def failure_reason(self) -> str | None:
-        """Why the first failed scorer failed, or None if no scorer failed."""
+        """The reason why the first failed scorer failed, or None if no scorer failed."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 
@@ -139,7 +139,7 @@ class RolloutScoring(ABC):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the text that is recorded as the reason for a failure."""
-    # The messages of Instar's own errors are clear without the name of the class.
+    """Return the failure reason to record for an exception."""
+    # The messages of Instar's own errors are clear without the class name.
     text = str(error) if isinstance(error, InstarError) else f"{type(error).__name__}: {error}"
     return text.strip()[:MAX_REASON_CHARS]

@@ -20,15 +20,15 @@ class TextScorerSource(Protocol):
 
 
 def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -> list[Scorer]:
-    """Return the configured scorers. A rule without a function uses the scorer of the task set. Raises
-    ConfigError if two scorers have the same name, or if `scoring.combine` names an unknown scorer."""
+    """Create the configured scorers. A rule without a function uses the task set's scorer. Raises ConfigError
+    if two scorers have the same name, or if `scoring.combine` names an unknown scorer."""
     scorers = [_create_scorer(config, section, taskset) for section in config.reward]
     names = [scorer.name for scorer in scorers]
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"reward.{index}: reward.{names.index(name)} has the same name {name!r}; remove one of them, "
-                "or give it a different name"
+                f"reward.{index}: the name {name!r} is already used by reward.{names.index(name)}; remove "
+                "one of them or give it a different name"
             )
     known = {*(source.value for source in RewardSource), *names}
     combine = config.scoring.combine
@@ -37,8 +37,8 @@ def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -
         for name in combined_names:
             if name not in known:
                 raise ConfigError(
-                    f"scoring.combine.{setting}: this run has no scorer {name!r}; "
-                    f"allowed: {', '.join(sorted(known))}"
+                    f"scoring.combine.{setting}: unknown scorer {name!r}; "
+                    f"available: {', '.join(sorted(known))}"
                 )
     return scorers
 
@@ -49,19 +49,19 @@ def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run for a process without a task set. ``live_scorers`` can score live sessions."""
+    """The scorers of a run, for a process without the task set. ``live_scorers`` can score live sessions."""
 
     scorers: list[Scorer]
     live_scorers: list[Scorer]
 
     def are_needed(self, *, serves_live: bool) -> bool:
-        """Return True if any session of the run must be scored in the background."""
+        """True if any session in the run must be scored in the background."""
         return any(scorer.background for scorer in self.scorers) or (serves_live and bool(self.live_scorers))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Return the scorers of a run for a process without the task set. Raises ConfigError for invalid
-    settings."""
+    """Create the scorers of a run, for a process without the task set. Raises ConfigError if a setting is
+    invalid."""
     scorers = create_scorers(config, _MissingTextScorer())
     live = [
         scorer
@@ -74,10 +74,10 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
 
 
 class _MissingTextScorer:
-    """Stands in for the task set's scorer. A rule that needs this scorer does not run in this process."""
+    """Stands in for the task set's scorer. Rules that need it do not run in this process."""
 
     def scorer(self, task: Task, text: str) -> float:
-        raise ScoreError("the scorer of the task set is not available in this process")
+        raise ScoreError("the task set's scorer is not available in this process")
 
 
 def _create_scorer(config: RunConfig, section: RewardConfig, taskset: TextScorerSource | None) -> Scorer:

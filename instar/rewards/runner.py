@@ -1,6 +1,6 @@
-"""Scores completed sessions in the background. Every scorer has its own queue, so that a scorer that is slow
-or hangs delays only its own scores. A score and its rewards are written in one transaction, once per session
-and scorer. If the process dies, the next process scores the sessions that were in progress."""
+"""Scores completed sessions in the background. Each scorer has its own queue, so a slow or hanging scorer
+delays only its own scores. A score and its rewards are written in one transaction, once per session and
+scorer. If the process dies, the next process scores the sessions that were in progress."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.types import Channel, Group, GroupStatus, ScoreState, Session, Sessi
 POLL_SECONDS = 0.2
 FULL_SCAN_SECONDS = 30.0
 PENDING_PER_SLOT = 8
-"""The maximum number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
+"""Maximum number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
 IDLE_STATUS = "idle"
 
@@ -41,7 +41,7 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Scores rollouts with the background scorers of ``scorers``, and live sessions with ``live_scorers``."""
+    """Scores rollouts with the background scorers in ``scorers``, and live sessions with ``live_scorers``."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ScoringRunner:
             scorer.key: (asyncio.Semaphore(2 * config.concurrency), asyncio.Semaphore(config.concurrency))
             for scorer in scorers
         }
-        """By scorer key, the limit of sessions or groups in memory and the limit of concurrent attempts."""
+        """The limits on sessions or groups in memory and on concurrent attempts, by scorer key."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
         background = [scorer for scorer in session_scorers if scorer.background]
         group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
@@ -99,12 +99,14 @@ class ScoringRunner:
             raise errors.exceptions[0] from None
 
     def drain(self) -> None:
-        """Start no more sessions, so that `run` returns when the sessions in progress are scored."""
+        """Stop starting new sessions, so that `run` returns once the sessions in progress are scored."""
         self.is_draining = True
 
     async def score(self, scorer: Scorer, task: Task, session_ids: list[str]) -> None:
         async def load() -> list[Transcript]:
-            return [Transcript(name, await self.store.calls(name), None) for name in session_ids]
+            return [
+                Transcript(session_id, await self.store.calls(session_id), None) for session_id in session_ids
+            ]
 
         memory_slot, attempt_slot = self._slots[scorer.key]
         result = await score_sessions(
@@ -112,7 +114,7 @@ class ScoringRunner:
         )
         try:
             is_new = await self.store.record_scores(result.scores, result.rewards)
-        except ConflictError:  # another process recorded the same score at the same moment
+        except ConflictError:  # another process recorded the same score at the same time
             is_new = False
         if is_new:
             self.counts.add(result)
@@ -127,7 +129,7 @@ class _ScorerQueue:
         self.channels = channels
         self._max_pending = PENDING_PER_SLOT * runner.config.concurrency
         self._pending: dict[str, int] = {}
-        """The ``seq`` of each session that waits or is being scored, by session id."""
+        """The ``seq`` of each session that is waiting or being scored, by session id."""
         self._session_done = asyncio.Event()
         self._after_seq = 0
         """The next query returns sessions with a higher ``seq``."""
@@ -144,7 +146,7 @@ class _ScorerQueue:
                 await asyncio.sleep(POLL_SECONDS)
 
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
-        """Start scoring as many sessions as allowed. Return False if there are no newer sessions to check."""
+        """Start scoring as many sessions as allowed. Return False if there are no more sessions to check."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled_seq is None:
             self._settled_seq = await store.last_ended_seq(run_id, self.channels)
@@ -167,7 +169,7 @@ class _ScorerQueue:
         if len(unscored) == limit:
             self._after_seq = unscored[-1].seq
             return True
-        # The next scan begins at the first session that may still become ready, or periodically at 0.
+        # The next scan starts at the first session that may still become ready, or periodically at 0.
         self._after_seq = min([self._settled_seq, *(seq - 1 for seq in self._pending.values())])
         self._settled_seq = None
         if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
@@ -194,7 +196,7 @@ class _PendingGroup:
 
 class _GroupQueue:
     """The queue of groups whose sessions have all finished. A group becomes ready when each of its completed
-    sessions has a score by every background scorer."""
+    sessions has a score from every background scorer."""
 
     def __init__(
         self, runner: ScoringRunner, session_scorers: Sequence[Scorer], group_scorers: Sequence[GroupScorer]
@@ -207,7 +209,7 @@ class _GroupQueue:
         self._comparing: set[tuple[str, str]] = set()
         """The comparisons in progress, as pairs of group id and scorer key."""
         self._scored_during_read: set[tuple[str, str]] | None = None
-        """The pairs (session id, scorer name) scored while a group's scores are read. None at other times."""
+        """The (session id, scorer name) pairs scored while a group's scores are read. None at other times."""
         self._last_full_scan = time.monotonic()
 
     async def run(self, tasks: asyncio.TaskGroup) -> None:
@@ -238,7 +240,7 @@ class _GroupQueue:
         sessions = (await store.group_sessions([group], self.runner.agent_id))[group.group_id]
         completed = [s.session_id for s in sessions if s.status is SessionStatus.COMPLETED]
         scores = [score for scores in (await store.scores(completed)).values() for score in scores]
-        # A score by any version of a scorer counts.
+        # A score from any version of a scorer counts.
         scored = {(score.session_id, score.scorer.partition("@")[0]) for score in scores}
         scorers = (*self.session_scorers, *self.group_scorers)
         expected = {(session_id, scorer.name) for session_id in completed for scorer in scorers}

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from instar.async_utils import run_with_deadline
+from instar.async_utils import run_with_timeout
 from instar.config import ScoringConfig
 from instar.errors import EngineUnavailable, InstarError, ScoreError, StoreError
 from instar.http.retry import RetryPolicy
@@ -34,7 +34,7 @@ MAX_REQUESTED_DELAY_SECONDS = 300.0
 CANCEL_GRACE_SECONDS = 2.0
 
 LoadTranscripts = Callable[[], Awaitable[Sequence[Transcript]]]
-"""Loads the sessions. Each attempt loads them again, so that they do not stay in memory between attempts."""
+"""Loads the sessions. Called again for each attempt, so that they do not stay in memory between attempts."""
 AsyncSlot = AbstractAsyncContextManager[Any]
 
 
@@ -48,9 +48,9 @@ async def score_sessions(
     memory_slot: AsyncSlot | None = None,
     attempt_slot: AsyncSlot | None = None,
 ) -> ScoringResult:
-    """Score the sessions, with retries. If the scorer gives up, the scores contain the reason, and the
-    rewards are the configured fallback, or none. Raises StoreError, but never an error from the scorer.
-    ``memory_slot`` is acquired while the sessions are in memory, and ``attempt_slot`` during an attempt."""
+    """Score sessions, with retries. If the last attempt fails, the scores contain the reason, and the rewards
+    are the configured fallback, if any. Raises StoreError, but never an error from the scorer.
+    ``memory_slot`` is held while the sessions are in memory, and ``attempt_slot`` during an attempt."""
     for attempt in range(1, config.retries + 2):
         try:
             async with memory_slot or nullcontext():
@@ -77,7 +77,7 @@ async def score_sessions(
                 Score(session_id, scorer.key, ScoreState.SCORED, attempt) for session_id in session_ids
             )
             return ScoringResult(scores, checked)
-    raise AssertionError("the loop returns in its last iteration at the latest")
+    raise AssertionError("unreachable: the last attempt returns")
 
 
 async def _score_before_deadline(
@@ -88,11 +88,11 @@ async def _score_before_deadline(
     else:
         (transcript,) = transcripts
         attempt = scorer.score(task, transcript)
-    return await run_with_deadline(
+    return await run_with_timeout(
         timeout,
         attempt,
         grace=CANCEL_GRACE_SECONDS,
-        on_timeout=ScoreError(f"no answer within {timeout:g} s", retryable=True),
+        on_timeout=ScoreError(f"the scorer did not finish within {timeout:g} s", retryable=True),
         on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
     )
 
@@ -100,17 +100,17 @@ async def _score_before_deadline(
 def _check_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Return the rewards, with the scorer's name and version and an id where they are missing. The store uses
-    the id to ignore repeated rewards. Raises ScoreError for an invalid reward."""
+    """Check the rewards, and add the scorer's name, its version and an id where they are missing. The store
+    uses the id to ignore duplicates. Raises ScoreError if a reward is invalid."""
     checked: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
             raise ScoreError(
-                f"the scorer returned a reward for session {reward.session_id}, which it was not given"
+                f"the scorer returned a reward for {reward.session_id}, which it was not asked to score"
             )
         if not math.isfinite(reward.value):
-            raise ScoreError(f"the scorer returned the reward {reward.value}; it must be a finite number")
+            raise ScoreError(f"a reward must be a finite number, got {reward.value}")
         try:
             json.dumps(reward.detail)
         except (TypeError, ValueError) as error:
@@ -145,7 +145,7 @@ def _give_up(
 
 
 class InlineScoring(RolloutScoring):
-    """Runs the scorers that a rollout waits for, one after the other."""
+    """Runs the scorers that rollouts wait for, one after the other."""
 
     def __init__(self, scorers: Sequence[Scorer], config: ScoringConfig) -> None:
         self.scorers = [scorer for scorer in scorers if not scorer.background]

@@ -1,5 +1,5 @@
-"""Scorers for user code: one uses the reward that the agent returned, the other calls a task set's scorer or
-a sync or async function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
+"""Scorers for user code: one uses the reward that the agent returned, the other calls the task set's scorer
+or a sync or async function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
 WORKER_TIMEOUT_SECONDS = 10.0
-"""The time limit for a check in a worker, in seconds. An answer that takes longer scores 0."""
+"""The time limit for a check in a worker. An answer that takes longer scores 0."""
 
 
 class AgentReward(Scorer):
@@ -38,14 +38,14 @@ class AgentReward(Scorer):
         low, high = self.reward_range
         if not (math.isfinite(transcript.returned) and low <= transcript.returned <= high):
             raise InstarError(
-                f"the agent returned {transcript.returned} as its reward; it must be a finite number between "
-                f"{low:g} and {high:g} (gateway.reward_range)"
+                f"the agent's reward must be a finite number between {low:g} and {high:g} "
+                f"(gateway.reward_range), got {transcript.returned}"
             )
         return [Reward(transcript.session_id, transcript.returned, RewardSource.AGENT, scorer=self.name)]
 
 
 class RuleReward(Scorer):
-    """Scores with the configured function, or else with ``text_scorer``, which comes from the task set."""
+    """Scores with the configured function or, if there is none, with the task set's ``text_scorer``."""
 
     def __init__(
         self, config: RuleRewardConfig, text_scorer: Callable[[Task, str], float] | None = None
@@ -60,11 +60,11 @@ class RuleReward(Scorer):
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):
-                raise ConfigError(f"reward.function: {config.function} is not callable; name a function")
+                raise ConfigError(f"reward.function: {config.function} is not callable")
             self._is_async = inspect.iscoroutinefunction(self.function)
         elif text_scorer is None:
             raise ConfigError(
-                "reward.function: missing, and there is no task set with a scorer of its own; name a function"
+                "reward.function is required, because the run has no task set with its own scorer"
             )
         elif isinstance(text_scorer, WorkerTextScorer):
             check_name, check_args = text_scorer.check_name, text_scorer.check_args
@@ -85,8 +85,8 @@ class RuleReward(Scorer):
         if self.function is not None:
             rule = partial(self.function, task.data, transcript, **self.args)
             # A slow rule must not block the event loop, and a thread can be abandoned at the deadline.
-            should_use_thread = self.runs_in_thread and not self._is_async
-            value = await run_in_daemon_thread(rule) if should_use_thread else rule()
+            use_thread = self.runs_in_thread and not self._is_async
+            value = await run_in_daemon_thread(rule) if use_thread else rule()
             value = await value if inspect.isawaitable(value) else value
         elif self.workers is not None and isinstance(self.text_scorer, WorkerTextScorer):
             request = self.text_scorer.build_request(task, transcript.final_text)
@@ -95,5 +95,5 @@ class RuleReward(Scorer):
             assert self.text_scorer is not None
             value = self.text_scorer(task, transcript.final_text)
         if not isinstance(value, int | float) or not math.isfinite(value):
-            raise InstarError(f"reward rule {self.name} returned {value!r:.200}; it must be a finite number")
+            raise InstarError(f"reward rule {self.name} must return a finite number, got {value!r:.200}")
         return [Reward(transcript.session_id, float(value), RewardSource.RULE, scorer=self.name)]

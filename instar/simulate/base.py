@@ -13,8 +13,8 @@ from instar.simulate.sessions import SimulatedSession
 
 
 class EngineSpeed:
-    """The tokens per second of one engine as a function of the number of concurrent replies. The function is
-    linear from the origin to the first point and between the points, and constant after the last point."""
+    """Tokens per second of one engine as a function of the number of concurrent replies. The function is
+    piecewise linear from the origin through the points and constant after the last point."""
 
     def __init__(self, points: dict[int, float]) -> None:
         self._sizes = [0, *sorted(points)]
@@ -39,10 +39,10 @@ class EngineSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sessions to run, and the timings and rates to assume, which are documented in `SimulateConfig`."""
+    """The sessions to run and the assumed timings and rates. See `SimulateConfig` for the other fields."""
 
     sessions: Sequence[SimulatedSession]
-    """The sessions in the order in which they run. The list starts over after the last session."""
+    """The sessions in the order in which they run, starting over after the last one."""
     latency: DistributionConfig
     """Seconds until the first token of a call if the engine has no other calls."""
     speed: EngineSpeed
@@ -50,7 +50,7 @@ class Workload:
     train_per_token: float
     publish_seconds: DistributionConfig
     latency_growth_per_call: float = 0.0
-    """Relative increase of the latency for every other call in progress on the engine."""
+    """Relative increase in latency for each other call in progress on the engine."""
     pause: float = 0.0
     failures: float = 0.0
     zero_signal: float = 0.0
@@ -70,7 +70,7 @@ class ClusterSpec:
     concurrency: int
     group_size: int
     groups_per_step: int
-    """Number of groups per step, including groups of exported data."""
+    """Number of groups per step, including groups from exported data."""
     steps: int
     max_staleness: int
     group_policy: Literal["keep", "refill", "drop"] = "keep"
@@ -79,11 +79,11 @@ class ClusterSpec:
     timeout: float = 300.0
     trains_on_failed: bool = False
     masks_stale: bool = False
-    """True if the stale tokens of a sample are masked; otherwise the sample is dropped."""
+    """If True, stale tokens are masked; otherwise samples with stale tokens are dropped."""
     versions_per_token: bool = True
-    """True if tokens of one reply may have different versions, because a new policy continues the reply."""
+    """True if replies continue under a new policy, so that their tokens can have different versions."""
     live_groups: Callable[[int], int] | None = None
-    """Returns how many groups of the first n steps are run by agents; None if agents run all groups."""
+    """Returns how many groups in the first n steps are run by agents. If None, agents run all groups."""
 
     def count_live_groups(self, steps: int) -> int:
         return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
@@ -95,22 +95,22 @@ class SimulationResult:
     steps: int = 0
     samples: int = 0
     data_samples: int = 0
-    """Number of trained samples that come from exported data."""
+    """Number of trained samples from exported data."""
     generated_tokens: int = 0
     engines_idle: float = 0.0
-    """Share of time during which an engine generates no reply, averaged over the engines."""
+    """Fraction of the time in which an engine generates nothing, averaged over the engines."""
     engines_used: float = 0.0
-    """Number of generated tokens as a share of the maximum, which is reached at the largest batch."""
+    """Generated tokens as a fraction of what the engines can generate at the maximum batch size."""
     trainer_idle: float = 0.0
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Number of trained live samples by their staleness in versions."""
+    """Number of trained live samples by staleness in versions."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Number of sessions without a trained sample, by reason."""
     crashes: int = 0
     finished: bool = True
-    """True if all steps were trained; otherwise the run was stuck, given up, or took too long."""
+    """True if all steps were trained. Otherwise the run got stuck, was given up, or took too long."""
     given_up: bool = False
     """True if the run was stopped because every session failed in several consecutive groups."""
 
@@ -124,7 +124,7 @@ class SimulationResult:
         return total / max(1, self.staleness.total())
 
     @property
-    def dropped_share(self) -> float:
-        """The samples that were dropped as stale, as a share of these and the trained live samples."""
+    def dropped_fraction(self) -> float:
+        """Fraction of the live samples that were dropped as stale instead of trained on."""
         stale = self.dropped["stale"]
         return stale / max(1, stale + self.staleness.total())

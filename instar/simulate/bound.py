@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from instar.simulate.base import ClusterSpec, Workload
-from instar.simulate.sessions import SimulatedSession, distribution_mean
+from instar.simulate.sessions import SimulatedSession, compute_mean
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """The limits of engines at full concurrency and of a trainer that never waits, in samples per hour."""
+    """Limits in samples per hour: of engines at full concurrency, and of a trainer that never waits."""
 
     rollout: float
     trainer: float
@@ -30,7 +30,7 @@ class SessionCost(NamedTuple):
     """The mean cost of a session."""
 
     generated: float
-    """Number of generated tokens without the first token of each reply."""
+    """Number of generated tokens, not counting the first token of each reply."""
     calls: float
     waits: float
     """Seconds spent in tools and before the first call."""
@@ -38,8 +38,8 @@ class SessionCost(NamedTuple):
 
 
 class SlotCost(NamedTuple):
-    """The mean samples, trained tokens and cost per slot of a trained group. The cost includes failed
-    sessions and the sessions of dropped groups."""
+    """The mean number of samples and trained tokens, and the mean cost, per slot of a trained group. The cost
+    includes failed sessions and the sessions of dropped groups."""
 
     samples: float
     tokens: float
@@ -47,35 +47,35 @@ class SlotCost(NamedTuple):
 
 
 def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
-    """Return the upper bound on the throughput.
+    """Return an upper bound on the throughput.
 
-    Of C concurrent sessions, those that wait for a tool or a first token generate nothing. At x sessions per
-    second, the number of waiting sessions is x times the mean wait w. Therefore x times the mean number of
-    tokens is at most the engines' speed at C - x·w replies. This also holds for means, because the speed is
-    concave in the batch size and the latency is linear in the number of calls. The time of one step is added,
-    because the last step is trained after the end of the last session.
+    Sessions that wait for a tool or a first token generate nothing. At x sessions per second with a mean wait
+    of w, x·w of the C concurrent sessions are waiting. So x times the mean number of tokens per session is at
+    most the engines' speed at C - x·w replies. This holds for means, because the speed is concave in the
+    batch size and the latency is linear in the number of calls. The duration of one step is added, because
+    the last step is trained after the last session has ended.
     """
     groups = cluster.count_live_groups(cluster.steps)
     live_slots = cluster.group_size * groups
     data_samples = cluster.group_size * (cluster.groups_per_step * cluster.steps - groups)
-    slot = expected_slot(workload, cluster)
+    slot = compute_slot_cost(workload, cluster)
     if slot is None:
         return ThroughputBound(rollout=0.0, trainer=0.0)
-    data_tokens = session_cost(workload.sessions, fails=False).tokens * data_samples
-    signal_share = 1 - workload.zero_signal
-    samples = signal_share * (slot.samples * live_slots + data_samples)
-    tokens = signal_share * (slot.tokens * live_slots + data_tokens)
+    data_tokens = compute_session_cost(workload.sessions, fails=False).tokens * data_samples
+    signal_fraction = 1 - workload.zero_signal
+    samples = signal_fraction * (slot.samples * live_slots + data_samples)
+    tokens = signal_fraction * (slot.tokens * live_slots + data_tokens)
     train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
-    step_seconds = train_seconds + distribution_mean(workload.publish_seconds)
-    rollout_seconds = live_slots / _slots_per_second(workload, cluster, slot.cost)
+    step_seconds = train_seconds + compute_mean(workload.publish_seconds)
+    rollout_seconds = live_slots / _find_max_slot_rate(workload, cluster, slot.cost)
     return ThroughputBound(
         rollout=3600 * samples / (rollout_seconds + step_seconds),
         trainer=3600 * samples / (cluster.steps * step_seconds) if step_seconds else float("inf"),
     )
 
 
-def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
-    """Return the mean cost of a slot, or None if every group has a failure and is dropped."""
+def compute_slot_cost(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
+    """Return the mean cost of a slot, or None if every group is dropped because a session fails."""
     failure_rate = workload.failures
     if cluster.group_policy == "drop":
         group_success_rate = (1 - failure_rate) ** cluster.group_size
@@ -90,8 +90,8 @@ def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
         completed_sessions = completed_samples = 1 - slot_failure_rate
         failed_sessions = sum(failure_rate**attempt for attempt in range(1, refills + 2))
         failed_samples = slot_failure_rate if cluster.trains_on_failed else 0.0
-    completed = session_cost(workload.sessions, fails=False)
-    failed = session_cost(workload.sessions, fails=True)
+    completed = compute_session_cost(workload.sessions, fails=False)
+    failed = compute_session_cost(workload.sessions, fails=True)
     costs = zip(completed, failed, strict=True)
     return SlotCost(
         samples=completed_samples + failed_samples,
@@ -100,9 +100,9 @@ def expected_slot(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
     )
 
 
-def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
-    """Return the mean cost of a session that completes or, if ``fails``, of a session that fails. A failed
-    session is equally likely to end after each of its turns."""
+def compute_session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
+    """Return the mean cost of a completed session, or of a failed one if ``fails`` is True. A failed session
+    is equally likely to end after any of its turns."""
     generated = calls = waits = tokens = 0.0
     for session in sessions:
         waits += session.start
@@ -116,9 +116,9 @@ def session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> Sessio
     return SessionCost(generated / count, calls / count, waits / count, tokens / count)
 
 
-def _slots_per_second(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
-    """Return the highest number of slots per second that the engines can sustain, found by bisection."""
-    tokens, latency = max(1e-9, cost.generated), cost.calls * distribution_mean(workload.latency)
+def _find_max_slot_rate(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
+    """Find the highest number of slots per second that the engines can sustain, by bisection."""
+    tokens, latency = max(1e-9, cost.generated), cost.calls * compute_mean(workload.latency)
     low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):
         rate = (low + high) / 2

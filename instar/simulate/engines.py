@@ -1,4 +1,4 @@
-"""Engines on a virtual clock. Replies that share an engine slow each other down."""
+"""Simulated engines on a virtual clock. Replies on the same engine slow each other down."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from instar.simulate.base import EngineSpeed
 Event = Callable[[], None]
 
 LOAD_FACTOR, LOAD_SLACK = 2, 8
-"""The thresholds of `engines/pool` for moving a session from its engine to the least busy engine."""
+"""The thresholds for moving a session to the least busy engine, as in `engines/pool`."""
 
 
 class VirtualClock:
-    """A clock that runs events in order of time, and simultaneous events in the order of their addition."""
+    """Runs events in time order. Simultaneous events run in the order in which they were added."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -29,7 +29,7 @@ class VirtualClock:
         heapq.heappush(self._events, (self.now + seconds, self._count, event))
 
     def step(self) -> bool:
-        """Run the next event. Return False if there is none."""
+        """Run the next event. Return False if no events are left."""
         if not self._events:
             return False
         self.now, _, event = heapq.heappop(self._events)
@@ -44,18 +44,21 @@ class SimulatedRequest:
     """Called when the first token is sampled."""
     on_done: Event
     on_crash: Event
-    """Called when the engine crashes after the request began."""
+    """Called when the engine crashes after the request has begun."""
     engine: SimulatedEngine | None = None
-    """The engine that the request was sent to; None before that and while no engine is up."""
+    """The engine that the request was sent to. None before that, and while no engine is up."""
     is_cancelled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """A simulated engine. ``progress`` is the number of tokens that a reply would have now if it had run
-    since the start. A reply of n tokens that begins at progress p ends at p + n, however many replies share
-    the engine. ``active`` is the number of running requests, ``load`` also counts waiting requests, and
-    ``served`` counts all requests that were sent to the engine."""
+    """A simulated engine.
+
+    ``progress`` is the number of tokens that a reply would have by now if it had been running from the start.
+    A reply of n tokens that begins at progress p ends at p + n, however many replies share the engine.
+    ``active`` is the number of running requests, ``load`` also includes waiting requests, and ``served`` is
+    the number of all requests that were sent to the engine.
+    """
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
@@ -70,12 +73,12 @@ class SimulatedEngine:
     busy_seconds: float = 0.0
     tokens: float = 0.0
     next_event: int = 0
-    """The number of the event that ends the next reply; events with lower numbers are ignored."""
+    """The number of the event that ends the next reply. Events with lower numbers are outdated."""
 
 
 class SimulatedPool:
-    """All engines, with the gateway's rules: a session stays with its engine unless that engine is far busier
-    than the least busy engine. All other requests go to the least busy engine."""
+    """All engines, with the gateway's routing: a session stays on its engine unless that engine is far busier
+    than the least busy one. All other requests go to the least busy engine."""
 
     def __init__(self, clock: VirtualClock, engines: int, max_batch: int, speed: EngineSpeed) -> None:
         self.clock = clock
@@ -87,7 +90,7 @@ class SimulatedPool:
         self._waiting_for_engine: deque[SimulatedRequest] = deque()
 
     def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
-        """Send a request, preferably to ``previous``. It waits if no engine is up or the engine is full."""
+        """Send a request, preferably to ``previous``. Queue it if no engine is up or the engine is full."""
         engine = request.engine = self._pick_engine(previous)
         if engine is None:
             self._waiting_for_engine.append(request)
@@ -119,7 +122,7 @@ class SimulatedPool:
                 self._schedule_end(engine)
 
     def crash(self, engine: SimulatedEngine, restart_seconds: float) -> None:
-        """Stop the engine for ``restart_seconds``. Running requests fail; waiting requests are sent again."""
+        """Stop an engine for ``restart_seconds``. Running requests fail, and waiting requests are resent."""
         if not engine.is_up:
             return
         self.update(engine)

@@ -18,12 +18,12 @@ from instar.types import Session as RecordedSession
 MAX_SESSIONS = 5000
 MAX_DISTRIBUTION_VALUES = 5000
 WARM_UP_STEPS = 1
-"""Number of first steps that the trainer's times exclude, because they compile, allocate and fill caches."""
+"""Number of initial steps to exclude from the trainer's timings: they compile, allocate and fill caches."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallTiming:
-    """The times of a call in seconds since the epoch, and its number of sampled tokens."""
+    """The timestamps of a call, and its number of sampled tokens."""
 
     sent: float
     first_token: float
@@ -34,9 +34,9 @@ class CallTiming:
 async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
 ) -> Workload:
-    """Return the workload of a run with ``engines`` engines: its completed sessions, the fitted speed of an
-    engine and the fitted duration of a step. ``records`` are the training steps in metrics.jsonl. Raises
-    ConfigError if the run has no completed session or no training step."""
+    """Measure the workload of a run with ``engines`` engines: its completed sessions, and the fitted speed of
+    an engine and duration of a step. ``records`` are the training steps in metrics.jsonl. Raises ConfigError
+    if the run has no completed sessions or no training steps."""
     rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MAX_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
@@ -53,7 +53,7 @@ async def measure(
     if not sessions or not records:
         raise ConfigError(
             f"Run {run_id} cannot be measured: it has {len(sessions)} completed sessions and {len(records)} "
-            "training steps, and at least one of each is needed."
+            "training steps, but at least one of each is required."
         )
     failed = sum(session.status is SessionStatus.FAILED for session in ended)
     base, per_token = fit_training(records)
@@ -75,7 +75,7 @@ async def measure(
 
 def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
     """Convert a recorded session. Concurrent calls become turns without a wait. A call starts a new sample if
-    it continues no other call, or continues a call that an earlier call already continued."""
+    it does not continue another call, or if an earlier call has already continued that one."""
     lengths = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     next_starts = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     turns: list[SimulatedTurn] = []
@@ -96,27 +96,29 @@ def _skip_warm_up(records: Sequence[Json]) -> Sequence[Json]:
 
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
-    """Return (seconds of a step without tokens, seconds per token), fitted by least squares. The second value
-    is 0 if there are fewer than 4 steps, their sizes differ too little, or the fit is not positive. The fit
-    uses the number of computed tokens if the backend reports it, so that common prefixes count once. The
-    computed share is assumed to be the same in all steps."""
+    """Fit (seconds of a step without tokens, seconds per token) by least squares.
+
+    The second value is 0 if there are fewer than 4 steps, their sizes differ too little, or the fit is not
+    positive. If the backend reports the number of distinct tokens, the fit uses it, so that shared prefixes
+    count once. The ratio of distinct tokens to all tokens is assumed to be the same in all steps.
+    """
     used = _skip_warm_up(records)
     seconds = np.array([record["train_seconds"] for record in used], float)
     sequence_tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
-    computed = [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in used]
-    tokens = np.array(computed, float)
-    computed_share = float(tokens.sum() / sequence_tokens.sum()) if sequence_tokens.any() else 1.0
+    distinct = [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in used]
+    tokens = np.array(distinct, float)
+    distinct_ratio = float(tokens.sum() / sequence_tokens.sum()) if sequence_tokens.any() else 1.0
     if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
         slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
         base = float(seconds.mean() - slope * tokens.mean())
         if slope > 0 and base > 0:
-            return base, slope * computed_share
+            return base, slope * distinct_ratio
     return float(seconds.mean()), 0.0
 
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
-    """Return the speed of an engine. The seconds per token are fitted as c + d · (concurrent replies - 1)
-    over all calls. The concurrency of a call is the mean number of replies per engine during the call."""
+    """Fit the speed of an engine. Over all calls, the seconds per token are fitted as c + d · (concurrent
+    replies - 1). The concurrency of a call is the mean number of replies per engine during the call."""
     used = [call for call in calls if call.tokens > 1 and call.ended > call.first_token]
     if not used:
         finished = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
@@ -124,24 +126,23 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
     spans = np.array([(call.first_token, call.ended) for call in used])
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
     seconds = np.array([call.ended - call.first_token for call in used])
-    others = np.maximum(0.0, _mean_concurrency(spans, spans) / engines - 1)
+    others = np.maximum(0.0, _compute_mean_concurrency(spans, spans) / engines - 1)
     # seconds = c · tokens + d · tokens · others, so long replies count more.
     design = np.stack([tokens, tokens * others], axis=1)
     alone, increase = (float(value) for value in np.linalg.lstsq(design, seconds, rcond=None)[0])
-    if increase < 0 or alone <= 0:  # the calls do not show that sharing an engine slows a reply
+    if increase < 0 or alone <= 0:  # in this data, sharing an engine does not slow replies down
         alone, increase = float(seconds.sum() / tokens.sum()), 0.0
     sizes = [size for power in range(16) if (size := 2**power) < max_batch] + [max_batch]
     return EngineSpeed({size: size / (alone + increase * (size - 1)) for size in sizes})
 
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
-    """Return (latencies of calls that are alone on their engine, relative increase per additional call). Both
-    are fitted over all calls. The concurrency of a call is the mean number of calls per engine while it
-    waited."""
+    """Fit (latencies of calls that are alone on their engine, relative increase per additional call) over all
+    calls. The concurrency of a call is the mean number of calls per engine while it waited."""
     seconds = np.array([max(0.0, call.first_token - call.sent) for call in calls])
     waits = np.array([(call.sent, call.first_token) for call in calls])
     spans = np.array([(call.sent, call.ended) for call in calls])
-    others = np.maximum(0.0, _mean_concurrency(spans, waits) / engines - 1)
+    others = np.maximum(0.0, _compute_mean_concurrency(spans, waits) / engines - 1)
     growth = 0.0
     if others.std() > 0:
         increase = float(np.cov(others, seconds)[0, 1] / others.var(ddof=1))
@@ -151,8 +152,8 @@ def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[Distribution
     return _to_distribution((seconds / (1 + growth * others)).tolist()), growth
 
 
-def _mean_concurrency(spans: np.ndarray, ranges: np.ndarray) -> np.ndarray:
-    """Return the mean number of ``spans`` in progress during each of the time ranges ``ranges``."""
+def _compute_mean_concurrency(spans: np.ndarray, ranges: np.ndarray) -> np.ndarray:
+    """Return the mean number of ``spans`` in progress during each time range in ``ranges``."""
     times = spans.T.ravel()
     order = np.argsort(times, kind="stable")
     times, changes = times[order], np.repeat([1.0, -1.0], len(spans))[order]

@@ -1,8 +1,8 @@
 """Simulates the admission, sessions, groups and training steps of a run.
 
-The rules are those of `rollout/admission` (the number of groups that may start), `rollout/runner` and
-`rollout/slots` (the number of concurrent sessions, and retries and refills), `data/batcher` (the groups of a
-step, and stale groups) and `trainer/loop` (a step is trained, published and served before the next begins).
+It follows the rules in `rollout/admission` (how many groups may start), `rollout/runner` and `rollout/slots`
+(concurrent sessions, retries and refills), `data/batcher` (the groups of a step, and stale groups) and
+`trainer/loop` (a step is trained, published and served before the next one begins).
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from instar.simulate.engines import SimulatedEngine, SimulatedPool, SimulatedReq
 from instar.simulate.sessions import SimulatedSession, make_draw
 
 POLL_DELAY = 0.03
-"""Assumed mean seconds until rollout and trainer notice each other's progress: both poll every 0.05 s."""
+"""Assumed mean seconds until rollout and trainer notice each other's progress. Both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
-"""The limit in `rollout/runner` for consecutive groups without a successful session."""
+"""The limit on consecutive groups without a successful session. The same as in `rollout/runner`."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
 
 
 class SimulatedSample(NamedTuple):
     oldest_version: int
     compared_version: int
-    """The version of the token that decides if the sample is stale: the newest token if stale tokens are
-    masked, or else the oldest token."""
+    """The version of the token that decides whether the sample is stale: the newest token if stale tokens are
+    masked, otherwise the oldest."""
     tokens: int
 
 
@@ -50,7 +50,7 @@ class SessionAttempt:
     replies: int = 0
     """Number of complete replies."""
     failing_turn: int | None = None
-    """Index of the turn after which the session fails; None if it completes."""
+    """Index of the turn after which the session fails, or None if it completes."""
     refills: int = 0
     retries: int = 0
     engine: SimulatedEngine | None = None
@@ -93,7 +93,7 @@ class PipelineSimulation:
         self._admit()
         self._schedule_batch()
         while self.served_steps < self.cluster.steps and self.clock.now < MAX_VIRTUAL_SECONDS:
-            # Crashes of idle engines would otherwise keep a stuck simulation running.
+            # Otherwise crashes of idle engines would keep a stuck simulation running.
             is_stuck = not (self.is_training or self.open_groups or self._will_admit or self._will_batch)
             if is_stuck or self.failed_groups >= MAX_FAILED_GROUPS or not self.clock.step():
                 break
@@ -124,7 +124,7 @@ class PipelineSimulation:
 
     def _admit(self) -> None:
         self._will_admit = False
-        while self.open_slots < self.cluster.concurrency and self._has_admissible_group():
+        while self.open_slots < self.cluster.concurrency and self._can_start_group():
             group = SimulatedGroup(self.started_groups, self.cluster.group_size)
             self.started_groups += 1
             self.open_groups += 1
@@ -132,7 +132,7 @@ class PipelineSimulation:
             for _ in range(group.open_slots):
                 self._enqueue(self._new_attempt(group))
 
-    def _has_admissible_group(self) -> bool:
+    def _can_start_group(self) -> bool:
         cluster = self.cluster
         claimed_groups = cluster.count_live_groups(self.claimed_steps)
         kept_groups = self.open_groups + len(self.ready_groups) + claimed_groups
@@ -234,7 +234,7 @@ class PipelineSimulation:
         self._fill_slot(attempt, is_trainable=cluster.trains_on_failed and attempt.replies > 0)
 
     def _on_engine_crash(self, attempt: SessionAttempt) -> None:
-        """Run the same session again. After the last retry, the session fails."""
+        """Retry the session. Fail it if no retries are left."""
         if attempt.has_ended:
             return
         if attempt.retries >= self.cluster.retries:
@@ -246,7 +246,7 @@ class PipelineSimulation:
             attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1
         )
         retry.failing_turn = attempt.failing_turn
-        # The mean delay of `rollout/slots`: 0.5 s, doubled for each retry, times a mean jitter of 0.75.
+        # The mean delay in `rollout/slots`: 0.5 s, doubled for each retry, times a mean jitter of 0.75.
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(retry))
 
     def _fill_slot(self, attempt: SessionAttempt, *, is_trainable: bool) -> None:
@@ -303,7 +303,7 @@ class PipelineSimulation:
     def _train(self, groups: list[SimulatedGroup], oldest_allowed: int) -> None:
         self.claimed_steps += 1
         self.is_training = True
-        # Groups of exported data have no failed or stale sessions.
+        # Groups from exported data have no failed or stale sessions.
         data_groups = self.cluster.groups_per_step - len(groups)
         data_samples = self.cluster.group_size * sum(self._draw_signal() for _ in range(data_groups))
         self.result.samples += data_samples
@@ -360,5 +360,5 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> SimulationResult:
-    """Simulate a run until it ends or is stuck. ``on_step`` is called with the number of finished steps."""
+    """Simulate a run until it ends or gets stuck. ``on_step`` is called with the number of finished steps."""
     return PipelineSimulation(workload, cluster, seed, on_step).run()

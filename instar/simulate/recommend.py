@@ -1,4 +1,4 @@
-"""Recommends the number of engines and the `max_staleness` of a run."""
+"""Recommends the number of engines and `max_staleness` for a run."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
 
-GOOD_ENOUGH_SHARE = 0.95
-"""Share of the best throughput that is enough to prefer fewer engines or less staleness."""
-MAX_DROPPED_SHARE = 0.02
-"""Maximum share of samples that may be dropped as stale. Stale samples come from long sessions, so dropping
-many of them would bias the data."""
-MIN_THROUGHPUT_SHARE = 0.5
-"""If the limit on dropped samples reduces throughput below this share of the best, the limit is ignored."""
+GOOD_ENOUGH_THROUGHPUT = 0.95
+"""Prefer fewer engines or less staleness if they reach this fraction of the best throughput."""
+MAX_DROPPED_FRACTION = 0.02
+"""Maximum fraction of samples that may be dropped as stale. Stale samples come from long sessions, so
+dropping many of them would bias the data."""
+MIN_THROUGHPUT = 0.5
+"""The limit on dropped samples is ignored if it reduces throughput below this fraction of the best."""
 STEPS_PER_TRIAL = 24
 
 
@@ -43,17 +43,19 @@ def recommend(
     seed: int = 0,
     on_trial: Callable[[str], None] = lambda _: None,
 ) -> Recommendation | None:
-    """Return the recommended number of engines and staleness, or None if no trial trains on any sample. The
-    search chooses the staleness for the most engines, then the number of engines for that staleness, and
-    finally the staleness for that number of engines. The staleness is 0 in ``sync`` mode. ``on_trial`` is
-    called with a description of each trial before it runs."""
+    """Recommend a number of engines and a staleness. Return None if no trial trains on any sample.
+
+    The search chooses the staleness for the maximum number of engines, then the number of engines for that
+    staleness, and finally the staleness for that number of engines. In ``sync`` mode, the staleness is 0.
+    ``on_trial`` is called with a description of each trial before it runs.
+    """
     steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
     def run_trial(engines: int, staleness: int) -> SimulationTrial:
         trial = trials.get((engines, staleness))
         if trial is None:
-            on_trial(f"{engines} engines, max_staleness {staleness}")
+            on_trial(f"simulating {engines} engines with max_staleness {staleness}")
             trial_cluster = replace(cluster, steps=steps, engines=engines, max_staleness=staleness)
             result = simulate(workload, trial_cluster, seed=seed)
             trial = trials[engines, staleness] = SimulationTrial(engines, staleness, result)
@@ -69,7 +71,7 @@ def recommend(
     engines = _choose_smallest(by_engines, "engines").engines
     chosen = choose_staleness(engines)
     run_trial(cluster.engines, cluster.max_staleness)
-    if not _best_throughput(list(trials.values())):
+    if not _find_best_throughput(list(trials.values())):
         return None
     return Recommendation(
         engines=chosen.engines,
@@ -85,18 +87,18 @@ def _list_candidates(first: int, last: int) -> list[int]:
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
-    """Return the trial with the smallest value of ``field`` among the trials that are near the best
-    throughput and drop few stale samples. The limit on dropped samples is ignored if it would cost over half
+    """Return the trial with the smallest value of ``field`` among those that drop few stale samples and whose
+    throughput is close to the best. The limit on dropped samples is ignored if it would cost more than half
     of the throughput."""
-    best = _best_throughput(trials)
-    fresh = [trial for trial in trials if trial.result.dropped_share <= MAX_DROPPED_SHARE]
-    if fresh and _best_throughput(fresh) >= MIN_THROUGHPUT_SHARE * best:
-        trials, best = fresh, _best_throughput(fresh)
-    candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_SHARE * best]
+    best = _find_best_throughput(trials)
+    fresh = [trial for trial in trials if trial.result.dropped_fraction <= MAX_DROPPED_FRACTION]
+    if fresh and _find_best_throughput(fresh) >= MIN_THROUGHPUT * best:
+        trials, best = fresh, _find_best_throughput(fresh)
+    candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_THROUGHPUT * best]
     return min(candidates, key=lambda trial: getattr(trial, field))
 
 
-def _best_throughput(trials: Sequence[SimulationTrial]) -> float:
+def _find_best_throughput(trials: Sequence[SimulationTrial]) -> float:
     return max((trial.result.samples_per_hour for trial in trials), default=0.0)
 
 
@@ -104,8 +106,8 @@ def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[Sim
     result = chosen.result
     throughput = result.samples_per_hour
     parts = [
-        f"{throughput / _best_throughput(trials):.0%} of the best throughput, "
-        f"{result.dropped_share:.1%} of samples dropped as stale"
+        f"{throughput / _find_best_throughput(trials):.0%} of the best throughput, "
+        f"{result.dropped_fraction:.1%} of samples dropped as stale"
     ]
     settings = (cluster.engines, cluster.max_staleness)
     current = next((trial for trial in trials if (trial.engines, trial.max_staleness) == settings), None)
@@ -115,9 +117,9 @@ def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[Sim
     if result.trainer_idle < 0.1:
         parts.append("the trainer is the bottleneck: it is almost always busy; more engines would not help")
     elif result.in_flight > 0.9 * cluster.concurrency:
-        parts.append("rollout.concurrency is the bottleneck: almost that many sessions always run")
+        parts.append("rollout.concurrency is the bottleneck: the limit is almost always reached")
     elif result.engines_used > 0.8:
         parts.append("the engines are the bottleneck")
     else:
-        parts.append("the longest sessions are the bottleneck: engines and trainer wait for them")
+        parts.append("the longest sessions are the bottleneck: the engines and the trainer wait for them")
     return "; ".join(parts)

@@ -1,4 +1,4 @@
-"""Simulated sessions: the lengths of their calls, and the waits between the calls."""
+"""Simulated sessions: the token counts of their calls and the waits between the calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SimulatedTurn(NamedTuple):
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of generated tokens without the first one, whose time is the latency of the call."""
+        """The number of generated tokens after the first one, whose time is the latency of the call."""
         return max(0, self.generated - 1)
 
     @property
@@ -46,7 +46,7 @@ class SimulatedSession:
         return self.count_tokens(len(self.turns))
 
     def count_tokens(self, replies: int) -> int:
-        """Return the number of tokens in the samples of the session if it ends after ``replies`` replies."""
+        """Return the number of tokens in the session's samples if it ends after ``replies`` replies."""
         return sum(turn.tokens for turn in self.turns[:replies])
 
 
@@ -62,7 +62,7 @@ def make_draw(config: DistributionConfig, rng: random.Random) -> DrawValue:
     return lambda: min(maximum, rng.lognormvariate(mu, sigma))
 
 
-def distribution_mean(config: DistributionConfig) -> float:
+def compute_mean(config: DistributionConfig) -> float:
     if config.value is not None:
         return config.value
     if config.values is not None:
@@ -106,12 +106,12 @@ def read_workload(path: Path) -> list[SimulatedSession]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sessions = [
         _parse_session(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()
     ]
     if not sessions:
-        raise ConfigError(f"{path} contains no session; write one JSON object per line")
+        raise ConfigError(f"{path} contains no sessions; expected one JSON object per line")
     return sessions
 
 
@@ -127,14 +127,14 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         example = '{"turns": [[prompt tokens, generated tokens, tool seconds], ...]}'
-        raise ConfigError(f"{location}: {line!r:.50} is not a session; write {example}") from error
+        raise ConfigError(f"{location}: {line!r:.50} is not a session; expected {example}") from error
     if not session.turns:
-        raise ConfigError(f"{location}: the session has no turns; it needs at least one")
+        raise ConfigError(f"{location}: the session has no turns")
     for number, turn in enumerate(session.turns, 1):
         if not (turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0):
             raise ConfigError(
-                f"{location}: turn {number} is {list(turn)}; it needs at least 1 generated token and no "
-                "negative numbers"
+                f"{location}: turn {number} must have at least 1 generated token and no negative numbers, "
+                f"got {list(turn)}"
             )
     return session
 

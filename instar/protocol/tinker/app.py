@@ -29,7 +29,7 @@ from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
 HOLD_SECONDS = 30.0
-"""A request for a result is held open for at most this long. Clients give up after 45 s."""
+"""How long a request for a result is held open. Clients give up after 45 s."""
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
@@ -47,7 +47,7 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
 
 
 class TinkerSessionRoutes(TinkerRoutes):
-    """The routes for sessions, results of operations, client settings and telemetry."""
+    """The routes for sessions, operation results, client settings and telemetry."""
 
     def register(self, router: TinkerRouter) -> None:
         router.add("GET", "healthz", self.health)
@@ -82,7 +82,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         return json_response({"type": "create_session", "session_id": session_id})
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
-        with _convert_404_to_410():  # clients stop their heartbeat only for 410
+        with _convert_404_to_410():  # clients stop sending heartbeats only on 410
             self._service.heartbeat(request.parse(TinkerSessionRef).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
@@ -99,8 +99,8 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     async def retrieve(self, request: TinkerRequest) -> Response:
         request_id = request.parse(TinkerRetrieveFuture).request_id
-        # An unknown operation was started before a restart of this server, or its result has expired. On a
-        # 410, clients submit sampling requests again and report training requests as lost.
+        # An unknown operation was started before the server was restarted, or its result has expired. On 410,
+        # clients resubmit sampling requests and report training requests as lost.
         with _convert_404_to_410():
             result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)
         if result is None:
@@ -186,7 +186,7 @@ class TinkerListingRoutes(TinkerRoutes):
     async def delete_checkpoint(self, request: TinkerRequest) -> Response:
         checkpoint_id = request.path_param("checkpoint_id")
         if checkpoint_id.endswith("/publish"):
-            raise ProtocolError("this server can neither publish nor unpublish checkpoints")
+            raise ProtocolError("this server does not support publishing or unpublishing checkpoints")
         path = f"tinker://{request.path_param('run_id')}/{checkpoint_id}"
         self._service.checkpoints.delete(path, request.owner)
         return Response(status_code=204)
@@ -210,7 +210,7 @@ def _checkpoint_fields(info: CheckpointInfo) -> Json:
 
 
 def _run_fields(run_id: str, checkpoints: Sequence[CheckpointInfo]) -> Json:
-    """Build the fields of a training run from its checkpoints, newest first."""
+    """Build the fields of a training run from its checkpoints, which are sorted newest first."""
     newest = checkpoints[0]
     fields = _base_run_fields(run_id, newest.base_model, newest.rank, _to_datetime(newest.created_at))
     for name, kind in (("last_checkpoint", "state"), ("last_sampler_checkpoint", "sampler")):

@@ -2,11 +2,11 @@
 
 A datum has inputs ``x[0..n)`` and one target for each input. The server computes next-token logprobs, so each
 target except the last must be the next input: ``target[i] == x[i+1]``. The sample is ``x + [target[n-1]]``,
-and entry ``i`` of a datum's tensors applies to token ``i + 1`` of the sample. All targets are trained, so
-that all logprobs are returned. A target with weight or advantage 0 changes the gradient only in `dro`.
+and entry ``i`` of a datum's tensors applies to token ``i + 1`` of the sample. All targets are in the loss
+mask, so that all logprobs are returned. Targets with weight or advantage 0 affect the gradient only in `dro`.
 
-Two kinds of targets are masked, and their logprob is returned as NaN: targets with weight or advantage 0 that
-are a filler instead of the next input, and targets with advantage 0 whose old logprob is NaN. `dro` rejects
+Two kinds of targets are masked out, and their logprobs are returned as NaN: fillers (targets that are not the
+next input) with weight or advantage 0, and targets with advantage 0 whose old logprob is NaN. `dro` rejects
 fillers, because its regularization does not depend on the advantage.
 """
 
@@ -26,14 +26,14 @@ from instar.types import NOT_SAMPLED, Floats, Ids, Sample
 Array = NDArray[Any]
 
 _POLICY_GRADIENT_TENSORS = ("target_tokens", "logprobs", "advantages")
-LOSSES: dict[str, tuple[str, ...]] = {
+LOSS_TENSORS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("target_tokens", "weights"),
     "importance_sampling": _POLICY_GRADIENT_TENSORS,
     "ppo": _POLICY_GRADIENT_TENSORS,
     "cispo": _POLICY_GRADIENT_TENSORS,
     "dro": _POLICY_GRADIENT_TENSORS,
 }
-"""The tensors that each loss accepts. All of them except ``weights`` are required."""
+"""The tensors that each loss accepts. All except ``weights`` are required."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +43,9 @@ class TinkerDatum:
 
 
 def to_samples(datums: Sequence[TinkerDatum], loss: str) -> list[Sample]:
-    """Return one sample for each datum. Raises ProtocolError if the loss or a datum is invalid."""
-    if loss not in LOSSES:
-        raise ProtocolError(f"loss_fn: received {loss!r}; supported: {', '.join(LOSSES)}")
+    """Return one sample per datum. Raises ProtocolError if the loss or a datum is invalid."""
+    if loss not in LOSS_TENSORS:
+        raise ProtocolError(f"unknown loss_fn {loss!r}; supported: {', '.join(LOSS_TENSORS)}")
     if not datums:
         raise ProtocolError("data is empty; send at least one datum")
     return [_to_sample(f"datum {index}", datum, loss) for index, datum in enumerate(datums)]
@@ -57,9 +57,9 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
         raise ProtocolError(f"{name}: model_input has no tokens; send at least one")
     _check_tensors(name, datum, loss)
     last_target = int(datum.tensors["target_tokens"][-1])
-    # The last target is checked here, because no input confirms it and a larger number would be truncated.
+    # The last target has no next input to compare it with, and a larger number would be truncated.
     if not 0 <= last_target < 1 << 31:
-        raise ProtocolError(f"{name}: target_tokens[{count - 1}] is {last_target}; it must be a token id")
+        raise ProtocolError(f"{name}: target_tokens[{count - 1}] must be a token id, got {last_target}")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
     mask = np.ones(count + 1, np.float32)
     mask[0] = 0
@@ -81,10 +81,10 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
 
 
 def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
-    accepted = LOSSES[loss]
+    accepted = LOSS_TENSORS[loss]
     if unknown := sorted(datum.tensors.keys() - accepted):
         raise ProtocolError(
-            f"{name}: loss_fn_inputs has {', '.join(unknown)}; {loss} supports {', '.join(accepted)}"
+            f"{name}: unknown loss_fn_inputs {', '.join(unknown)}; {loss} supports {', '.join(accepted)}"
         )
     for key in accepted:
         tensor = datum.tensors.get(key)
@@ -93,10 +93,10 @@ def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
                 continue
             raise ProtocolError(f"{name}: loss_fn_inputs.{key} is missing; {loss} requires it")
         if len(tensor) != len(datum.tokens):
-            raise ProtocolError(f"{name}: {key} has {len(tensor)} entries; expected {len(datum.tokens)}")
+            raise ProtocolError(f"{name}: {key} has {len(tensor)} entries, expected {len(datum.tokens)}")
         if (key == "target_tokens") != (tensor.dtype.kind == "i"):
             expected = "integers" if key == "target_tokens" else "floats"
-            raise ProtocolError(f"{name}: {key} has dtype {tensor.dtype}; it must contain {expected}")
+            raise ProtocolError(f"{name}: {key} must contain {expected}, but its dtype is {tensor.dtype}")
 
 
 def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats) -> None:

@@ -1,9 +1,9 @@
 """Authentication, requests and error responses of Tinker's protocol.
 
-Clients whose keys do not have Tinker's form, such as MinT's `sk-` keys, exchange the key for a token. A token
-is signed with its key, so it remains valid after a restart and the server does not store it.
+Clients whose keys do not have Tinker's format, such as MinT's `sk-` keys, exchange the key for a token. The
+token is signed with the key, so the server does not store it, and it remains valid after a restart.
 
-Tinker's clients retry 408, 409, 429 and 5xx for minutes, and raise 404 and 422 immediately. A retry does not
+Tinker's clients retry 408, 409, 429 and 5xx for minutes, and raise 404 and 422 immediately. Retrying does not
 help when a sequence id is taken, so the server sends 422 instead of 409.
 """
 
@@ -51,7 +51,7 @@ class TinkerRequest:
     def query_int(self, name: str, default: int) -> int:
         text = self.http.query_params.get(name, str(default))
         if not text.isdecimal():
-            raise ProtocolError(f"{name}: received {text!r}; it must be an integer of at least 0")
+            raise ProtocolError(f"{name} must be a non-negative integer, got {text!r}")
         return int(text)
 
     @property
@@ -91,7 +91,7 @@ class TinkerKeyStore(KeyStore):
         self._owner_keys = {hash_key(key): key.encode("utf-8", "surrogatepass") for key in keys}
 
     def issue_token(self, owner: str) -> str:
-        """Return a JWT that is accepted instead of the owner's key until the JWT expires."""
+        """Return a JWT that is accepted in place of the owner's key until it expires."""
         claims = {
             "iss": "instar",
             "sub": f"tml:user:{owner[:16]}",
@@ -99,7 +99,7 @@ class TinkerKeyStore(KeyStore):
             "owner": owner,
             "exp": time.time() + TOKEN_TTL_SECONDS,
         }
-        signing_input = f"{_encode_json({'alg': 'HS256', 'typ': 'JWT'})}.{_encode_json(claims)}"
+        signing_input = f"{_encode_jwt_part({'alg': 'HS256', 'typ': 'JWT'})}.{_encode_jwt_part(claims)}"
         return f"{signing_input}.{self._sign(owner, signing_input)}"
 
     def _find_owner(self, key: str) -> str | None:
@@ -110,7 +110,7 @@ class TinkerKeyStore(KeyStore):
 
     def _verify_token(self, token: str) -> str | None:
         signing_input, _, signature = token.rpartition(".")
-        claims = _decode_json(signing_input.partition(".")[2])
+        claims = _decode_jwt_part(signing_input.partition(".")[2])
         owner, expires_at = claims.get("owner"), claims.get("exp")
         if not isinstance(owner, str) or owner not in self._owner_keys or not isinstance(expires_at, float):
             return None
@@ -125,16 +125,16 @@ class TinkerKeyStore(KeyStore):
 
 
 def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """Return True if the key has Tinker's prefix or is a token. Other keys must be exchanged for a token."""
+    """True if the key has Tinker's prefix or is a token. Other keys must be exchanged for a token."""
     return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 
-def _encode_json(value: Json) -> str:
+def _encode_jwt_part(value: Json) -> str:
     return base64.urlsafe_b64encode(orjson.dumps(value)).decode().rstrip("=")
 
 
-def _decode_json(text: str) -> Json:
-    """Return the decoded JSON object, or an empty object if the text does not encode one."""
+def _decode_jwt_part(text: str) -> Json:
+    """Decode a base64url JSON object. Return {} if the text is invalid."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
     except ValueError:

@@ -1,8 +1,8 @@
 """The protobuf messages of Tinker's protocol that the server reads or writes.
 
-The messages are declared here, so that a server does not need the `tinker` package and works with every
-version of it. Unsupported fields are declared as bytes, so that the server can reject them by name. A map is
-declared as a repeated message with a key and a value, which has the same wire format.
+The messages are declared here so that the server does not need the `tinker` package and works with every
+version of it. Unsupported fields are declared as bytes, so that the server can reject them by name. Maps are
+declared as repeated messages with a key and a value, which have the same wire format.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 _PACKAGE = "instar.tinker"
 _SCALARS = ("double", "int64", "int32", "bool", "string", "bytes")
 
-# The number and the type of each field by message and field name. A type with `*` is repeated.
+# The number and type of each field, by message and field name. Types with `*` are repeated.
 _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "Text": {"tokens": (1, "bytes")},
     "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
@@ -62,19 +62,19 @@ def _build_file_descriptor() -> FileDescriptorProto:
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
         for field_name, (number, type_name) in fields.items():
-            kind = type_name.removesuffix("*")
+            base_type = type_name.removesuffix("*")
             field = message.field.add(name=field_name, number=number)
             label = "LABEL_REPEATED" if type_name.endswith("*") else "LABEL_OPTIONAL"
             field.label = FieldDescriptorProto.Label.Value(label)
-            if kind in _SCALARS:
-                field.type = FieldDescriptorProto.Type.Value(f"TYPE_{kind.upper()}")
+            if base_type in _SCALARS:
+                field.type = FieldDescriptorProto.Type.Value(f"TYPE_{base_type.upper()}")
             else:
                 field.type = FieldDescriptorProto.TYPE_MESSAGE
-                field.type_name = f".{_PACKAGE}.{kind}"
+                field.type_name = f".{_PACKAGE}.{base_type}"
     return file
 
 
-# This pool is separate, because the SDK in the same process registers its messages in the default pool.
+# Not the default pool, in which an SDK in the same process registers its own messages.
 _pool = DescriptorPool()
 _pool.AddSerializedFile(_build_file_descriptor().SerializeToString())
 

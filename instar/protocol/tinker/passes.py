@@ -1,4 +1,4 @@
-"""Parses requests for forward and forward-backward passes from protobuf or JSON."""
+"""Parses protobuf and JSON requests for forward and forward-backward passes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A request for a pass. Later requests wait for its sequence id, so an error in the data is kept in
+    """A request for a pass. Later requests wait for its sequence id, so an error in the data is stored in
     ``batch`` and raised only when the pass runs."""
 
     model_id: str
@@ -83,7 +83,7 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
 
 
 def find_rejected_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
-    """Return the ids in a rejected request. An id that cannot be read is empty or None."""
+    """Return the ids in a rejected request. Ids that cannot be read are empty or None."""
     if is_protobuf:
         message = messages.ForwardBackwardRequest()
         with contextlib.suppress(DecodeError):  # the fields before the error are set
@@ -96,13 +96,13 @@ def find_rejected_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
 def _build_batch(
     datums: Iterable[TinkerDatum], loss: str, options: Mapping[str, float | str]
 ) -> TinkerBatch | ProtocolError:
-    """Return the batch, or the error that the datums or the options raise."""
+    """Return the batch, or the error if the datums or the options are invalid."""
     try:
         samples = to_samples(list(datums), loss)
         supported = _LOSS_OPTIONS.get(loss, ())
         if unknown := sorted(options.keys() - supported):
             raise ProtocolError(
-                f"loss_fn_config: received {', '.join(unknown)}; {loss} supports "
+                f"unknown loss_fn_config options {', '.join(unknown)}; {loss} supports "
                 f"{', '.join(supported) or 'no options'}"
             )
         return TinkerBatch(samples, build_loss_config(loss, options))
@@ -117,7 +117,7 @@ def _parse_protobuf_datum(index: int, datum: Any) -> TinkerDatum:
     parts: list[Array] = []
     for chunk in datum.model_input:
         if chunk.image or chunk.dmel:
-            raise ProtocolError(f"datum {index}: received an image or audio; send only text")
+            raise ProtocolError(f"datum {index}: images and audio are not supported; send only text")
         parts.append(_decode_elements(index, "model_input", chunk.encoded_text.tokens, np.int32))
     tensors = {
         entry.key: _parse_protobuf_tensor(index, entry.key, entry.value) for entry in datum.loss_fn_inputs
@@ -139,7 +139,7 @@ def _decode_elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
         return np.frombuffer(data, dtype)
     except ValueError as error:
         raise ProtocolError(
-            f"datum {index}: {name} has {len(data)} bytes; expected a multiple of {np.dtype(dtype).itemsize}"
+            f"datum {index}: {name} has {len(data)} bytes, expected a multiple of {np.dtype(dtype).itemsize}"
         ) from error
 
 
@@ -161,7 +161,9 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
     parts: list[Array] = []
     for chunk in chunks:
         if chunk.tokens is None:
-            raise ProtocolError(f"{name}: a chunk of type {chunk.type!r} has no tokens; send encoded_text")
+            raise ProtocolError(
+                f"{name}: a chunk of type {chunk.type!r} has no tokens; only encoded_text is supported"
+            )
         try:
             parts.append(np.asarray(chunk.tokens, np.int32))
         except OverflowError as error:
@@ -177,7 +179,7 @@ def _parse_json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     try:
         return np.asarray(tensor.data, tensor.dtype)
     except (TypeError, OverflowError) as error:
-        raise ProtocolError(f"datum {index}: {name} has an element that is not {tensor.dtype}") from error
+        raise ProtocolError(f"datum {index}: {name} has an element that is not a {tensor.dtype}") from error
 
 
 def _concatenate(parts: Sequence[Array]) -> Ids:

@@ -1,4 +1,4 @@
-"""The request fields of Tinker's clients that the server reads. Other fields are ignored."""
+"""The fields of Tinker requests that the server reads. Other fields are ignored."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """False if an existing checkpoint must not be replaced. Older clients omit this and replace it."""
+    """If False, it is an error if the checkpoint exists. Older clients omit this field and overwrite it."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):

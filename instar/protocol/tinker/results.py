@@ -1,4 +1,4 @@
-"""Results of operations, encoded as protobuf for clients that accept it and as JSON otherwise."""
+"""Operation results, encoded as protobuf for clients that accept it and as JSON for the others."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REDUCTIONS = {
     "micro_batches": "sum",
     "ratio_max": "max",
 }
-"""Clients combine each metric over the parts of a batch with this function. The default is the mean."""
+"""How clients reduce a metric over the parts of a batch. The default is the mean."""
 _STOP_REASONS = {"stop": messages.STOP_REASON_STOP, "length": messages.STOP_REASON_LENGTH}
 _OUTPUT_TYPE = "ArrayRecord"
 
@@ -32,16 +32,16 @@ class TinkerPassResult:
     logprobs: Sequence[Floats]
     """The logprobs of the targets, one array per datum. Masked targets have NaN."""
     metrics: Mapping[str, float]
-    """The metrics. Each name includes the reduction over the parts of a batch, such as ``loss:sum``."""
+    """Metrics by name and reduction over the parts of a batch, such as ``loss:sum``."""
 
     @classmethod
     def from_logprobs(
         cls, loss: float, metrics: Mapping[str, float], logprobs: Sequence[Floats]
     ) -> TinkerPassResult:
-        """Return a result without the first token of each sample, which has no logprob."""
-        all_metrics = {"loss": loss, **metrics}
-        named = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in all_metrics.items()}
-        return cls([values[1:] for values in logprobs], named)
+        """Build a result from per-token logprobs, leaving out the first token, which has no logprob."""
+        metrics = {"loss": loss, **metrics}
+        reduced = {f"{name}:{_REDUCTIONS.get(name, 'mean')}": value for name, value in metrics.items()}
+        return cls([values[1:] for values in logprobs], reduced)
 
     def to_protobuf(self) -> bytes:
         message = messages.ForwardBackwardOutput(loss_fn_output_type=_OUTPUT_TYPE)
@@ -71,7 +71,7 @@ class TinkerPassResult:
 class TinkerSampleResult:
     sequences: Sequence[SampledSequence]
     prompt_logprobs: Floats | None = None
-    """The prompt's logprobs (NaN at index 0 and where none was requested). None if none was requested."""
+    """The prompt's logprobs, or None if not requested. NaN at index 0 and where no logprob was requested."""
 
     def to_protobuf(self) -> bytes:
         message = messages.SampleResponse()
@@ -103,5 +103,5 @@ class TinkerSampleResult:
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return only the finite metrics, because JSON has no NaN and no infinity."""
+    """Return the finite metrics, because JSON has neither NaN nor infinity."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,4 +1,4 @@
-"""Sampling sessions, and the routes for sampling in them."""
+"""Sampling sessions and their routes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
 MAX_SESSIONS = 10_000
-"""The maximum number of sampling sessions, across all owners. The oldest is dropped first."""
+"""The maximum number of sampling sessions across all owners. The oldest ones are dropped."""
 MAX_SAMPLES_PER_REQUEST = 1024
 
 
@@ -33,13 +33,13 @@ class TinkerSamplingSession:
     session_id: str
     owner: str
     path: str | None
-    """The checkpoint's path; None for the base model."""
+    """The checkpoint's path, or None for the base model."""
     is_ephemeral: bool = False
-    """True if the client did not name the weights. They are deleted when it finishes the session."""
+    """True if the client did not name the weights. They are deleted when the client finishes the session."""
 
 
 class TinkerSamplingSessions:
-    """The sampling sessions of all owners, and the ids of the models by client session."""
+    """The sampling sessions of all owners, and the model ids of each client session."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, TinkerSamplingSession] = OrderedDict()
@@ -59,14 +59,16 @@ class TinkerSamplingSessions:
         session = self._sessions.get(sampling_id)
         if session is None or session.owner != owner:
             raise ProtocolError(
-                f"there is no sampling session {sampling_id}, or it has ended; create a new one", 404
+                f"sampling session {sampling_id} does not exist or has ended; create a new one", 404
             )
         return session
 
     def end(self, session_id: str) -> tuple[list[str], list[str]]:
         """Remove a client session. Return the ids of its models and the paths of its ephemeral weights."""
-        sampling_ids = [name for name, s in self._sessions.items() if s.session_id == session_id]
-        ended = [self._sessions.pop(name) for name in sampling_ids]
+        sampling_ids = [
+            sampling_id for sampling_id, session in self._sessions.items() if session.session_id == session_id
+        ]
+        ended = [self._sessions.pop(sampling_id) for sampling_id in sampling_ids]
         paths = [session.path for session in ended if session.is_ephemeral and session.path is not None]
         return self.model_ids.pop(session_id, []), paths
 
@@ -123,7 +125,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
             return self._service.checkpoints.find(path, owner).path
         if base_model != self._service.base_model:
             raise ProtocolError(
-                f"base_model: received {base_model!r}; this server serves {self._service.base_model!r}"
+                f"unknown base_model {base_model!r}; this server serves {self._service.base_model!r}"
             )
         return None
 
@@ -143,7 +145,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
-            # A client that wants a prompt's logprobs also requests one token, which does not fit here.
+            # Clients that want prompt logprobs also request one token, which does not fit into the context.
             return [SampledSequence([], [], "length", "") for _ in range(body.num_samples)]
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 
@@ -151,7 +153,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
 def _check_supported(body: TinkerSampleRequest) -> None:
     if not 1 <= body.num_samples <= MAX_SAMPLES_PER_REQUEST:
         raise ProtocolError(
-            f"num_samples: received {body.num_samples}; allowed: 1 to {MAX_SAMPLES_PER_REQUEST}"
+            f"num_samples must be between 1 and {MAX_SAMPLES_PER_REQUEST}, got {body.num_samples}"
         )
     unsupported = {
         "topk_prompt_logprobs": body.topk_prompt_logprobs > 0,
@@ -161,13 +163,14 @@ def _check_supported(body: TinkerSampleRequest) -> None:
         "record_stability_info": bool(body.record_stability_info),
     }
     if names := [name for name, is_set in unsupported.items() if is_set]:
-        raise ProtocolError(f"this server does not support {', '.join(names)}; omit every such field")
+        raise ProtocolError(f"unsupported fields: {', '.join(names)}; remove them from the request")
 
 
 def _to_params(fields: TinkerSamplingParams, max_context: int) -> SamplingParams:
     if fields.stop == []:
         raise ProtocolError(
-            "stop: received []; stopping at end-of-text cannot be disabled; omit stop or list a stop sequence"
+            "stop must not be empty, because stopping at end-of-text cannot be disabled; omit it, or list a "
+            "stop sequence"
         )
     stop: list[str | int] = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     return fields.to_params(
@@ -182,7 +185,7 @@ def _keep_last(logprobs: Floats, count: int | None) -> Floats:
     if count is None:
         return logprobs
     if not 1 <= count < len(logprobs):
-        raise ProtocolError(f"prompt_logprobs_last_n: received {count}; allowed: 1 to {len(logprobs) - 1}")
+        raise ProtocolError(f"prompt_logprobs_last_n must be between 1 and {len(logprobs) - 1}, got {count}")
     last_logprobs = logprobs.copy()
     last_logprobs[:-count] = np.nan
     return last_logprobs

@@ -32,7 +32,7 @@ from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
-"""By default, unnamed weights are kept for this long, unless the client finishes their session earlier."""
+"""How long unnamed weights are kept by default, unless the client finishes the session earlier."""
 OPTIMIZER = "adamw"
 TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
@@ -53,8 +53,8 @@ class TinkerTrainingRoutes(TinkerRoutes):
             router.add("POST", path, self._consume_rejected_seq_ids(handler))
 
     def _consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
-        """Return a handler that uses up the sequence id of an invalid request (400 or 409), because clients
-        do not send the sequence id again and later operations wait for it."""
+        """Wrap a handler so that an invalid request (400 or 409) consumes its sequence id. Clients do not
+        send the id again, and later operations wait for it."""
 
         async def handle(request: TinkerRequest) -> Response:
             try:
@@ -75,17 +75,15 @@ class TinkerTrainingRoutes(TinkerRoutes):
         async def run() -> Json:
             optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
             if optimizer != OPTIMIZER:
-                raise ProtocolError(
-                    f"optimizer_config.type: received {optimizer!r}; supported: {OPTIMIZER!r}"
-                )
+                raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
             if body.lora_config is None:
-                raise ProtocolError("lora_config is missing; send it, because only LoRA adapters are trained")
+                raise ProtocolError("lora_config is missing; this server only trains LoRA adapters")
             adapter = body.lora_config.to_adapter_spec()
             model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
             self._sessions.model_ids[body.session_id].append(model.model_id)
             return {"type": "create_model", "model_id": model.model_id}
 
-        # This check reports an ended session in the response instead of in the operation's result.
+        # Report an ended session in the response rather than in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
         key = f"create_model:{body.session_id}:{body.model_seq_id}"
         request_id = self._operations.submit("create_model", request.owner, run, key=key)
@@ -131,7 +129,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
         async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
-                raise ProtocolError("adam_params is missing; send the settings of AdamW")
+                raise ProtocolError("adam_params is missing; send the AdamW settings")
             step = await model.optim_step(body.adam_params.to_config())
             return {"metrics": drop_non_finite({"grad_norm": step.grad_norm, **step.metrics})}
 
@@ -147,7 +145,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 for info in self._service.checkpoints.list_checkpoints(request.owner, model.model_id)
             ):
                 raise ProtocolError(
-                    f"the checkpoint {name!r} already exists; choose another name, or set overwrite to true"
+                    f"checkpoint {name!r} already exists; choose another name or set overwrite to true"
                 )
             saved = await model.save(name, optimizer=True, ttl=body.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
@@ -163,7 +161,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 saved = await model.export(_require_name(body.path), ttl=body.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
             if seq_id is None:
-                raise ProtocolError("path and sampling_session_seq_id are missing; send one of them")
+                raise ProtocolError("either path or sampling_session_seq_id is required")
             name = f"ephemeral-{seq_id}"
             saved = await model.export(name, ttl=body.ttl_seconds or EPHEMERAL_TTL_SECONDS)
             sampling_session_id = self._sessions.open(
@@ -230,5 +228,5 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
 
 def _require_name(path: str | None) -> str:
     if not path:
-        raise ProtocolError("path is missing or empty; send the name of the checkpoint")
+        raise ProtocolError("path is missing or empty; send the checkpoint's name")
     return path

@@ -1,1 +1,1 @@
-"""Weaver's wire protocol as sent by its SDK 1.19."""
+"""Weaver's wire protocol, as used by version 1.19 of its SDK."""

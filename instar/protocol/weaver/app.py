@@ -41,7 +41,7 @@ class WeaverMetrics(msgspec.Struct):
 
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
-    """Return the app. Every route except `/healthz` requires one of the keys."""
+    """Create the app. Every route except `/healthz` requires one of the keys."""
     operation_routes = WeaverOperationRoutes(operations)
     sessions = WeaverSessionRoutes(service)
     training = WeaverTrainingRoutes(service, operations, operation_routes)

@@ -11,7 +11,7 @@ from instar.protocol.base import TRAINED_PARTS, CheckpointInfo, ProtocolError
 SCHEME = "weaver://"
 FOLDERS = {"state": "checkpoints", "sampler": "samplers"}
 SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
-"""Maps folder names in Weaver's paths to the folder names that `CheckpointStore` uses."""
+"""Maps the folder names in Weaver's paths to those that `CheckpointStore` uses."""
 
 
 def to_weaver_path(info: CheckpointInfo) -> str:
@@ -25,7 +25,7 @@ def to_service_path(path: str) -> str:
     parts = path.removeprefix(SCHEME).split("/", 2)
     if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in SERVICE_FOLDERS:
         raise ProtocolError(
-            f"checkpoint path: received {path!r}; expected {SCHEME}<model>/checkpoints/<name> or "
+            f"invalid checkpoint path {path!r}; expected {SCHEME}<model>/checkpoints/<name> or "
             f"{SCHEME}<model>/samplers/<name>"
         )
     model_id, folder, name = parts

@@ -1,14 +1,14 @@
 """Converts the datums of a training pass to samples, and logprobs to the response.
 
-A datum has a model input and a target for each of its tokens: the next token. Entry i of every tensor applies
-to target i, which is token i + 1 of the sample::
+A datum has a model input and one target per input token: the next token. Entry i of every tensor applies to
+target i, which is token i + 1 of the sample::
 
     model_input    1    2    7    8            token_ids   1    2    7    8    9
     target_tokens  2    7    8    9            mask        0    0    1    1    1
     loss_mask      0    1    1    1            advantages  nan  0   .5   .5   .5
     advantages     0   .5   .5   .5
 
-A target of -100 means that the token has no target. Other trained targets must be the next token.
+A target of -100 means that the token has no target. All other targets in the loss must be the next token.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class WeaverModelInput(msgspec.Struct):
     def decode_tokens(self, pack: TensorPack = NO_PACK) -> Ints:
         for chunk in self.chunks:
             if chunk.type != "encoded_text":
-                raise ProtocolError(f"received a chunk of type {chunk.type!r}; supported: encoded_text")
+                raise ProtocolError(f"unsupported chunk type {chunk.type!r}; supported: encoded_text")
         try:
             rows = [_to_row(chunk.tokens, pack) for chunk in self.chunks]
         except OverflowError:
@@ -61,7 +61,7 @@ def _to_row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
         return np.array(tokens, np.int64)
     row = pack.read_array(tokens.location)
     if row.dtype.kind != "i":
-        raise ProtocolError(f"tokens: received dtype {row.dtype}; supported: int32, int64")
+        raise ProtocolError(f"tokens have dtype {row.dtype}; supported: int32, int64")
     return row.astype(np.int64)
 
 
@@ -79,7 +79,7 @@ class WeaverPassInput(msgspec.Struct):
 
 
 class WeaverTensor(msgspec.Struct):
-    """A tensor's numbers, or their location in the tensor pack."""
+    """The values of a tensor, or their location in the tensor pack."""
 
     data: list[float] | None = None
     location: TensorLocation | None = msgspec.field(name="$tensor", default=None)
@@ -91,20 +91,20 @@ class WeaverBatch:
     """None if the client requested only logprobs."""
     samples: list[Sample]
     is_scored: list[NDArray[np.bool_]]
-    """One array per datum. An entry is True if the target is the next token, so that its logprob is known."""
+    """One array per datum. An entry is True if the target is the next token, so its logprob is computed."""
     datum_ids: list[str | None]
 
 
 def parse_batch(
     pass_input: WeaverPassInput, pack: TensorPack = NO_PACK, *, vocab_size: int, is_backward: bool
 ) -> WeaverBatch:
-    """Return the samples for a pass. Raises ProtocolError with the name of an invalid field or datum."""
+    """Build the samples for a pass. Raises ProtocolError if a field or a datum is invalid."""
     loss_fn = pass_input.loss_fn
     if is_backward and loss_fn == LOGPROBS_ONLY:
-        raise ProtocolError(f"loss_fn: {LOGPROBS_ONLY!r} is supported only by a forward pass")
+        raise ProtocolError(f"loss_fn {LOGPROBS_ONLY!r} is supported only in a forward pass")
     if loss_fn not in (*LOSSES, LOGPROBS_ONLY):
         raise ProtocolError(
-            f"loss_fn: received {loss_fn!r}; supported: {', '.join(LOSSES)}, and {LOGPROBS_ONLY} for a "
+            f"unknown loss_fn {loss_fn!r}; supported: {', '.join(LOSSES)}, and {LOGPROBS_ONLY} for a "
             "forward pass"
         )
     if not pass_input.data:
@@ -119,11 +119,11 @@ def parse_batch(
 
 
 def _parse_loss(loss_fn: str, config: dict[str, Any]) -> LossConfig | None:
-    """Parse the loss settings. An unknown option is rejected unless its value has no effect."""
+    """Parse the loss settings. Unknown options are rejected unless their values have no effect."""
     for key, value in config.items():
         if key not in LOSS_OPTIONS and value not in (None, False, 0, "sum"):
             raise ProtocolError(
-                f"loss_fn_config.{key}: received {value!r}; supported options: {', '.join(LOSS_OPTIONS)}"
+                f"unknown option loss_fn_config.{key} ({value!r}); supported: {', '.join(LOSS_OPTIONS)}"
             )
     if loss_fn == LOGPROBS_ONLY:
         return None
@@ -174,7 +174,7 @@ def _parse_datum(
 def _read_loss_tensors(
     inputs: _LossInputs, loss_fn: str, is_scored: NDArray[np.bool_]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the mask, the advantages or weights, and the old logprobs. NaN stands for unused values."""
+    """Return the mask, the advantages or weights, and the old logprobs. Unused values are NaN."""
     nans = np.full(len(is_scored), np.nan, np.float32)
     ones = np.ones(len(is_scored), np.float32)
     if loss_fn == LOGPROBS_ONLY:
@@ -186,7 +186,7 @@ def _read_loss_tensors(
         weights = inputs.read_floats("weights") if "weights" in inputs else ones
         if "loss_mask" in inputs:
             return inputs.read_floats("loss_mask"), weights, nans
-        # Targets with a weight of 0 are scored too, because clients compute metrics from the logprobs.
+        # Targets with weight 0 are scored too, because clients compute metrics from the logprobs.
         return np.where(is_scored | (weights != 0), ones, 0), weights, nans
     inputs.allow_only("target_tokens", "logprobs", "advantages", "loss_mask")
     return inputs.read_floats("loss_mask"), inputs.read_floats("advantages"), inputs.read_floats("logprobs")
@@ -207,13 +207,13 @@ class _LossInputs:
     def allow_only(self, *names: str) -> None:
         for name in self._tensors:
             if name not in names:
-                raise self._make_error(name, f"is not an input of this loss; supported: {', '.join(names)}")
+                raise self._make_error(name, f"is not used by this loss; supported: {', '.join(names)}")
 
     def read_floats(self, name: str) -> Floats:
         with np.errstate(over="ignore"):
             values = self._read_values(name).astype(np.float32)
         if not np.isfinite(values).all():
-            raise self._make_error(name, "has a number that is not finite in float32")
+            raise self._make_error(name, "has a value that is not a finite float32")
         return values
 
     def read_ints(self, name: str) -> Ints:
@@ -221,7 +221,7 @@ class _LossInputs:
         with np.errstate(invalid="ignore"):
             integers = values.astype(np.int64)
         if (integers != values).any():
-            raise self._make_error(name, "has a number that is not an integer")
+            raise self._make_error(name, "has a value that is not an integer")
         return integers
 
     def _read_values(self, name: str) -> NDArray[Any]:
@@ -233,7 +233,7 @@ class _LossInputs:
         elif tensor.data is not None:
             values = np.array(tensor.data, np.float64)
         else:
-            raise self._make_error(name, "has neither data nor $tensor; send one of them")
+            raise self._make_error(name, "has neither data nor $tensor")
         if len(values) != self._length:
             raise self._make_error(
                 name, f"has {len(values)} entries, but model_input has {self._length} tokens"
@@ -245,13 +245,13 @@ class _LossInputs:
 
 
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
-    """Return `loss_fn_outputs`: the logprobs of each datum's targets. Unscored targets have NaN."""
+    """Build `loss_fn_outputs`: the logprobs of each datum's targets, with NaN for unscored targets."""
     outputs: list[dict[str, Any]] = []
     for values, is_scored, datum_id in zip(logprobs, batch.is_scored, batch.datum_ids, strict=True):
         target_logprobs = np.full(len(is_scored), np.nan, np.float32)
         target_logprobs[: max(len(values) - 1, 0)] = values[1:]
         target_logprobs[~is_scored] = np.nan
-        # The SDK cannot convert a list with null to a tensor, so the JSON has `NaN` literals.
+        # The SDK cannot convert null to a tensor element, so the JSON has `NaN` literals.
         data = orjson.dumps(target_logprobs, option=orjson.OPT_SERIALIZE_NUMPY).replace(b"null", b"NaN")
         fields = {"logprobs": {"data": orjson.Fragment(data), "dtype": "float32"}}
         outputs.append(fields if datum_id is None else {**fields, "datum_id": datum_id})

@@ -1,7 +1,7 @@
-"""Requests and responses of Weaver's protocol, including the results of operations.
+"""Requests and responses of Weaver's protocol, including operation results.
 
-A request that starts an operation or polls its state is held open until the operation is done, for at most
-`HOLD_SECONDS`. Otherwise the SDK would poll after half a second, then after one, two, and up to ten seconds.
+A request that starts or polls an operation is held open until the operation is done, for at most
+`HOLD_SECONDS`. Otherwise the SDK would poll it with a backoff of 0.5 s to 10 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ERROR_CODES = {
 }
 RETRYABLE_STATUSES = frozenset({429, 503})
 HOLD_SECONDS = 25.0
-"""A request is held open for at most this long. The SDK gives up after 60 s."""
+"""How long a request is held open. The SDK gives up after 60 s."""
 T = TypeVar("T")
 
 
@@ -43,7 +43,7 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """Equal for all attempts of a call: the trace context or the digest of a manifest. None if unknown."""
+    """The same for all attempts of a call: its trace context or the digest of its manifest, or None."""
 
     @property
     def media_type(self) -> str:
@@ -52,7 +52,7 @@ class WeaverRequest:
     def parse(self, message_type: type[T]) -> T:
         if self.media_type != JSON:
             raise ProtocolError(
-                f"content-type: received {self.media_type!r}; this route supports {JSON}", 415
+                f"unsupported content-type {self.media_type!r}; this route supports {JSON}", 415
             )
         return parse_json(self.body or b"{}", message_type)
 
@@ -68,7 +68,7 @@ def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest
         )
         if request.media_type not in (JSON, MULTIPART):
             raise ProtocolError(
-                f"content-type: received {request.media_type!r}; supported: {JSON}, {MULTIPART}", 415
+                f"unsupported content-type {request.media_type!r}; supported: {JSON}, {MULTIPART}", 415
             )
         return request
 
@@ -81,7 +81,7 @@ def _error_response(error: ProtocolError) -> Response:
 
 
 def _classify_error(error: ProtocolError) -> tuple[str, bool]:
-    """Return the error's code, and True if a retry may succeed."""
+    """Return the error code and whether a retry may succeed."""
     code = ERROR_CODES.get(error.status, "invalid_request" if error.category == "user" else "internal_error")
     return code, error.status in RETRYABLE_STATUSES
 
@@ -102,11 +102,11 @@ class WeaverOperationRoutes:
         key: str | None,
         timeout: float,
     ) -> Any:
-        """Run an operation and return its value or raise its error. Requests with one ``key`` share it."""
+        """Run an operation and return its value. Requests with the same ``key`` share one operation."""
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, timeout)
         if result is None:
-            raise ProtocolError(f"{kind} is not done after {timeout:g} s; send it again", 503, "server")
+            raise ProtocolError(f"{kind} did not finish within {timeout:g} s; send it again", 503, "server")
         if result.error is not None:
             raise result.error
         return result.value

@@ -1,7 +1,7 @@
 """The routes for sampling sessions.
 
-The id of a sampling session encodes the path of its sampler. Therefore the server does not store sampling
-sessions, and the id remains valid after a restart.
+The id of a sampling session encodes the path of its sampler, so the server does not store sampling sessions,
+and their ids remain valid after a restart.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WeaverSamplingRoutes:
             self._service.checkpoints.find(to_service_path(body.model_path), request.owner)
         elif body.base_model != self._service.base_model:
             raise ProtocolError(
-                f"base_model: received {body.base_model!r}; this server serves {self._service.base_model!r}",
+                f"unknown base_model {body.base_model!r}; this server serves {self._service.base_model!r}",
                 404,
             )
         return json_response(self._session_fields(_encode_id(body.model_path), body.model_path), 201)
@@ -165,12 +165,12 @@ def _encode_id(model_path: str | None) -> str:
 
 
 def _decode_id(session_id: str) -> str | None:
-    """Decode the sampler's path from the session id. Return None for the base model."""
+    """Decode the sampler path from a session id. Return None for the base model."""
     code = session_id.removeprefix(ID_PREFIX)
     try:
         path = base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):
         path = None
     if path is None or _encode_id(path) != session_id:
-        raise ProtocolError(f"there is no sampling session {session_id}", 404)
+        raise ProtocolError(f"sampling session {session_id} does not exist", 404)
     return path or None

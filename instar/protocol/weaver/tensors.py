@@ -1,9 +1,9 @@
-"""Tensors that are sent as bytes next to the JSON, with the SDK's transport `http-binary`.
+"""Tensors sent as raw bytes alongside the JSON, with the SDK's `http-binary` transport.
 
 A request has two parts. The manifest contains the JSON request and the size and SHA-256 of the tensor pack.
-The pack contains raw numbers, optionally compressed as one zstd frame, and the JSON request refers to a
-tensor by its location in the pack. Responses are always JSON, because fetching logprobs in a second request
-would cost more than it saves.
+The pack contains the raw numbers, optionally compressed as one zstd frame. The JSON request refers to tensors
+by their location in the pack. Responses are always JSON, because fetching logprobs in a second request would
+cost more than it saves.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PackedTensor(msgspec.Struct):
 
 
 class TensorPack:
-    """The tensors of a request. The tensor pack of a JSON request is empty."""
+    """The tensors sent with a request. Empty if the request is plain JSON."""
 
     def __init__(self, content: bytes | memoryview = b"") -> None:
         self._content = content
@@ -73,10 +73,10 @@ class TensorPack:
                 f"{location.codec!r}; supported: dtype {', '.join(DTYPES)}; format raw-tensor; codec raw"
             )
         if len(location.shape) != 1 or location.shape[0] < 0:
-            raise ProtocolError(f"a tensor has shape {location.shape}; only one dimension >= 0 is allowed")
+            raise ProtocolError(f"a tensor has shape {location.shape}, expected one non-negative dimension")
         if location.shape[0] * dtype.itemsize != location.size_bytes:
             raise ProtocolError(
-                f"size_bytes: received {location.size_bytes}, but shape {location.shape} and dtype "
+                f"size_bytes is {location.size_bytes}, but shape {location.shape} and dtype "
                 f"{location.dtype} need {location.shape[0] * dtype.itemsize} bytes"
             )
         if location.offset < 0 or location.offset + location.size_bytes > len(self._content):
@@ -88,17 +88,17 @@ class TensorPack:
 
 
 def unpack_request(request: WeaverRequest, max_bytes: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the JSON request and its tensors, which have at most ``max_bytes`` decoded bytes."""
+    """Return the JSON request and its tensors. Raises ProtocolError 413 if they exceed ``max_bytes``."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
     text = bytes(parts["manifest"])
     manifest = parse_json(text, TensorManifest)
     if manifest.version != 1:
-        raise ProtocolError(f"manifest version: received {manifest.version}; supported: 1")
+        raise ProtocolError(f"unsupported manifest version {manifest.version}; supported: 1")
     content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, max_bytes)
-    # The SDK does not retry a pack, so each attempt by the client has a different trace context. The
-    # manifest identifies the call by the model, the sequence id and the digest of the pack.
+    # The SDK does not retry requests with a pack, so the client's own retries have different trace contexts.
+    # The manifest identifies the call by the model, the sequence id and the digest of the pack.
     call_id = hashlib.sha256(text).hexdigest()
     json_request = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
     return json_request, TensorPack(content)
@@ -111,7 +111,7 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
     delimiter = f"\r\n--{header.get_boundary()}".encode()
     body, view = request.body, memoryview(request.body)
     parts: dict[str, memoryview] = {}
-    # The first delimiter does not follow a line break.
+    # The first delimiter is not preceded by a line break.
     position = len(delimiter) - 2 if body.startswith(delimiter[2:]) else len(body)
     while body.startswith(b"\r\n", position):
         begin = body.find(b"\r\n\r\n", position) + 4
@@ -136,26 +136,27 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, max_bytes: int) -> byte
             f"the tensor pack has {len(pack)} bytes, but the manifest declares {info.size_bytes}"
         )
     if hashlib.sha256(pack).hexdigest() != info.sha256.lower():
-        raise ProtocolError("the SHA-256 of the tensor pack differs from the manifest")
+        raise ProtocolError("the SHA-256 of the tensor pack does not match the manifest")
     if info.codec == "raw":
         return pack
     if info.codec != "zstd" or info.decoded_size_bytes is None:
         raise ProtocolError(
-            f"tensor_pack.codec: received {info.codec!r}; supported: raw, and zstd with decoded_size_bytes"
+            f"unsupported tensor_pack.codec {info.codec!r}; supported: raw, and zstd with decoded_size_bytes"
         )
     if not 0 <= info.decoded_size_bytes <= max_bytes:
         raise ProtocolError(
-            f"tensor_pack.decoded_size_bytes: received {info.decoded_size_bytes}; allowed: 0 to {max_bytes}",
+            f"tensor_pack.decoded_size_bytes must be between 0 and {max_bytes}, "
+            f"got {info.decoded_size_bytes}",
             413,
         )
     try:
         with zstandard.ZstdDecompressor().stream_reader(pack) as reader:
-            # The read has a limit, because the frame may declare any size.
+            # Limit the read, because the frame may declare any size.
             content = reader.read(info.decoded_size_bytes + 1)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the tensor pack cannot be decompressed: {error}") from None
     if len(content) != info.decoded_size_bytes:
         raise ProtocolError(
-            f"the decompressed tensor pack does not have the {info.decoded_size_bytes} bytes of the manifest"
+            f"the decompressed tensor pack does not have {info.decoded_size_bytes} bytes as declared"
         )
     return content

@@ -25,7 +25,7 @@ from instar.protocol.wire import AdamFields, LoraFields
 from instar.types import new_id
 
 CREATE_TIMEOUT_SECONDS = 50.0
-"""The time limit to create a model. The SDK gives up after 60 s."""
+"""The time limit for creating a model. The SDK gives up after 60 s."""
 TRAINING_MODE = "lora"
 CHECKPOINT_TYPES = ("weight", "weight_and_optimizer", "sampling")
 
@@ -80,29 +80,28 @@ SubmitFunction = Callable[[int, int], str]
 
 
 class WeaverCallOrder:
-    """Assigns sequence ids to the calls of one model.
+    """Assigns sequence ids to the calls for one model.
 
-    Weaver's SDK numbers passes, steps and exports, but neither saves nor loads. A call without a number must
-    run after all calls that arrived before it and before all calls that arrive later. The call gets a
-    sequence id here, and the sequence ids of later calls move up by one. ``submit`` receives the sequence id
-    and by how much it was moved, and returns the operation's id. If ``submit`` raises, the sequence id is not
-    used.
+    Weaver's SDK numbers passes, steps and exports, but not saves and loads. An unnumbered call must run after
+    all calls that arrived before it and before all later ones, so it takes the next sequence id and shifts
+    those of later calls by one. ``submit`` receives the shifted sequence id and the offset by which it was
+    shifted, and returns the operation id. If ``submit`` raises, the sequence id remains unused.
     """
 
     def __init__(self) -> None:
         self._call_ids: dict[int, str | None] = {}
         self._highest_seq = 0
         self._inserted_after: list[int] = []
-        """For each call without a number, the highest number that had arrived by then."""
+        """For each unnumbered call, the highest sequence id that had arrived before it."""
 
     def submit_numbered(self, seq: int, call_id: str | None, submit: SubmitFunction) -> str:
-        """Submit a call with the client's sequence id and return the operation's id. A retry has the same
-        ``call_id``. Raises ProtocolError 409 if a different call has the sequence id."""
+        """Submit a call with the client's sequence id and return the operation id. A retry has the same
+        ``call_id``. Raises ProtocolError 409 if another call has used the sequence id."""
         previous = self._call_ids.get(seq)
         if previous is not None and call_id is not None and previous != call_id:
             raise ProtocolError(
-                f"sequence id {seq} was used by another call, and only one client can train a model; create "
-                "another model and load a saved state",
+                f"sequence id {seq} was already used by another call, and only one client can train a model; "
+                "create another model and load a saved state",
                 409,
             )
         offset = bisect_left(self._inserted_after, seq)
@@ -135,15 +134,15 @@ class WeaverTrainingRoutes:
         body = request.parse(WeaverCreateModel)
         if body.training_mode != TRAINING_MODE:
             raise ProtocolError(
-                f"training_mode: received {body.training_mode!r}; supported: {TRAINING_MODE!r}"
+                f"unsupported training_mode {body.training_mode!r}; supported: {TRAINING_MODE!r}"
             )
         if body.training_max_sequence_length > self._service.max_context:
             raise ProtocolError(
-                f"training_max_sequence_length: received {body.training_max_sequence_length}; "
-                f"allowed: up to {self._service.max_context}"
+                f"training_max_sequence_length must be at most {self._service.max_context}, "
+                f"got {body.training_max_sequence_length}"
             )
         session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
-        # A client that received no response and retries the call gets the same model.
+        # A client that retries the call because it received no response gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
         model = await self._operation_routes.run(
             "create_model",
@@ -203,14 +202,14 @@ class WeaverTrainingRoutes:
     async def _run_sequenced(
         self, kind: str, request: WeaverRequest, function: SequencedFunction
     ) -> Response:
-        # Invalid content is an error of the operation, because later calls wait for the sequence id.
+        # Later calls wait for the sequence id, so invalid content fails the operation, not the request.
         model = self._find_model(request)
-        with self._rejected_ids_used_up(request, model):
+        with self._consume_rejected_seq_id(request, model):
             request, pack = unpack_request(request, self._service.limits.max_body)
             payload = request.parse(WeaverSequencedRequest).payload
             if payload.tensor_transport not in TRANSPORTS:
                 raise ProtocolError(
-                    f"tensor_transport: received {payload.tensor_transport!r}; "
+                    f"unsupported tensor_transport {payload.tensor_transport!r}; "
                     f"supported: {', '.join(TRANSPORTS)}"
                 )
         return await self._run_in_order(
@@ -218,9 +217,9 @@ class WeaverTrainingRoutes:
         )
 
     @contextmanager
-    def _rejected_ids_used_up(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
-        """Use up the sequence id of a request that is rejected in the block, because clients do not send it
-        again and later calls wait for it."""
+    def _consume_rejected_seq_id(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
+        """Consume the sequence id of a request that is rejected in the block. Clients do not send the id
+        again, and later calls wait for it."""
         try:
             yield
         except ProtocolError as error:
@@ -237,7 +236,7 @@ class WeaverTrainingRoutes:
 
     async def export(self, request: WeaverRequest) -> Response:
         model = self._find_model(request)
-        with self._rejected_ids_used_up(request, model):
+        with self._consume_rejected_seq_id(request, model):
             body = request.parse(WeaverExportSampler)
 
         async def run() -> Any:
@@ -249,7 +248,7 @@ class WeaverTrainingRoutes:
     async def save(self, request: WeaverRequest) -> Response:
         model, body = self._find_model(request), request.parse(WeaverSaveState)
         if body.type not in CHECKPOINT_TYPES:
-            raise ProtocolError(f"type: received {body.type!r}; supported: {', '.join(CHECKPOINT_TYPES)}")
+            raise ProtocolError(f"unknown type {body.type!r}; supported: {', '.join(CHECKPOINT_TYPES)}")
 
         async def run() -> Any:
             name = body.name or new_id("checkpoint")

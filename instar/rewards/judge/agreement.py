@@ -1,4 +1,4 @@
-"""Measures how reliable judges are: their agreement with themselves and with the rules."""
+"""Measures how reliable judges are: whether they agree with themselves and with the rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import Reward, RewardSource
 
 @dataclass(frozen=True, slots=True)
 class JudgeAgreement:
-    """The agreement of one judge version with itself and with the rules. None means no data."""
+    """How well one version of a judge agrees with itself and with the rules. None means no data."""
 
     judge: str
     reward_count: int
@@ -22,19 +22,19 @@ class JudgeAgreement:
     dollars: float
     vote_agreement: float | None
     """How well two votes on the same question agree: 1 minus the mean difference of their scores or, for
-    votes without scores, the share of equal verdicts."""
+    votes without scores, the fraction of equal verdicts."""
     order_agreement: float | None
-    """The share of votes on pairs that have the same result in both orders."""
+    """The fraction of votes on pairs that have the same result in both orders."""
     rule_sessions: int
-    """The number of sessions with a reward from this judge and a rule. Of several rules, the last counts."""
+    """The number of sessions with rewards from this judge and a rule (the last one, if there are several)."""
     rule_same_side: float | None
-    """The share of these sessions in which the judge and the rule are on the same side of 0.5."""
+    """The fraction of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
-    """Pearson's correlation of judge and rule; also None if either always gives the same value."""
+    """The Pearson correlation between judge and rule. Also None if either always gives the same value."""
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 500) -> list[JudgeAgreement]:
-    """Return the agreement of every judge version in the run, sorted by name. Each query reads at most
+    """Measure the agreement of every judge version in the run, sorted by name. Each query reads at most
     ``page_size`` sessions."""
     tallies: dict[str, _Tally] = {}
     after = 0
@@ -70,7 +70,7 @@ class _Tally:
     order_count: int = 0
     agreed_orders: int = 0
     compared: list[tuple[float, float]] = field(default_factory=list[tuple[float, float]])
-    """The judge's and a rule's reward for each session that has both."""
+    """The judge's reward and a rule's reward for each session that has both."""
 
     def add(self, reward: Reward) -> None:
         self.reward_count += 1
@@ -90,15 +90,15 @@ class _Tally:
             reward_count=self.reward_count,
             mean_reward=self.reward_sum / self.reward_count,
             dollars=self.dollars,
-            vote_agreement=_compute_share(self.vote_agreement_sum, self.vote_pairs),
-            order_agreement=_compute_share(self.agreed_orders, self.order_count),
+            vote_agreement=_compute_fraction(self.vote_agreement_sum, self.vote_pairs),
+            order_agreement=_compute_fraction(self.agreed_orders, self.order_count),
             rule_sessions=len(same_side),
-            rule_same_side=_compute_share(sum(same_side), len(same_side)),
+            rule_same_side=_compute_fraction(sum(same_side), len(same_side)),
             rule_correlation=_compute_correlation(self.compared),
         )
 
 
-def _compute_share(part: float, total: int) -> float | None:
+def _compute_fraction(part: float, total: int) -> float | None:
     return part / total if total else None
 
 

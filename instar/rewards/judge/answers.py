@@ -1,4 +1,4 @@
-"""Parses the answer of a judge, which is JSON or text that contains JSON."""
+"""Parses a judge's answer, which is JSON or text that contains JSON."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from instar.rewards.judge.endpoint import JudgeReply
 from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
-"""Parsing is tried at up to this many opening braces in a text."""
+"""The maximum number of opening braces in a text at which parsing is attempted."""
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
 
 
 class UnparseableAnswer(Exception):
-    """Raised if a reply contains no valid answer to the question."""
+    """The reply contains no valid answer to the question."""
 
 
 class ScoreAnswer(msgspec.Struct):
@@ -61,8 +61,8 @@ T = TypeVar("T")
 
 def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
     """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
-    objects in the text, from last to first, because a judge may quote other JSON before the answer. Unless
-    the text is a single object, objects that also occur in the question are skipped as quotations from it."""
+    objects in the text, from last to first, because a judge may quote other JSON before the answer. Objects
+    that also occur in the question are skipped as quotations, unless the text is a single object."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     objects = _find_objects(reply.text)
@@ -100,7 +100,7 @@ def _reject_constant(name: str) -> NoReturn:
 
 
 def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
-    """Map the score from the scale to 0..1. Raises UnparseableAnswer if the score is outside the scale."""
+    """Map a score from the scale to 0..1. Raises UnparseableAnswer if it is outside the scale."""
     low, high = scale
     if not low <= score <= high:
         raise UnparseableAnswer(f"the score {score:g} is not between {low:g} and {high:g}")

@@ -1,4 +1,4 @@
-"""Requests to a judge: over HTTP in the format of OpenAI's or Anthropic's API, or to the run's own model."""
+"""Sends questions to a judge: an HTTP endpoint in OpenAI's or Anthropic's format, or the run's own model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ANSWER_TOOL_NAME = "answer"
 _KEEPALIVE_SECONDS = 4.0
 _RETRYABLE_STATUSES = frozenset({408, 409, 425, 429})
 _FORMAT_ERROR_STATUSES = (400, 404, 422)
-"""Endpoints respond with these statuses to a `response_format` or a tool that they do not support."""
+"""Endpoints that do not support a `response_format` or a tool respond with one of these statuses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class JudgeEndpoint(ABC):
 
 
 def _read_error_message(raw: bytes) -> str:
-    """Return the message in an error response, in any format that providers use."""
+    """Return the message from an error response, in any of the providers' formats."""
     try:
         body: Any = json.loads(raw)
     except (ValueError, RecursionError):
@@ -155,7 +155,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env is not None else None
         if key == "":
             raise ConfigError(
-                f"reward.api_key_env: the variable {config.api_key_env!r} is empty or not set; set it"
+                f"reward.api_key_env: the environment variable {config.api_key_env!r} is not set or empty"
             )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)
@@ -196,9 +196,9 @@ def _build_url(config: JudgeRewardConfig) -> URL:
         base = URL()
     if base.scheme not in ("http", "https") or not base.host:
         raise ConfigError(
-            f"reward.endpoint: received {config.endpoint!r}; it must be an http:// or https:// URL, or 'self'"
+            f"reward.endpoint must be an http:// or https:// URL or 'self', got {config.endpoint!r}"
         )
-    # As in the SDKs, OpenAI's base URL includes the version, while Anthropic's SDK adds the version.
+    # As in the SDKs, OpenAI's base URL includes the version, and Anthropic's does not.
     root = base.path.rstrip("/")
     is_anthropic = config.dialect == "messages"
     path = f"{root.removesuffix('/v1')}/v1/messages" if is_anthropic else f"{root}/chat/completions"
@@ -212,7 +212,7 @@ class RunModelEndpoint(JudgeEndpoint):
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:
             raise ConfigError(
-                "reward.endpoint: 'self' requires a gateway, but none is running; use the URL of an API"
+                "reward.endpoint: 'self' requires a gateway, but none is running; use an API's URL instead"
             )
         super().__init__(config.timeout, context.api_key, use_proxy=False)
         self._config = config.model_copy(update={"model": JUDGE_AGENT})

@@ -1,4 +1,4 @@
-"""The base class of all judges. The answers of a judge are stored, so that none is paid for twice."""
+"""The base class of all judges. Answers are stored, so that no answer is paid for twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instar.types import UNTRAINABLE, Call, Json, Reward, RewardSource, Task, ne
 
 T = TypeVar("T")
 ParseAnswer = Callable[[Json], T]
-"""Converts the JSON of an answer. Raises UnparseableAnswer if the JSON is not a valid answer."""
+"""Converts an answer from JSON. Raises UnparseableAnswer if the JSON is not a valid answer."""
 
 CHARS_PER_TOKEN = 3
 """A low estimate of the characters per token, so that the cost of a question is not underestimated."""
@@ -45,8 +45,8 @@ class JudgeBudget:
 
     @asynccontextmanager
     async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
-        """Reserve ``max_cost`` dollars for one call. Wait while calls in progress have reserved the rest of
-        the budget. Raises ScoreError if the call does not fit into the unspent budget."""
+        """Reserve ``max_cost`` dollars for one call. Wait as long as calls in progress have reserved the rest
+        of the budget. Raises ScoreError if the call does not fit into the unspent budget."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
             if not self._fits(budget, 0, max_cost):
                 if budget.calls is not None and self.calls >= budget.calls:
@@ -77,7 +77,7 @@ class JudgeBudget:
 class JudgeVote(Generic[T]):
     answer: T
     cost: float
-    """The cost in dollars, or 0 if the answer was requested for another session."""
+    """The cost in dollars, or 0 if the answer was already paid for by another session."""
 
 
 class Judge(Scorer):
@@ -120,8 +120,8 @@ class Judge(Scorer):
         return [] if await self._is_judge_session(transcript) else await self.judge(task, transcript)
 
     async def _is_judge_session(self, transcript: Transcript) -> bool:
-        """Return True if the run's own model is the judge in this session. An agent may send the judge's
-        model name, too, but only the judge tags its sessions as untrainable."""
+        """True if the run's own model is the judge in this session. Agents can also send the judge's model
+        name, but only the judge tags its sessions as untrainable."""
         if self._context is None or all(call.model != JUDGE_AGENT for call in transcript.calls):
             return False
         tags = await self._context.store.tags([transcript.session_id])
@@ -151,8 +151,8 @@ class Judge(Scorer):
     async def ask(
         self, parts: Sequence[JudgePromptPart], parse: ParseAnswer[T], session_id: str, **fields: str
     ) -> list[JudgeVote[T]]:
-        """Request all votes concurrently and return them. If a request fails, raises ScoreError after all
-        requests have finished. Votes that arrived are stored and not requested again."""
+        """Request all votes concurrently and return them. If a request fails, raise ScoreError after all
+        requests have finished. Votes that have arrived are stored and not requested again."""
         low, high = self.config.scale
         fields |= {"low": f"{low:g}", "high": f"{high:g}"}
         hashed_parts = [[part.label, part.text] for part in parts]
@@ -210,7 +210,7 @@ class Judge(Scorer):
 
 
 def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Json:
-    problem = "there is no JSON in it"
+    problem = "it contains no JSON"
     for candidate in find_candidate_answers(reply, question):
         try:
             parse(candidate)
@@ -224,7 +224,7 @@ def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Jso
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Wait for all awaitables and return their results. If any fail, raise the most severe error: errors that
-    are not ScoreErrors come first, then errors that are not retryable, then those with the longest delay."""
+    are not ScoreErrors come first, then non-retryable errors, then those with the longest delay."""
 
     def get_severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):

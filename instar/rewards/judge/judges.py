@@ -1,4 +1,4 @@
-"""The judges of single sessions and calls, and the table of all judges."""
+"""Judges for single sessions and calls, and the table of all judges."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StepAnswers = dict[int, tuple[T, str]]
 
 
 class OutcomeJudge(Judge):
-    """A judge that gives one score to a session."""
+    """A judge that gives a session one score."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         session = truncate_parts(session_steps.render_conversation(transcript.calls), self.max_session_chars)
@@ -41,10 +41,10 @@ class OutcomeJudge(Judge):
 
 
 class StepJudge(Judge, Generic[T]):
-    """A judge of single steps. One prompt contains as many steps as fit."""
+    """A judge for single steps. Each prompt contains as many steps as fit."""
 
     shows_following = False
-    """True if a prompt shows what followed each step. The last step of a conversation is then not judged."""
+    """If True, prompts show what followed each step, and the last step of a conversation is not judged."""
 
     @abstractmethod
     def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...
@@ -93,7 +93,7 @@ class StepJudge(Judge, Generic[T]):
 
 
 class ProcessJudge(StepJudge[float]):
-    """A judge that gives a score to each call."""
+    """A judge that scores each call."""
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[float]:
         return {
@@ -123,7 +123,7 @@ class FollowupJudge(StepJudge[str]):
 
 
 def _describe_votes(votes: Sequence[float], reasons: Sequence[str]) -> Json:
-    """Describe the votes for the detail of a reward. ``spread`` is the highest vote minus the lowest."""
+    """Describe the votes for a reward's detail. ``spread`` is the highest vote minus the lowest."""
     return {
         "votes": [round(vote, 6) for vote in votes],
         "spread": round(max(votes) - min(votes), 6),

@@ -1,4 +1,4 @@
-"""A judge that compares the sessions of a group in pairs, each pair in both orders."""
+"""A judge that compares the sessions in a group in pairs, each pair in both orders."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from instar.types import Json, Reward, Task
 Winner = tuple[Literal["A", "B", "tie"], str]
 
 PRIOR_DRAWS = 0.5
-"""The number of virtual draws of each session against an average session. Without them, a session that won
-all its comparisons would have infinite strength."""
+"""Each session gets this many virtual draws against an average session. Without them, a session that won all
+its comparisons would have infinite strength."""
 FIT_ITERATIONS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PairComparison:
-    """The result of comparing two sessions. Each session is identified by its index in the group."""
+    """The result of comparing two sessions, which are identified by their index in the group."""
 
     first: int
     second: int
     points: float
-    """The first session's mean points, 0..1. If the two orders disagree, the vote is a draw."""
+    """The first session's mean points, 0..1. A vote counts as a draw if the two orders disagree."""
     agreed: int
     """The number of votes with the same result in both orders."""
     votes: int
@@ -138,7 +138,7 @@ def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
 
 def compute_expected_win_rates(size: int, comparisons: Sequence[PairComparison]) -> list[float]:
     """Return each session's mean probability of winning against the other sessions, in the Bradley-Terry
-    model. If all pairs were compared, this is the session's share of points, moved slightly towards 0.5."""
+    model. If all pairs were compared, this is the fraction of points won, shrunk slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size
     opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     for comparison in comparisons:

@@ -1,4 +1,4 @@
-"""Renders a judge's prompt: the instructions of a rubric, and the session between random marker lines."""
+"""Renders a judge's prompt: a rubric's instructions, and the session between random marker lines."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Rubric:
         return hash_json([FRAME, self.instructions, self.criteria, self.schema]).hex()
 
     def render(self, parts: Sequence[JudgePromptPart], fields: Mapping[str, str]) -> tuple[str, str]:
-        """Return the system prompt and the user prompt. The user prompt contains the parts. ``fields`` are
-        the values for placeholders in the instructions, such as ``$steps``."""
-        # The session is older than the random mark and therefore cannot contain it.
+        """Return the system prompt and the user prompt, which contains the parts. ``fields`` are the values
+        of placeholders in the instructions, such as ``$steps``."""
+        # The mark is random and newer than the session, so the session cannot contain it.
         mark = f"#{secrets.token_hex(8)}"
         frame = Template(FRAME).substitute(mark=mark)
         values = {**fields, "criteria": self.criteria, "frame": frame}

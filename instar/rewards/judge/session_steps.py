@@ -1,4 +1,4 @@
-"""Renders a session for a judge. Each call becomes a step with the messages that its parent call lacks."""
+"""Renders a session for a judge. Each call becomes a step with the messages added since its parent call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
 
 MAX_FOLLOWING_CALLS = 3
-"""The maximum number of later calls shown after a step. Nothing after the next user message is shown."""
+"""The maximum number of later calls to show after a step. Nothing after the next user message is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class SessionStep:
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
-    """The messages that the parent call lacks, after a note if the parent is not the previous step."""
+    """The messages added since the parent call, after a note if the parent is not the previous step."""
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
     """The messages and replies that followed in the same conversation. See MAX_FOLLOWING_CALLS."""
@@ -52,7 +52,7 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
 
 
 def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages of a call after those that it shares with its parent and the parent's reply."""
+    """Return the messages of a call that follow those shared with its parent and the parent's reply."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
@@ -113,7 +113,7 @@ def split_into_windows(
     render_step: Callable[[SessionStep], Sequence[JudgePromptPart]],
     max_chars: int,
 ) -> Iterator[tuple[list[SessionStep], list[JudgePromptPart]]]:
-    """Yield windows of consecutive steps with their prompt parts of at most ``max_chars`` characters."""
+    """Yield windows of consecutive steps with their prompt parts, at most ``max_chars`` characters each."""
     window: list[SessionStep] = []
     parts: list[JudgePromptPart] = []
     size = 0

@@ -66,7 +66,7 @@ class NumericReward(ComparisonRule[rules.NumericRewardConfig]):
         for text in expected:
             if (number := answers.parse_number(answers.find_last_number(text) or "")) is None:
                 raise ScoreError(
-                    f"task {task.task_id!r}: its field {config.expected!r} has no number: {text!r:.100}"
+                    f"task {task.task_id!r}: field {config.expected!r} contains no number: {text!r:.100}"
                 )
             numbers.append(number)
         if answer is None or (value := answers.parse_number(answer)) is None:

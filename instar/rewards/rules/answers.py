@@ -1,4 +1,4 @@
-"""Finds the answer in the final text of a session, and the expected answers in a task."""
+"""Finds the answer in a session's final text, and the expected answers in a task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUMBER = re.compile(
 MINUS = "\N{MINUS SIGN}"
 CODE_BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n`]*\n(.*?)(?:^[ \t]*\1|\Z)", re.DOTALL | re.MULTILINE)
 PLAIN_CHARACTERS = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)} | {ord(MINUS): "-"}
-"""Maps the code points of full-width characters and of the minus sign to ASCII."""
+"""Maps the code points of full-width characters and the minus sign to ASCII."""
 SUPERSCRIPT = re.compile(r"(?<=[\w)])⁻?[⁰¹²³⁴-⁹]+")
 VULGAR_FRACTION = re.compile(r"(?:(?<=\d) ?)?[¼-¾⅐-⅞]")
 NUMBER_FORMATS = [
@@ -33,12 +33,12 @@ NUMBER_FORMATS = [
         (r"(?<![\w.])10(?:\^|\*\*)\{?([-+]?\d+)\}?", r"1e\1"),
     )
 ]
-"""Replacements for a dash as a minus sign, thousands separators, fractions in LaTeX, and powers of ten."""
+"""Replacements for dashes used as minus signs, thousands separators, LaTeX fractions, and powers of ten."""
 MIXED_NUMBER = re.compile(r"(?<![\w.,/])(\d{1,9}) (\d{1,9})/(\d{1,9})(?![\d/])")
 SPACED_NUMBER = re.compile(r"\W*\d{1,3}(?: \d{3})+(?:\.\d+)?\W*")
 MAX_DETAIL_CHARS = 500
 RULES_VERSION = "3"
-"""The version of the code of all rules. It changes when any rule may score the same answer differently."""
+"""Increment this when a code change may make any rule score the same answer differently."""
 
 ComparisonConfig = rules.ExactRewardConfig | rules.NumericRewardConfig
 WorkerConfig = rules.MathRewardConfig | rules.JsonSchemaRewardConfig | rules.RegexRewardConfig
@@ -78,8 +78,9 @@ def compute_settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return the given part of the text, or None if it is missing; a missing `last_block` is the whole text.
-    If ``after`` is set, only the text after its last occurrence counts; without one, the result is None."""
+    """Return a part of the text, or None if it is missing. If there is no code block, `last_block` is the
+    whole text. If ``after`` is set, only the text after its last occurrence counts; if it does not occur,
+    return None."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:
@@ -98,7 +99,7 @@ def extract_answer(text: str, *, part: str = "whole", after: str | None = None) 
 
 
 def simplify_characters(text: str) -> str:
-    """Return the text with full-width characters, superscripts, fractions and minus signs in ASCII."""
+    """Convert full-width characters, superscripts, fractions and minus signs to ASCII."""
     text = SUPERSCRIPT.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
     text = VULGAR_FRACTION.sub(_replace_fraction, text)
     return text.translate(PLAIN_CHARACTERS)
@@ -116,7 +117,7 @@ def _convert_mixed_number(match: re.Match[str]) -> str:
 
 
 def find_last_number(text: str) -> str | None:
-    """Return the last number in the text in a form that `parse_number` accepts, or None if there is none."""
+    """Return the last number in the text, in a format that `parse_number` accepts, or None."""
     text = simplify_characters(text)
     for pattern, replacement in NUMBER_FORMATS:
         text = pattern.sub(replacement, text)
@@ -127,7 +128,7 @@ def find_last_number(text: str) -> str | None:
 
 
 def parse_number(text: str) -> float | None:
-    """Return the value of a text such as ``1,234.5``, ``$3``, ``2/3`` or ``1e-3``; None for other text."""
+    """Parse a number such as ``1,234.5``, ``$3``, ``2/3`` or ``1e-3``. Return None for other text."""
     numerator, _, denominator = text.replace(",", "").replace("$", "").replace(MINUS, "-").partition("/")
     try:
         return float(numerator) / (float(denominator) if denominator else 1.0)
@@ -136,7 +137,7 @@ def parse_number(text: str) -> float | None:
 
 
 def get_task_field(task: Task, path: str) -> Any:
-    """Return the field at ``path``; ``a.b`` is field ``b`` of field ``a``. Raises ScoreError if missing."""
+    """Return the task field at ``path``, such as ``a`` or ``a.b``. Raises ScoreError if it is missing."""
     value: Any = task.data
     for name in [path] if path in task.data else path.split("."):
         if not isinstance(value, dict) or name not in value:
@@ -147,7 +148,7 @@ def get_task_field(task: Task, path: str) -> Any:
 
 
 def get_expected_answers(task: Task, path: str, after: str | None = None) -> list[str]:
-    """Return the correct answers in the task's field ``path`` as text. If ``after`` is set, only the text
+    """Return the expected answers in the task field ``path`` as strings. If ``after`` is set, only the text
     after its last occurrence counts, or the whole text if it does not occur."""
     value = get_task_field(task, path)
     answers = [str(item) for item in (cast(list[Any], value) if isinstance(value, list) else [value])]

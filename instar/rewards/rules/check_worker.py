@@ -1,5 +1,5 @@
-"""A worker process that checks answers. It runs as a script with the name of a check and the check's
-arguments as JSON. It sandboxes itself if the machine supports this, because some libraries evaluate the
+"""A worker process that checks answers. It runs as a script whose arguments are the name of a check and the
+check's arguments as JSON. It sandboxes itself if the machine supports it, because some libraries evaluate the
 answer. It writes ``ready`` or the ``missing`` package, then answers each line of JSON with a line of JSON."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.rewards.sandbox.launcher import PR_SET_NO_NEW_PRIVS, apply_landlock,
 SYSTEM_PATHS = ("/lib", "/lib64", "/usr/lib", "/usr/share/zoneinfo", "/etc/ld.so.cache", "/etc/localtime")
 MAX_MEMORY_BYTES = 4 * 2**30
 MAX_TEXT_CHARS = 500
-"""The maximum length of a text in a result. A library may quote all of its input."""
+"""The maximum length of a string in a result. Libraries may quote their entire input."""
 
 Check = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -123,7 +123,7 @@ CHECKS: dict[str, Callable[..., Check]] = {
 
 def sandbox_self() -> None:
     """Permanently stop this process from writing files, starting processes, opening sockets and sending
-    signals. It can still read the files of Python and of system libraries, and use open file descriptors."""
+    signals. It can still read Python's files and system libraries, and use open file descriptors."""
     paths = [*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *sys.path]
     readable = sorted({str(Path(path).resolve()) for path in paths if path and Path(path).exists()})
     prctl(PR_SET_NO_NEW_PRIVS, 1)
@@ -135,7 +135,7 @@ def sandbox_self() -> None:
 
 def main() -> None:
     output = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # because a library may print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries may print
 
     def write(**message: Any) -> None:
         output.write(json.dumps(message) + "\n")
@@ -152,7 +152,7 @@ def main() -> None:
     write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:
         request = json.loads(line)
-        # If the parent process has died, only this timer stops a check that hangs.
+        # If the parent process has died, only this timer stops a hanging check.
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
         try:
             result = check(request)

@@ -60,7 +60,7 @@ def main(descriptor: str, file: str) -> None:
     try:
         peer.send({**message, "output": peer.take_output()})
         peer.serve()
-    except ConnectionLost:  # the tests have ended; threads of the answer may still run
+    except ConnectionLost:  # the tests have ended, but the answer's threads may still be running
         os._exit(0)
 
 

@@ -52,7 +52,7 @@ class TestsPeer(Peer):
             is_allowed = name in OPERATIONS
         if not is_allowed:
             error = AttributeError if name == "getattr" else PermissionError
-            raise error(f"the answer may not call {name!r:.50} on this object of its tests")
+            raise error(f"the answer may not call {name!r:.50} on this object")
 
     def _can_access(self, target: Any, name: str, *, is_write: bool) -> bool:
         if not any(target is value for value in self.exported):
@@ -62,12 +62,12 @@ class TestsPeer(Peer):
         if not self._is_object(target):
             return not is_write and name in FUNCTION_FIELDS
         if is_write and (isinstance(target, type) or hasattr(type(target), name)):
-            return False  # the answer must not replace a method of the tests
+            return False  # the answer must not replace a method that the tests define
         return not name.startswith("_") or (name in OBJECT_FIELDS and not is_write)
 
     def _is_object(self, value: Any) -> bool:
-        kind: type[Any] = value if isinstance(value, type) else type(value)
-        return kind.__module__ == self.tests_module or isinstance(value, io.StringIO | io.BytesIO)
+        cls: type[Any] = value if isinstance(value, type) else type(value)
+        return cls.__module__ == self.tests_module or isinstance(value, io.StringIO | io.BytesIO)
 
     def _is_mock(self, value: Any) -> bool:
         mock = sys.modules.get("unittest.mock")
@@ -75,11 +75,11 @@ class TestsPeer(Peer):
 
 
 class AnswerModule(types.ModuleType):
-    """The module of the answer. Tests may import from it and patch it."""
+    """The answer's module. Tests may import from it and patch it."""
 
     def __init__(self, name: str, module: Any, names: dict[str, Any]) -> None:
         super().__init__(name)
-        # With `from answer import *`, a function test_* of the answer would become a test.
+        # With `from answer import *`, a test_* function in the answer would become a test.
         public = [word for word in names if not word.lower().startswith(SPECIAL_PREFIXES)]
         self.__dict__.update(_module=module, __all__=public, __getattr__=functools.partial(getattr, module))
         self.__dict__["_originals"] = {}
@@ -123,8 +123,8 @@ class Answer:
             sys.modules[module_name] = AnswerModule(module_name, module, own)
 
     def _decode_name(self, name: str, encoded: Any) -> Any:
-        """Return the value of a name in the answer's module. A library module, or an object from it, is
-        imported here; return None if that module is not allowed."""
+        """Return the value of a name in the answer's module. Library modules, and objects from them, are
+        imported in this process. Return None if the library is not allowed."""
         match encoded:
             case ["module", str(module)] | ["library", str(module)]:
                 if module.partition(".")[0] not in LIBRARIES:
@@ -133,11 +133,11 @@ class Answer:
                     return getattr(importlib.import_module(module), name, None)
                 return importlib.import_module(module)
             case _:
-                return proxies.label(Decoder(self.peer).decode(encoded), name)
+                return proxies.set_label(Decoder(self.peer).decode(encoded), name)
 
     def prepare_test(self, test: str) -> tuple[str | ast.Module, dict[str, Any]]:
-        """Return the code of a test and the names of the answer that the test sees. The answer's own ``abs``
-        would hide the builtin, so a test sees it only if it uses no other name of the answer."""
+        """Return the code of a test and the answer's names that it sees. An answer's own ``abs`` would hide
+        the builtin, so a test sees it only if the test uses no other name from the answer."""
         assert self.names is not None
         try:
             tests = ast.parse(test)
@@ -153,11 +153,11 @@ class Answer:
         if len(used) == 1 and not any(word in test for word in (self.module_name, *INDIRECT_ACCESS)):
             hidden -= used
         visible = {name: value for name, value in self.names.items() if name not in hidden}
-        return update_arguments_of_statements(tests), visible
+        return rewrite_call_statements(tests), visible
 
 
 def _is_genuine(name: str, value: Any) -> bool:
-    """Return True if the value is Python's own builtin, module or class of that name, such as `abs`."""
+    """True if the value is Python's own builtin, module or class with that name, such as `abs`."""
     module = sys.modules.get(name)
     return any(
         value is known for known in (getattr(builtins, name, module), module, getattr(module, name, module))
@@ -174,7 +174,7 @@ class _CallStatements(ast.NodeTransformer):
         return ast.fix_missing_locations(node)
 
 
-def update_arguments_of_statements(tests: ast.Module) -> ast.Module:
-    """Change calls that are statements, such as ``sort(items)``, so that they update their arguments. Other
+def rewrite_call_statements(tests: ast.Module) -> ast.Module:
+    """Rewrite calls that are statements, such as ``sort(items)``, so that they update their arguments. Other
     calls must not do so: with ``assert f(items) == sorted(items)``, an answer could empty the list."""
     return _CallStatements().visit(tests)

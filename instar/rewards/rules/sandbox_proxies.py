@@ -1,4 +1,4 @@
-"""Proxies of objects of another process, which ``sandbox_rpc.py`` creates inside sandboxes."""
+"""Proxies for objects in another process. ``sandbox_rpc.py`` creates them inside sandboxes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "xor", "lshift", "rshift")
 OPERATORS = {name: name for name in BINARY} | {"and": "and_", "or": "or_"}
-"""The names of functions in the module ``operator``, by the name of the method without underscores."""
+"""Maps method names without underscores to function names in the module ``operator``."""
 UNARY = (
     *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
     *("int", "float", "complex", "round", "index", "reversed"),
@@ -20,11 +20,13 @@ LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
 class RemoteObject:
-    """A proxy of an object of the other process. If the peer is guarded, the other process runs an answer,
-    which must not learn the value that a result is compared with: it could return an object that equals
-    everything. So the object never equals data, and other operators with data raise TypeError, unless the
-    tests created the object by calling a class whose name begins with a capital letter. If the object's class
-    extends a built-in type, the operators use the built-in value."""
+    """A proxy for an object in the other process.
+
+    If the peer is guarded, the other process runs an answer, which must not learn the value that a result is
+    compared with: it could return an object that equals everything. So a proxy never equals data, and other
+    operators with data raise TypeError, unless the tests created the object by calling a class with a
+    capitalized name. If the object's class extends a built-in type, operators use the built-in value.
+    """
 
     def __init__(self, peer: Any, handle: int) -> None:
         for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):
@@ -32,7 +34,7 @@ class RemoteObject:
 
     def __getattr__(self, name: str) -> Any:
         value = self._peer.request("getattr", [self, name])
-        return label(value, name)
+        return set_label(value, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._peer.request("setattr", [self, name, value])
@@ -71,8 +73,8 @@ class RemoteObject:
     def __enter__(self) -> Any:
         return self.__getattr__("__enter__")()
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> Any:
-        return self.__getattr__("__exit__")(kind, error, None)
+    def __exit__(self, exc_type: Any, exc: BaseException | None, trace: Any) -> Any:
+        return self.__getattr__("__exit__")(exc_type, exc, None)
 
     def __instancecheck__(self, instance: Any) -> bool:
         return isinstance(instance, RemoteObject) and self._peer.request("isinstance", [instance, self])
@@ -110,7 +112,7 @@ class RemoteGenerator(RemoteIterator):
 
 
 class RemoteCoroutine(RemoteObject, collections.abc.Coroutine[Any, Any, Any]):
-    """A coroutine that runs to its end in the other process at the first step."""
+    """A coroutine that runs to completion in the other process at its first step."""
 
     def send(self, value: Any) -> Any:
         raise StopIteration(self._peer.request("await", [self]))
@@ -135,22 +137,22 @@ PROXY_TYPES: dict[str, type[RemoteObject]] = {
 }
 
 
-def create_proxy(peer: Any, handle: int, kind: str, data: Any = None) -> RemoteObject:
-    proxy = PROXY_TYPES.get(kind, RemoteObject)(peer, handle)
+def create_proxy(peer: Any, handle: int, proxy_type: str, data: Any = None) -> RemoteObject:
+    proxy = PROXY_TYPES.get(proxy_type, RemoteObject)(peer, handle)
     object.__setattr__(proxy, "_data", data)
     return proxy
 
 
-def label(value: Any, name: str) -> Any:
+def set_label(value: Any, name: str) -> Any:
     """Record the name by which this process refers to an object, and return the object. If an answer gives a
-    class two names, the name that begins with a small letter counts."""
+    class two names, the one that starts with a lowercase letter counts."""
     if isinstance(value, RemoteObject) and (not value._label or not name[:1].isupper()):
         object.__setattr__(value, "_label", name)
     return value
 
 
 def update_arguments(function: Any) -> Any:
-    """Return the function or, if it is remote, a wrapper that copies changes of mutable arguments back."""
+    """Return the function or, if it is remote, a wrapper that copies changes to mutable arguments back."""
     if not isinstance(function, RemoteFunction):
         return function
 
@@ -167,14 +169,14 @@ def mark_constructed(value: Any, *, is_constructed: bool = True) -> Any:
 
 
 def get_data(value: Any) -> Any:
-    """Return the built-in value of a proxy whose class extends a built-in type, or else the value itself."""
+    """Return the built-in value if this is a proxy whose class extends a built-in type, else the value."""
     if isinstance(value, RemoteObject) and value._data is not None:
         return value._peer.request("data", [value])
     return value
 
 
 def can_send_operands(proxy: RemoteObject, *others: Any) -> bool:
-    """Return True if the operands of the proxy's operator may be sent to the other process."""
+    """True if the operands of an operator may be sent to the proxy's process."""
     is_remote = all(isinstance(other, RemoteObject) for other in others)
     return is_remote or proxy._is_constructed or not proxy._peer.is_guarded
 
@@ -185,7 +187,7 @@ def apply_operator(method: str, function: str, proxy: RemoteObject, left: Any, r
         return mark_constructed(value, is_constructed=proxy._is_constructed)
     if proxy._data is None:
         raise TypeError(
-            f"the answer returned an object of its own class; {method!r} with data is not supported for it"
+            f"the answer returned an instance of its own class, which does not support {method!r} with data"
         )
     return getattr(operator, function)(get_data(left), get_data(right))
 
@@ -210,8 +212,8 @@ def add_operators() -> None:
         setattr(RemoteObject, f"__{name}__", make_binary_method(name, name))
     for name in UNARY:
         setattr(RemoteObject, f"__{name}__", make_unary_method(name))
-    for kind in PROXY_TYPES.values():
-        kind.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
+    for proxy_type in PROXY_TYPES.values():
+        proxy_type.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
 
 
 add_operators()

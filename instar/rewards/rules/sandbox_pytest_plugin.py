@@ -1,5 +1,5 @@
-"""A pytest plugin that reports the results of tests in a sandbox, in the format of ``sandbox_runner.py``. If
-there is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy of it."""
+"""A pytest plugin that reports test results from a sandbox, in the format of ``sandbox_runner.py``. If there
+is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy for it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _exit_code = [1]
 _test_ids: set[str] = set()
 _passed_ids: set[str] = set()
 _unittest_ids: set[str] = set()
-"""The ids of tests in a TestCase. For these tests, pytest does not report in which file they were skipped."""
+"""The ids of tests in TestCases. For these, pytest does not report the file in which they were skipped."""
 
 
 def pytest_collection_finish(session: Any) -> None:
@@ -39,7 +39,7 @@ def pytest_runtest_logreport(report: Any) -> None:
 
 
 def _is_skipped_by_test(report: Any) -> bool:
-    """Return True if the test was skipped, or expected to fail, by the test file and not by the answer."""
+    """True if the test file, not the answer, skipped the test or expected it to fail."""
     if hasattr(report, "wasxfail"):
         return bool({"xfail", "__unittest_expecting_failure__"} & set(report.keywords))
     if report.nodeid in _unittest_ids:
@@ -57,18 +57,18 @@ def pytest_unconfigure(config: Any) -> None:
         counts["lost"] = _answer.peer.is_lost
     sys.stdout.flush()
     os.write(_REPORT_FD, f"\n{_KEY} {json.dumps(counts)}\n".encode())
-    os._exit(_exit_code[0])  # the exit of Python would wait for threads that the answer started
+    os._exit(_exit_code[0])  # a normal exit would wait for threads that the answer started
 
 
 def _connect() -> Any:
     if not Path("channel").exists():
         return None
-    from instar.rewards.rules.sandbox_client import Answer, update_arguments_of_statements
+    from instar.rewards.rules.sandbox_client import Answer, rewrite_call_statements
 
     descriptor, answer_file, tests_file = json.loads(Path("channel").read_text(encoding="utf-8"))
     tests = Path(tests_file)
     try:
-        tree = update_arguments_of_statements(ast.parse(tests.read_text(encoding="utf-8")))
+        tree = rewrite_call_statements(ast.parse(tests.read_text(encoding="utf-8")))
     except SyntaxError:  # pytest reports it
         pass
     else:

@@ -1,6 +1,6 @@
-"""Remote calls between two processes, with values as JSON. They connect the tests of an answer with the
-answer, each alone in a sandbox. Data is copied; other objects stay in their process, and the other process
-gets a proxy (``sandbox_proxies.py``). Nothing is pickled, and only the standard library is needed."""
+"""Remote calls between an answer and its tests, each alone in a sandbox. Messages are JSON. Data is copied;
+other objects stay in their process, and the other process gets a proxy (``sandbox_proxies.py``). Nothing is
+pickled, and only the standard library is required."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def _encode_latin(text: str) -> bytes:
 
 
 CONTAINERS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (list, set, bytearray, dict, collections.deque, collections.OrderedDict, collections.Counter)
+    cls.__name__: cls
+    for cls in (list, set, bytearray, dict, collections.deque, collections.OrderedDict, collections.Counter)
 } | {"defaultdict": collections.defaultdict}
-"""Mutable types that are copied. A change to such an argument can be copied back."""
+"""Mutable types that are copied. Changes to arguments of these types can be copied back."""
 VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, list, lambda *items: items),
     "frozenset": (frozenset, list, lambda *items: frozenset(items)),
@@ -50,9 +50,9 @@ VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any
     "time": (datetime.time, lambda v: [v.isoformat()], datetime.time.fromisoformat),
     "timedelta": (datetime.timedelta, lambda v: [v.days, v.seconds, v.microseconds], datetime.timedelta),
 }
-"""Other types that are copied, by tag: the type, and functions that split a value and build it again."""
-TAG_OF_TYPE = {kind: tag for tag, (kind, _, _) in VALUES.items()}
-DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
+"""Other types that are copied, by tag: the type, and functions that split a value and rebuild it."""
+VALUE_TAGS = {cls: tag for tag, (cls, _, _) in VALUES.items()}
+BUILTIN_CONVERTERS: dict[type[Any], Callable[[Any], Any]] = {
     int: int.__pos__,
     float: float.__pos__,
     complex: complex.__pos__,
@@ -67,21 +67,21 @@ DATA_OF_BASE: dict[type[Any], Callable[[Any], Any]] = {
 """For each built-in type, a function that converts an instance of a subclass to the built-in type."""
 TYPE_MODULES = ("builtins", "collections", "datetime", "decimal", "fractions")
 """The modules whose classes are sent by name, because they are the same in both processes. An answer can name
-only classes, so it cannot return ``unittest.mock.ANY`` of the tests' process, which equals every value."""
+only classes, so it cannot return the tests' ``unittest.mock.ANY``, which equals every value."""
 
 
 class ConnectionLost(Exception):
-    """Raised if the other process has exited or does not follow the protocol."""
+    """The other process has exited or violated the protocol."""
 
 
 class Peer:
-    """One end of the connection. Calls may be nested: while one end waits, it handles calls of the other."""
+    """One end of the connection. Calls may be nested: while an end waits, it handles calls from the other."""
 
     is_guarded = False
-    """True if proxies must not reveal data of this process, such as an expected value, to the other one."""
+    """True if proxies must not reveal this process's data, such as expected values, to the other one."""
 
     def __init__(self, descriptor: int) -> None:
-        self.reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - open until the exit
+        self.reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - stays open until exit
         self.writer = open(descriptor, "wb", closefd=False)  # noqa: SIM115
         self.lock = threading.RLock()
         self.exported: list[Any] = []
@@ -93,7 +93,7 @@ class Peer:
     def request(
         self, function: Any, args: Iterable[Any], kwargs: Mapping[str, Any] = {}, *, writes_back: bool = False
     ) -> Any:
-        """Call a function of the other process: a proxy, or the name of a builtin or an operator. Changes to
+        """Call a function in the other process: a proxy, or the name of a builtin or an operator. Changes to
         mutable arguments are copied back if the call returns None or ``writes_back`` is set."""
         encoder = Encoder(self)
         message = {
@@ -127,7 +127,7 @@ class Peer:
                 (container.extend if isinstance(container, collections.deque) else container.update)(content)
 
     def handle(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Execute a call of the other process and return the reply."""
+        """Execute a call from the other process and return the reply."""
         decoder = Decoder(self)
         reply: dict[str, Any] = {}
         try:
@@ -150,14 +150,14 @@ class Peer:
         return {**reply, "output": self.take_output()}
 
     def _encode_contents(self, containers: list[Any]) -> list[Any]:
-        """Return the encoded contents of the containers. A container inside another one is a reference."""
+        """Encode the contents of the containers. A container inside another one becomes a reference."""
         return [Encoder(self, containers).encode_container(container) for container in containers]
 
     def authorize(self, name: Any, args: list[Any]) -> None:
         """Raise PermissionError or AttributeError if the other process must not make this call."""
 
     def check_export(self, value: Any) -> None:
-        """Raise TypeError if the other process must not get a proxy of the object."""
+        """Raise TypeError if the other process must not get a proxy for the object."""
 
     def take_output(self) -> str:
         """Return and clear the text that was printed since the last call."""
@@ -209,8 +209,8 @@ class Peer:
 
 
 def get_data(value: Any) -> Any:
-    """Return the value of an object whose class extends a built-in type, converted to the built-in type."""
-    return next(convert(value) for base, convert in DATA_OF_BASE.items() if isinstance(value, base))
+    """Convert an object whose class extends a built-in type to that built-in type."""
+    return next(convert(value) for base, convert in BUILTIN_CONVERTERS.items() if isinstance(value, base))
 
 
 class Encoder:
@@ -220,19 +220,19 @@ class Encoder:
         self.positions = {id(container): index for index, container in enumerate(self.containers)}
 
     def encode(self, value: Any) -> Any:
-        kind: type[Any] = type(value)
-        if kind in (bool, str, float, type(None)):
+        cls: type[Any] = type(value)
+        if cls in (bool, str, float, type(None)):
             return value
-        if kind is int:
+        if cls is int:
             return value if value.bit_length() <= MAX_PLAIN_INT_BITS else ["int", hex(value)]
         if id(value) in self.positions:
             return ["same", self.positions[id(value)]]
-        if CONTAINERS.get(kind.__name__) is kind:
+        if CONTAINERS.get(cls.__name__) is cls:
             self.positions[id(value)] = len(self.containers)
             self.containers.append(value)
             return self.encode_container(value)
-        if kind in TAG_OF_TYPE:
-            tag = TAG_OF_TYPE[kind]
+        if cls in VALUE_TAGS:
+            tag = VALUE_TAGS[cls]
             return [tag, *(self.encode(item) for item in VALUES[tag][1](value))]
         if isinstance(value, proxies.RemoteObject):
             return ["yours", value._handle]
@@ -240,12 +240,12 @@ class Encoder:
             return self._encode_class(value)
         if isinstance(value, BaseException):
             return self.encode_exception(value)
-        if kind.__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
+        if cls.__module__.partition(".")[0] == "numpy" and hasattr(value, "tolist"):
             return ["array", value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]
-        if isinstance(value, tuple) and _is_plain_namedtuple(kind):
-            return ["namedtuple", kind.__name__, kind._fields, *map(self.encode, value)]  # pyright: ignore
-        data = [self.encode(get_data(value))] if isinstance(value, tuple(DATA_OF_BASE)) else []
-        return ["mine", self.peer.export(value), _describe_kind(value), *data]
+        if isinstance(value, tuple) and _is_plain_namedtuple(cls):
+            return ["namedtuple", cls.__name__, cls._fields, *map(self.encode, value)]  # pyright: ignore
+        data = [self.encode(get_data(value))] if isinstance(value, tuple(BUILTIN_CONVERTERS)) else []
+        return ["mine", self.peer.export(value), _choose_proxy_type(value), *data]
 
     def encode_container(self, container: Any) -> Any:
         if isinstance(container, bytearray):
@@ -257,26 +257,26 @@ class Encoder:
         factory = getattr(container, "default_factory", None)
         return [type(container).__name__, items, *([] if factory is None else [self.encode(factory)])]
 
-    def _encode_class(self, kind: type[Any]) -> Any:
-        module, name = kind.__module__, kind.__name__
-        if module in TYPE_MODULES and getattr(sys.modules[module], name, None) is kind:
+    def _encode_class(self, cls: type[Any]) -> Any:
+        module, name = cls.__module__, cls.__name__
+        if module in TYPE_MODULES and getattr(sys.modules[module], name, None) is cls:
             return ["type", module, name]
-        if not issubclass(kind, BaseException):
-            return ["mine", self.peer.export(kind), "class"]
-        if "_remote_handle" in vars(kind):
-            return ["yours", vars(kind)["_remote_handle"]]
-        if module.partition(".")[0] in sys.stdlib_module_names and name == kind.__qualname__:
-            return ["type", module, name, self._encode_class(kind.__bases__[0])]
-        bases = [self.encode(base) for base in kind.__bases__ if issubclass(base, BaseException)]
-        return ["exception type", self.peer.export(kind), name, *bases]
+        if not issubclass(cls, BaseException):
+            return ["mine", self.peer.export(cls), "class"]
+        if "_remote_handle" in vars(cls):
+            return ["yours", vars(cls)["_remote_handle"]]
+        if module.partition(".")[0] in sys.stdlib_module_names and name == cls.__qualname__:
+            return ["type", module, name, self._encode_class(cls.__bases__[0])]
+        bases = [self.encode(base) for base in cls.__bases__ if issubclass(base, BaseException)]
+        return ["exception type", self.peer.export(cls), name, *bases]
 
     def encode_exception(self, error: BaseException) -> Any:
         fields: dict[str, Any] = {k: v for k, v in vars(error).items() if not k.startswith("_")}
-        kind = self._encode_class(type(error))
+        error_type = self._encode_class(type(error))
         try:
-            return ["exception", kind, self.encode(error.args), self.encode(fields)]
+            return ["exception", error_type, self.encode(error.args), self.encode(fields)]
         except (TypeError, ValueError, RecursionError):  # its arguments cannot be sent
-            return ["exception", kind, self.encode((str(error),)), self.encode({})]
+            return ["exception", error_type, self.encode((str(error),)), self.encode({})]
 
 
 class Decoder:
@@ -317,35 +317,35 @@ class Decoder:
     def _decode_array(self, dtype: str, shape: list[int], content: str) -> Any:
         import numpy  # only if an answer or a test uses it
 
-        kind = numpy.dtype(dtype)
-        if kind.hasobject:
+        array_dtype = numpy.dtype(dtype)
+        if array_dtype.hasobject:
             raise TypeError("arrays of objects cannot be sent")
-        array = numpy.frombuffer(content.encode("latin-1"), kind).reshape(shape).copy()
+        array = numpy.frombuffer(content.encode("latin-1"), array_dtype).reshape(shape).copy()
         return array if shape else array[()]
 
     def _decode_namedtuple(self, name: str, fields: list[str], *items: Any) -> Any:
-        kind: Any = collections.namedtuple(name, fields)  # pyright: ignore[reportUntypedNamedTuple]
-        return kind(*map(self.decode, items))
+        cls: Any = collections.namedtuple(name, fields)  # pyright: ignore[reportUntypedNamedTuple]
+        return cls(*map(self.decode, items))
 
     def _decode_yours(self, handle: int) -> Any:
         return self.peer.exported[handle]
 
-    def _decode_mine(self, handle: int, kind: str, *data: Any) -> Any:
+    def _decode_mine(self, handle: int, proxy_type: str, *data: Any) -> Any:
         if handle not in self.peer.imported:
             self.peer.imported[handle] = proxies.create_proxy(
-                self.peer, handle, kind, *(self.decode(item) for item in data)
+                self.peer, handle, proxy_type, *(self.decode(item) for item in data)
             )
         return self.peer.imported[handle]
 
     def _decode_type(self, module: str, name: str, *base: Any) -> Any:
-        kind = getattr(sys.modules.get(module), name, None)
-        is_exception = isinstance(kind, type) and issubclass(kind, BaseException)
+        cls = getattr(sys.modules.get(module), name, None)
+        is_exception = isinstance(cls, type) and issubclass(cls, BaseException)
         package = module.partition(".")[0]
-        # A SkipTest of the answer becomes a different class, so that it does not skip the test.
+        # A SkipTest raised by the answer becomes a different class, so that it does not skip the test.
         if is_exception and package in sys.stdlib_module_names and package != "unittest":
-            return kind
-        if isinstance(kind, type) and module in TYPE_MODULES:
-            return kind
+            return cls
+        if isinstance(cls, type) and module in TYPE_MODULES:
+            return cls
         return type(name, (self.decode(base[0]),), {"__module__": module})
 
     def _decode_exception_type(self, handle: int, name: str, *bases: Any) -> Any:
@@ -354,8 +354,8 @@ class Decoder:
             self.peer.imported[handle] = type(name, parents, {"_remote_handle": handle})
         return self.peer.imported[handle]
 
-    def _decode_exception(self, kind: Any, args: Any, fields: Any) -> BaseException:
-        error_type = self.decode(kind)
+    def _decode_exception(self, encoded_type: Any, args: Any, fields: Any) -> BaseException:
+        error_type = self.decode(encoded_type)
         error = error_type.__new__(error_type, *self.decode(args))
         for name, item in self.decode(fields).items():
             if not name.startswith("_"):
@@ -363,12 +363,12 @@ class Decoder:
         return error
 
 
-def _is_plain_namedtuple(kind: type[Any]) -> bool:
-    public = [name for name in vars(kind) if not name.startswith("_")]
-    return kind.__bases__ == (tuple,) and public == list(getattr(kind, "_fields", [None]))
+def _is_plain_namedtuple(cls: type[Any]) -> bool:
+    public = [name for name in vars(cls) if not name.startswith("_")]
+    return cls.__bases__ == (tuple,) and public == list(getattr(cls, "_fields", [None]))
 
 
-def _describe_kind(value: Any) -> str:
+def _choose_proxy_type(value: Any) -> str:
     if inspect.iscoroutine(value) or inspect.isawaitable(value):
         return "coroutine"
     if inspect.isgenerator(value):

@@ -1,4 +1,4 @@
-"""Rules that run in the sandbox: a command that checks the answer, or unit tests of the answer's code."""
+"""Rules that run in the sandbox: a command that checks the answer, or unit tests for the answer's code."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PAC
     for name in ("sandbox_rpc.py", "sandbox_proxies.py", "sandbox_client.py")
 }
 TESTS_EXTRA_SECONDS = 10.0
-"""Tests get this much more time than the answer, so that an answer that takes too long is stopped first."""
+"""Tests get this much more time than the answer, so that a slow answer is stopped first."""
 ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
 
 
@@ -83,7 +83,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
 
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
-        script = 'command -v "$0" || { echo "there is no $0"; exit 1; }'
+        script = 'command -v "$0" || { echo "$0 was not found"; exit 1; }'
         await self.require_program("sh", "-c", script, self._find_program(), setting="reward.command")
 
     def _find_program(self) -> str:
@@ -93,8 +93,8 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         first = self.files[self.script].partition("\n")[0]
         if not first.startswith("#!") or not first[2:].split():
             raise ConfigError(
-                f"reward.command: the first line of {self.script} names no interpreter; add one, such as "
-                f"#!/bin/sh, or use the command [sh, {self.script}]"
+                f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use the "
+                f"command [sh, {self.script}]"
             )
         return first[2:].split()[0]
 
@@ -128,15 +128,15 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
             result = await self.run(self._build_tests_job(tests, key, {self.config.file: code}))
         report, output = self._parse_report(failure or result, result.output, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
-        share = passed / total if total else 0.0
-        value = share if self.config.reward == "share" else float(share == 1.0 and result.ok)
+        fraction = passed / total if total else 0.0
+        value = fraction if self.config.reward == "share" else float(fraction == 1.0 and result.ok)
         if report is None or failure is not None:
             summary = "it exited before its tests finished"
         else:
-            summary = f"{passed} of {total} tests passed" if total else "no test was run"
+            summary = f"{passed} of {total} tests passed" if total else "no tests were run"
         failed = failure or result
-        should_use_reason = failure is not None or result.exceeded_limit or not total
-        reason = "" if value == 1.0 else (failed.reason if should_use_reason else "") or summary
+        prefer_reason = failure is not None or result.exceeded_limit or not total
+        reason = "" if value == 1.0 else (failed.reason if prefer_reason else "") or summary
         return self.build_rewards(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
@@ -144,9 +144,9 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     async def _run_isolated(
         self, code: str, tests: list[str], key: str
     ) -> tuple[SandboxResult, SandboxResult | None]:
-        """Run the answer and its tests in two sandboxes. Return the result of the tests and, if the answer
-        ended before the tests, the result of the answer, or else None. If the answer exceeds a limit, the
-        tests are stopped, and both results are the answer's."""
+        """Run the answer and its tests in separate sandboxes. Return the result of the tests, and the result
+        of the answer if it ended before them, otherwise None. If the answer exceeds a limit, the tests are
+        stopped, and both results are the answer's."""
         answer_end, tests_end = socket.socketpair()
         try:
             command = [sys.executable, "-B", "run_answer.py", str(answer_end.fileno()), self.config.file]
@@ -174,7 +174,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     def _parse_report(
         self, result: SandboxResult, output: str, key: str
     ) -> tuple[dict[str, int] | None, str]:
-        """Return the report, or None if the tests did not finish, and the output before the report."""
+        """Return the report and the output before it. The report is None if the tests did not finish."""
         if isinstance(self.config.runner, list):
             return {"passed": int(result.ok), "total": 1}, output
         before, marker, report = output.rpartition(f"\n{key} ")

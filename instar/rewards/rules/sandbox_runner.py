@@ -1,6 +1,6 @@
-"""Runs the tests of an answer inside a sandbox and reports the result in one line that begins with a key.
-With a file descriptor, the answer runs in another sandbox. Otherwise it runs in this process and could forge
-the report, but not just by printing one, because the file with the key is deleted before the answer runs."""
+"""Runs an answer's tests inside a sandbox and reports the result in one line that starts with a key. With a
+file descriptor, the answer runs in another sandbox. Otherwise it runs in this process and could forge the
+report, but not just by printing one, because the key file is deleted before the answer runs."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def _execute(source: str | ast.Module, name: str, scope: dict[str, Any]) -> None
 
 
 def _run_test(test: str, name: str, names: dict[str, Any] | None, answer: Any) -> tuple[int, int]:
-    """Return the numbers of passed and of all tests: the functions ``test*`` and the TestCases that the text
-    defines, or else the text itself, if it checks anything. A failing text or answer is one failed test."""
+    """Return the number of passed tests and the total. The tests are the ``test*`` functions and TestCases
+    that the code defines or, if there are none, the code itself if it checks anything. Code that raises, or
+    an answer that could not be loaded, counts as one failed test."""
     if names is None:
         return 0, 1
     source: str | ast.Module = test
@@ -98,7 +99,7 @@ def _call(function: Callable[[], Any]) -> None:
 
 
 def _contains_check(node: ast.AST) -> bool:
-    """Return True if the node has an assert, a raise or an expression statement, except in definitions."""
+    """True if the node contains an assert, a raise or an expression statement outside of definitions."""
     match node:
         case ast.Assert() | ast.Raise():
             return True
@@ -120,9 +121,9 @@ class _Result(unittest.TestResult):
 
 
 def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
-    """Return the numbers of passed tests and of all tests in a TestCase. Tests that a decorator skips, or
-    that fail as a decorator expects, do not count. A test that is skipped while it runs counts as failed,
-    because the answer may have caused the skip."""
+    """Return the number of passed tests and the total in a TestCase. Tests that a decorator skips or expects
+    to fail are not counted. A test that is skipped while it runs counts as failed, because the answer may
+    have caused the skip."""
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
     total = suite.countTestCases()
     result = _Result()

@@ -1,4 +1,4 @@
-"""A pool of worker processes that check answers. A worker that exceeds its time is killed and replaced."""
+"""A pool of worker processes that check answers. Workers that exceed the time limit are replaced."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ START_TIMEOUT_SECONDS = 120.0
 MAX_WORKERS = 4
 MAX_LINE_BYTES = 2**20
 ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
-"""The environment variables that a worker gets. None of them contains a key."""
+"""The environment variables that are passed to workers. None of them contains a key."""
 
 
 class CheckWorkerPool:
-    """Runs one kind of check in worker processes. Callers limit concurrent checks with ``concurrency_limit``.
-    If ``requires_sandbox`` is True, a worker that cannot sandbox itself is started in bubblewrap."""
+    """Runs one type of check in worker processes. Callers limit concurrent checks with ``concurrency_limit``.
+    If ``requires_sandbox`` is True, workers that cannot sandbox themselves are started in bubblewrap."""
 
     def __init__(
         self, check_name: str, check_args: Json | None = None, *, requires_sandbox: bool = False
@@ -89,8 +89,10 @@ class CheckWorkerPool:
             return worker
         await _kill(worker)
         if missing := status.get("missing"):
-            raise ConfigError(f"{self.check_name} checks need {missing}: pip install 'instar[rules,tasks]'")
-        raise ScoreError(f"the worker process of {self.check_name} did not start", retryable=True)
+            raise ConfigError(
+                f"{self.check_name} checks require {missing}; run `pip install 'instar[rules,tasks]'`"
+            )
+        raise ScoreError(f"the worker process for {self.check_name} checks did not start", retryable=True)
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, dict[str, Any]]:
         script = (sys.executable, "-P", str(WORKER_SCRIPT), self.check_name, self.check_args)
@@ -112,13 +114,13 @@ class CheckWorkerPool:
 
 
 def build_bubblewrap_command() -> list[str]:
-    """Return the command prefix that runs a process without write access and without a network. Raises
+    """Return the command prefix that runs a process without write access or network access. Raises
     ConfigError if bubblewrap is not installed."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(
-            "tasks.sandbox: the scorers of these tasks evaluate text from the model, and no sandbox is "
-            "available: install bubblewrap, use Linux 6.2 or newer with Landlock, or set `sandbox: false` to "
+            "tasks.sandbox: the scorers of these tasks evaluate text from the model, but no sandbox is "
+            "available; install bubblewrap, use Linux 6.2 or newer with Landlock, or set `sandbox: false` to "
             "accept the risk"
         )
     mounts = ("--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--setenv", "TMPDIR", "/dev/shm")

@@ -1,1 +1,1 @@
-"""Runs code that a model wrote, isolated from the machine."""
+"""Runs model-written code isolated from the machine."""

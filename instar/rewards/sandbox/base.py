@@ -1,4 +1,4 @@
-"""The interface of sandboxes, which run untrusted programs within limits."""
+"""The interface for sandboxes, which run untrusted programs within limits."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ class SandboxJob:
 
     command: Sequence[str]
     files: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps the names of files to create in the job's folder to their contents. All files are executable."""
+    """Contents of the files to create in the job's folder, by name. All files are executable."""
     file_variables: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Maps environment variables to names in ``files``. A variable contains the full path of its file."""
+    """Maps environment variables to names in ``files``. Each variable is set to the file's full path."""
     readable_paths: Sequence[Path] = ()
-    """Paths that the job may read in addition to the system folders and this Python."""
+    """Paths that the job may read in addition to system folders and this Python installation."""
     channel: socket | None = None
-    """A socket that the job inherits under the same file descriptor number. This process closes its copy when
-    the job starts."""
+    """A socket that the job inherits with the same file descriptor. This process closes its copy when the job
+    starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxResult:
     exit_code: int
-    """127 if the command cannot be executed; 128 + n if signal n killed the command."""
+    """127 if the command cannot be executed, 128 + n if it was killed by signal n."""
     output: str
     exceeded_limit: SandboxLimitName | None
     reason: str
@@ -57,8 +57,8 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs untrusted programs (jobs) in isolation. Several jobs may run concurrently. When ``run`` returns or
-    is cancelled, no process of the job is left."""
+    """Runs untrusted programs (jobs) in isolation. Several jobs may run concurrently. No process of a job is
+    left when ``run`` returns or is cancelled."""
 
     name: str
 

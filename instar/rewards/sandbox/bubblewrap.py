@@ -1,4 +1,4 @@
-"""A sandbox of namespaces. A job sees its own processes, the allowed files, and by default no network."""
+"""A sandbox with namespaces. A job sees its own processes, the allowed files, and by default no network."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class BubblewrapSandbox(Sandbox):
     def __init__(self) -> None:
         program = shutil.which("bwrap")
         if program is None:
-            raise ConfigError("`bwrap` is not in PATH; install the package bubblewrap")
+            raise ConfigError("`bwrap` was not found in PATH; install bubblewrap")
         seccomp.check_supported()
         self.program = program
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
         uid = supervise.pick_unused_uid()
         allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK)
-        # With the host's network, a job could connect to the host's abstract Unix sockets through AF_UNIX.
+        # With the host's network, a job could connect to the host's abstract Unix sockets.
         if not limits.network:
             allowed_families += (seccomp.AF_UNIX,)
         flags = [*_build_namespace_flags(uid, limits), *_build_mount_flags(job, limits)]
@@ -53,7 +53,7 @@ def _build_namespace_flags(uid: int | None, limits: SandboxLimits) -> list[str]:
     flags += ["--die-with-parent", "--new-session", "--cap-drop", "ALL"]
     if uid is None:
         flags += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
-    else:  # the launcher needs both capabilities to switch to that user, and loses them when it does
+    else:  # the launcher needs both capabilities to switch to that user, and drops them when it does
         flags += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     return flags if limits.network else [*flags, "--unshare-net"]
 
@@ -64,7 +64,7 @@ def _build_mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
     for path in WRITABLE_FOLDERS:
         flags += ["--perms", "1777", "--size", size, "--tmpfs", path]
     paths = supervise.list_readable_paths(job, limits)
-    # bubblewrap would make the parent folders accessible to its own user only, so they are created here.
+    # Create the parent folders here, because bubblewrap would make them accessible to its own user only.
     parents = {folder for path in (*paths, Path(MOUNTED_LAUNCHER)) for folder in path.parents}
     parents -= {Path("/"), Path("/dev"), *map(Path, WRITABLE_FOLDERS)}
     for folder in sorted(parents):
@@ -80,7 +80,7 @@ def _build_mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
 
 
 def _kill(root_pid: int) -> None:
-    # When the first process of a PID namespace exits, the kernel kills all others, before bubblewrap exits.
+    # When the first process in a PID namespace exits, the kernel kills all others before bubblewrap exits.
     for pid in supervise.find_descendant_pids(root_pid)[:1] or [root_pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ def _kill(root_pid: int) -> None:
 
 def _measure_files(processes: list[int]) -> tuple[int, int]:
     size = count = 0
-    # Until bubblewrap has changed the root, the process still sees the files of the machine.
+    # Until bubblewrap has changed the root, the process still sees the machine's files.
     if processes and Path(f"/proc/{processes[0]}/root{MOUNTED_LAUNCHER}").exists():
         for folder in WRITABLE_FOLDERS:
             with suppress(OSError):  # the process has exited

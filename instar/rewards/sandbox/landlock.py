@@ -1,6 +1,6 @@
-"""A sandbox without namespaces: Landlock restricts files, seccomp the network and other system calls.
-A job shares the process ids of the machine and can find out whether a file exists. It can write only to its
-own folder, which is on disk, and read only the allowed files. It cannot signal or trace other processes."""
+"""A sandbox without namespaces: Landlock restricts files, and seccomp the network and other system calls.
+A job sees the machine's process ids and can tell whether a file exists. It can write only to its own folder,
+which is on disk, and read only allowed files. It cannot signal or trace other processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from instar.rewards.sandbox import launcher, seccomp, supervise
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 
 MIN_ABI = 3
-"""The first version of Landlock that restricts truncation (Linux 6.2)."""
+"""The first Landlock ABI that restricts truncation (Linux 6.2)."""
 FOLDER_PREFIX = "instar-job-"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
@@ -32,10 +32,13 @@ class LandlockSandbox(Sandbox):
     def __init__(self) -> None:
         self.abi = get_landlock_abi()
         if self.abi == 0:
-            raise ConfigError("this kernel has no Landlock, or it is not enabled; use Linux 6.2 or newer")
+            raise ConfigError(
+                "Landlock is not available; use Linux 6.2 or newer, with `landlock` in the `lsm=` boot "
+                "parameter"
+            )
         if self.abi < MIN_ABI:
             raise ConfigError(
-                f"this kernel has Landlock ABI {self.abi}; ABI {MIN_ABI} is required (Linux 6.2 or newer)"
+                f"Landlock ABI {MIN_ABI} is required (Linux 6.2 or newer), but this kernel has ABI {self.abi}"
             )
         seccomp.check_supported()
 
@@ -80,13 +83,13 @@ class LandlockSandbox(Sandbox):
 
 
 def get_landlock_abi() -> int:
-    """Return the version of Landlock's ABI, or 0 if Landlock is not supported or disabled."""
+    """Return the Landlock ABI version, or 0 if Landlock is unsupported or disabled."""
     size, flags = ctypes.c_size_t(0), ctypes.c_uint32(launcher.LANDLOCK_CREATE_RULESET_VERSION)
     return max(0, launcher.libc.syscall(launcher.SYS_LANDLOCK_CREATE_RULESET, None, size, flags))
 
 
 def _create_locked_folder() -> tuple[Path, int]:
-    """Return a new folder, and a file descriptor that keeps the folder locked until it is closed."""
+    """Create a folder. Return its path and a file descriptor that keeps it locked until it is closed."""
     # The folder gets its final name once it is locked, so that no other process mistakes it for a leftover.
     created = Path(tempfile.mkdtemp(prefix="instar-new-"))
     lock_fd = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
@@ -95,9 +98,9 @@ def _create_locked_folder() -> tuple[Path, int]:
 
 
 def remove_leftover_folders() -> None:
-    """Remove the folders of jobs whose owners were killed before they could remove them."""
+    """Remove the job folders of processes that were killed before they could clean up."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER_PREFIX}*"):
-        with suppress(OSError):  # the owner is alive and holds the lock, or the folder is another user's
+        with suppress(OSError):  # the owner is alive and holds the lock, or it is another user's folder
             lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -113,7 +116,8 @@ def _kill(root_pid: int) -> None:
 
 
 def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return the bytes of the job's files, also of deleted open ones, and the count of files and folders."""
+    """Return the size of the job's files in bytes, including deleted files that are still open, and the
+    number of files and folders."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1

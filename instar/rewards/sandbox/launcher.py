@@ -1,7 +1,7 @@
 """Drops privileges and executes a job. The launcher runs as a script and uses only the standard library. It
-reads its settings as JSON from stdin. It writes ``ready`` or an error to the file descriptor ``status``.
-With ``landlock``, the launcher stays outside the sandbox as the job's parent, and kills all processes of the
-job when the job exits or on SIGTERM."""
+reads its settings as JSON from stdin and writes ``ready`` or an error to the file descriptor ``status``. With
+``landlock``, the launcher stays outside the sandbox as the job's parent, and kills all of the job's processes
+when the job exits or on SIGTERM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PR_CAP_AMBIENT_RAISE, SECCOMP_MODE_FILTER = 2, 2
 CAP_DAC_READ_SEARCH, LINUX_CAPABILITY_VERSION_3 = 2, 0x20080522
 COMMAND_NOT_FOUND = 127
 
-# The constants of linux/landlock.h. The system calls have the same numbers on every architecture.
+# Constants from linux/landlock.h. The system calls have the same numbers on every architecture.
 SYS_LANDLOCK_CREATE_RULESET, SYS_LANDLOCK_ADD_RULE, SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
 LANDLOCK_CREATE_RULESET_VERSION = 1
 LANDLOCK_RULE_PATH_BENEATH = 1
@@ -31,7 +31,7 @@ READ_ACCESS = EXECUTE | READ_FILE | READ_DIR
 FILE_ACCESS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 SCOPE_SOCKETS_AND_SIGNALS = 3
 SCOPE_ABI = 6
-"""The first version of Landlock that restricts abstract Unix sockets and signals."""
+"""The first Landlock ABI that restricts abstract Unix sockets and signals."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -106,7 +106,7 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
 
 
 def change_user(uid: int, *, keep_search_access: bool) -> None:
-    """Change to the user ``uid``. With ``keep_search_access``, keep the capability to read all files, if this
+    """Switch to the user ``uid``. With ``keep_search_access``, keep the capability to read all files, if this
     process has it, because Python may be in a folder such as /root. Landlock then restricts the access."""
     if keep_search_access:
         status = Path("/proc/self/status").read_text()
@@ -128,7 +128,8 @@ def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
     """Deny access to all files outside the listed paths. Files under ``read`` may be executed only if
-    ``allow_execute`` is True. From SCOPE_ABI on, also deny signals and abstract sockets to others."""
+    ``allow_execute`` is True. From SCOPE_ABI on, also deny signals and abstract Unix sockets to processes
+    outside the sandbox."""
     all_access = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", all_access, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= SCOPE_ABI else 0)
     size = 24 if abi >= SCOPE_ABI else 8

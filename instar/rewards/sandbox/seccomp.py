@@ -18,7 +18,7 @@ _DENY = _ERRNO | errno.EPERM
 _NUMBER_OFFSET, _ARCH_OFFSET, _FIRST_ARGUMENT_OFFSET, _SECOND_ARGUMENT_OFFSET = 0, 4, 16, 24
 _X32_SYSCALL_BIT = 0x40000000
 _CLONE3_NUMBER = 435
-_FIRST_UNKNOWN_NUMBER = 450  # calls from this number on are newer than the table and fail with ENOSYS
+_FIRST_UNKNOWN_NUMBER = 450  # calls from this number on are not in the table and fail with ENOSYS
 _NEW_NAMESPACES = 0x7E020080
 """The bits CLONE_NEW{TIME,NS,CGROUP,UTS,IPC,USER,PID,NET}."""
 _CLONE_THREAD = 0x00010000
@@ -26,7 +26,7 @@ _CLONE_THREAD = 0x00010000
 _AUDIT_ARCHES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # fmt: off
-_SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1 if the call does not exist
+_SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # (x86_64, aarch64); -1 if the call does not exist
     "socket": (41, 198), "clone": (56, 220), "prlimit64": (302, 261), "sched_setaffinity": (203, 122),
     "fcntl": (72, 25),
     # Creating processes.
@@ -51,7 +51,7 @@ _SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1
     # Memory that belongs to no process and therefore escapes the limits.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    # Denied only with `shares_host_processes`, from here on: calls that would let a job leave its group...
+    # From here on, denied only with `shares_host_processes`: calls that let a job leave its group...
     "setsid": (112, 157), "setpgid": (109, 154),
     # ...affect other processes of the same user...
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
@@ -68,7 +68,7 @@ _SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # on x86_64 and on aarch64; -1
 _CONDITIONAL_CALLS = ("socket", "clone", "prlimit64", "sched_setaffinity", "fcntl")
 _SIGNAL_CALLS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo", "pidfd_send_signal")
 _SIGNAL_OWNER_COMMANDS = (8, 10, 15)
-"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that gets a signal when a file is ready."""
+"""F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that is signalled when a file is ready."""
 _PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
 _UNCONDITIONAL_NAMES = [
     name for name in _SYSCALL_NUMBERS if name not in (*_CONDITIONAL_CALLS, *_SIGNAL_CALLS, *_PROCESS_CALLS)
@@ -85,7 +85,7 @@ def check_supported() -> None:
     if not is_supported():
         supported = " or ".join(_AUDIT_ARCHES)
         raise ConfigError(
-            f"this machine's architecture is {platform.machine()!r}; sandboxes need {supported}"
+            f"sandboxes require {supported}, but this machine's architecture is {platform.machine()!r}"
         )
 
 
@@ -96,10 +96,10 @@ def build_filter(
     allow_signals: bool = True,
     deny_new_processes: bool = False,
 ) -> bytes:
-    """Return a filter that denies the calls that no job needs, new namespaces, and sockets outside
+    """Build a filter that denies calls that no job needs, new namespaces, and sockets outside
     ``socket_families``. With ``shares_host_processes``, it also denies leaving the process group, changing
-    limits or the scheduling of other processes, and changing file attributes. Sending signals is
-    denied unless ``allow_signals`` is True. ``deny_new_processes`` does not deny threads."""
+    the limits or scheduling of other processes, and changing file attributes. Signals are denied unless
+    ``allow_signals`` is True. ``deny_new_processes`` still allows threads."""
     machine = platform.machine()
     column = list(_AUDIT_ARCHES).index(machine)
     numbers = {name: pair[column] for name, pair in _SYSCALL_NUMBERS.items() if pair[column] >= 0}
@@ -127,7 +127,7 @@ def build_filter(
         _pack(_BPF_RET, _DENY),
         _pack(_BPF_JGE, _FIRST_UNKNOWN_NUMBER, 0, 1),
         _pack(_BPF_RET, _ERRNO | errno.ENOSYS),
-        # The flags of clone3 are in memory, which a filter cannot read. The C library falls back to clone.
+        # The flags of clone3 are in memory, which filters cannot read. The C library falls back to clone.
         *_return_if_equal(_CLONE3_NUMBER, _ERRNO | errno.ENOSYS),
     ]
     for name in denied:
@@ -144,7 +144,7 @@ def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: 
 
 
 def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
-    """Return BPF code that returns ``if_set`` if any bit of ``mask`` is set in a call's first argument."""
+    """Return BPF code that returns ``if_set`` if any bit in ``mask`` is set in a call's first argument."""
     return [
         _pack(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
         _pack(_BPF_JSET, mask, 0, 1),

@@ -1,4 +1,4 @@
-"""Starts a job with the launcher, enforces the limits of the job, and kills every process of the job."""
+"""Starts a job with the launcher, enforces its limits, and kills all of its processes."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ NETWORK_ETC_NAMES = ("resolv.conf", "hosts", "nsswitch.conf", "ssl/certs", "ca-c
 
 @dataclass(frozen=True)
 class SandboxLaunch:
-    """The values that differ between sandboxes when a job is started and supervised."""
+    """How to start and supervise a job in a sandbox."""
 
     command_prefix: list[str]
-    """The program and options in front of the launcher's command, such as ``bwrap`` with its options."""
+    """The program and options before the launcher's command, such as ``bwrap`` with its options."""
     launcher_path: str
     folder: str
     temporary_folder: str
@@ -49,9 +49,10 @@ class SandboxLaunch:
     uid: int | None
     landlock: dict[str, Any] | None
     kill_job: Callable[[int], None]
-    """Takes the id of the process that was started. Kills all processes of the job."""
+    """Kills all processes of the job. The argument is the id of the process that was started."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Takes the job's process ids. Returns the total size in bytes and the number of the job's files."""
+    """Returns the total size in bytes and the number of the job's files. The argument lists the job's process
+    ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
@@ -67,8 +68,9 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 
 def pick_unused_uid() -> int | None:
-    """Return a random user id, very likely unused, or None if this process is not root or has few ids."""
-    # The kernel limits processes per user. With its own user id, a job does not share its limit with others.
+    """Return a random user id that is very likely unused, or None if this process is not root or can use only
+    a few ids."""
+    # The kernel limits processes per user. A job with its own user id does not share the limit with others.
     if os.geteuid() != 0:
         return None
     ranges = [line.split() for line in Path("/proc/self/uid_map").read_text().splitlines()]
@@ -136,7 +138,7 @@ def _build_settings(
     return {
         "command": list(job.command),
         "files": dict(job.files),
-        # The job gets no variable of this process, because a variable may contain a key.
+        # This process's variables are not passed on, because they may contain API keys.
         "environment": {
             "PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
             "HOME": launch.folder,
@@ -160,7 +162,7 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, and kill it. Return the limit, or None, and output."""
+    """Wait until the job exits or exceeds a limit, then kill it. Return the limit, if any, and the output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [
@@ -204,10 +206,10 @@ async def _wait_for_exit_or_limit(
 def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
     processes = find_descendant_pids(root)
     task_count = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
-    # Up to two of the tasks belong to the launcher and bubblewrap, which do not count towards the limit.
+    # Up to two tasks belong to the launcher and bubblewrap, which do not count towards the limit.
     if task_count > limits.processes + 2:
         return "processes"
-    if all(_measure_memory(processes, kind) > limits.memory_mb * MB for kind in ("rss", "pss")):
+    if all(_measure_memory(processes, metric) > limits.memory_mb * MB for metric in ("rss", "pss")):
         return "memory"
     size, count = launch.measure_files(processes)
     return "files" if size > limits.files_mb * MB or count > limits.files else None
@@ -249,7 +251,7 @@ async def _read_output(
 
 
 def find_descendant_pids(root: int) -> list[int]:
-    """Return the ids of all descendants of ``root``. Orphans are included: the sandbox adopts them."""
+    """Return the ids of all descendants of ``root``, including orphans, which the sandbox adopts."""
     descendants: list[int] = []
     unvisited = [root]
     while unvisited:
@@ -269,13 +271,13 @@ def _list_folder(folder: str) -> list[str]:
         return []
 
 
-def _measure_memory(processes: Iterable[int], kind: str) -> int:
-    """Return the memory of the processes in bytes. The kind ``rss`` is fast to read but counts shared pages
-    once per process. The kind ``pss`` divides shared pages among their processes."""
+def _measure_memory(processes: Iterable[int], metric: str) -> int:
+    """Return the memory of the processes in bytes. ``rss`` is fast to read but counts shared pages once per
+    process. ``pss`` divides shared pages between the processes that share them."""
     total = 0
     for pid in processes:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited
-            if kind == "rss":
+            if metric == "rss":
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
             else:
                 lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
