@@ -10,8 +10,8 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """An agent that sends ``examples``, which are pairs of a question and an answer, and then the task's
-    `messages`, `question` or `prompt`. The call offers the task's `tools`."""
+    """An agent that sends ``examples``, as (question, answer) pairs, followed by the task's `messages`,
+    `question` or `prompt`. The model may call the task's `tools`."""
 
     async def __call__(
         self,
@@ -40,4 +40,4 @@ def _get_task_messages(task: Json) -> list[Any]:
         case {"question": str() as text} | {"prompt": str() as text}:
             return [{"role": "user", "content": text}]
         case _:
-            raise ValueError("the task needs a list 'messages', or a string 'question' or 'prompt'")
+            raise ValueError("the task must have a list 'messages', or a string 'question' or 'prompt'")

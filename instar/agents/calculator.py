@@ -1,4 +1,4 @@
-"""The calculator tool of the GSM8K agents and the demo's agent."""
+"""The calculator tool for the GSM8K agents and the demo's agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def calculate(arguments: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """Return the value of an arithmetic expression. Raises ValueError if it is anything else or too long."""
+    """Return the value of an arithmetic expression. Raises ValueError if it is too long or not arithmetic."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
     return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)

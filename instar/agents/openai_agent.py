@@ -1,4 +1,4 @@
-"""The base class of agents that use the OpenAI SDK, and helpers that build messages and tool definitions."""
+"""The base class for agents that use the OpenAI SDK, and helpers that build messages and tool definitions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent that plays a game of TextArena with one call per move."""
+"""An agent that plays a TextArena game with one call per move."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.types import Json
 
 OFFERED_MOVE = re.compile(r"'(\[\w+\])'")
-"""The notation in which games for two players list the valid moves."""
+"""The notation in which two-player games list the valid moves."""
 
 
 class TextArenaAgent(OpenAIAgent):
@@ -28,7 +28,7 @@ class TextArenaAgent(OpenAIAgent):
         hint: str = "Reply with your move in square brackets, and nothing else.",
     ) -> tuple[int, float]:
         """Play the game and return the number of turns and the reward. ``unfinished`` is the reward if the
-        game is not over after ``max_turns``. In a game for two players, the opponent moves at random."""
+        game is not over after ``max_turns``. In a two-player game, the opponent moves at random."""
         game = TextArenaGame(task["game"], task["seed"], task["args"])
         own_player = task["seed"] % game.player_count
         opponent_rng = random.Random(f"{task['seed']}/opponent")

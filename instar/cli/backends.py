@@ -31,11 +31,11 @@ class BackendRow:
     installed: bool
     version: str | None
     problem: str | None
-    """Why the backend cannot run here, with the command that fixes it, or None if it can run."""
+    """Why the backend cannot run here and how to fix it, or None if it can run."""
     detected: bool
     """True if `backend: auto` would choose the backend."""
     why: str | None
-    """The reason to choose the backend, such as a variable in the environment, or None if there is none."""
+    """The reason to choose the backend, such as a variable in the environment, or None."""
     losses: list[str]
     features: list[str]
     optimizer: list[str]
@@ -59,11 +59,14 @@ def backends(context: typer.Context, as_json: AsJson = False) -> None:
 def check(
     name: Annotated[str, typer.Argument(help="Backend: local, tinker, mint, weaver or verl.")],
     url: Annotated[
-        str | None, typer.Option(help="URL of a service to check. Default: a server that is started here.")
+        str | None, typer.Option(help="URL of the service to check. By default, a local server is started.")
     ] = None,
-    python: Annotated[str | None, typer.Option(help="Interpreter with the backend's package.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="Python interpreter that has the backend's package.")
+    ] = None,
     dtype: Annotated[
-        Literal["fp32", "bf16"], typer.Option(help="Tolerance: 1e-5 for fp32, 2e-2 for bf16; verl: tenfold.")
+        Literal["fp32", "bf16"],
+        typer.Option(help="Data type. The tolerance is 1e-5 for fp32 and 2e-2 for bf16 (10x for verl)."),
     ] = "fp32",
     as_json: AsJson = False,
 ) -> None:
@@ -80,7 +83,7 @@ def _print_backends(*, as_json: bool) -> None:
         return
     console = Console()
     console.print(_make_table(rows))
-    # Users do not care about the problem of a backend that is neither configured nor partly installed.
+    # Hide the problems of backends that are neither configured nor partly installed.
     lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
     lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
     for line in lines:
@@ -88,7 +91,7 @@ def _print_backends(*, as_json: bool) -> None:
 
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:
-    """Return all backends, and the error that `backend: auto` would raise, or None."""
+    """Return all backends, and the error message if `backend: auto` would fail, else None."""
     reasons = {name: reasons[0] for name, reasons in find_services_in_environment(env).items()}
     chosen, conflict = None, None
     try:
@@ -102,8 +105,8 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
     return rows, conflict
 
 
-def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, why: str | None) -> BackendRow:
-    # The capabilities of a plugin's backend are unknown.
+def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, reason: str | None) -> BackendRow:
+    # The capabilities of plugins are unknown.
     config = RunConfig.model_validate({"backend": name}).backend if name in REQUIREMENTS else None
     capabilities = get_known_capabilities(config) if config else None
     return BackendRow(
@@ -112,7 +115,7 @@ def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, why:
         version=package.version if package else None,
         problem=package.problem if package else None,
         detected=is_chosen,
-        why=why,
+        why=reason,
         losses=sorted(capabilities.losses) if capabilities else [],
         features=_list_features(capabilities) if capabilities else [],
         optimizer=sorted(capabilities.optimizer) if capabilities else [],

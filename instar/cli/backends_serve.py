@@ -24,7 +24,7 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS_ENV = "INSTAR_PROTOCOL_KEYS"
-"""The environment variable with the accepted keys, separated by commas. Without it, a key is generated."""
+"""The environment variable with the accepted keys, separated by commas. If unset, a key is generated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class ClientConvention:
 
     new_key_prefix: str
     accepted_prefixes: tuple[str, ...]
-    """The prefixes that a key may have; empty if a key needs no prefix."""
+    """The prefixes that a key may have, or empty if a key needs no prefix."""
     variable_prefixes: tuple[str, ...]
 
 
@@ -47,16 +47,18 @@ def serve(
     model: Annotated[str, typer.Option(help="The base model: a name, an id or a path, as in `model.name`.")],
     protocol: Annotated[Literal["tinker", "weaver"], typer.Option(help="The protocol to serve.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 chooses a free port.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 picks a free port.")] = 0,
     folder: Annotated[Path | None, typer.Option("--dir", help="Folder for checkpoints.")] = None,
     dtype: Annotated[
-        Literal["auto", "bf16", "fp32"], typer.Option(help="Type of the base weights.")
+        Literal["auto", "bf16", "fp32"], typer.Option(help="Data type of the base weights.")
     ] = "auto",
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to use.")] = "auto",
-    context: Annotated[int, typer.Option(min=1, help="Longest sequence, in tokens.")] = 2048,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Default: all.")] = None,
+    context: Annotated[int, typer.Option(min=1, help="Maximum sequence length, in tokens.")] = 2048,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Number of torch CPU threads. Default: all cores.")
+    ] = None,
     max_models: Annotated[
-        int, typer.Option(min=1, help="Maximum number of models in training.")
+        int, typer.Option(min=1, help="Maximum number of models to train at once.")
     ] = ServiceLimits().max_models,
     as_json: AsJson = False,
 ) -> None:
@@ -75,15 +77,15 @@ def serve(
         if as_json:
             details = {"url": url, "base_model": model, "dir": str(checkpoints)}
             print_json(details | ({"api_key": new_key} if new_key else {}))
-        for line in _instructions(convention, url, model, checkpoints, new_key):
+        for line in _format_instructions(convention, url, model, checkpoints, new_key):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     async def run() -> None:
         stop = asyncio.Event()
         with handle_interrupts() as interrupts:
 
-            def start_serving(url: str) -> None:
-                interrupts.on_first = stop.set
+            def handle_ready(url: str) -> None:
+                interrupts.on_first_signal = stop.set
                 announce(url)
 
             await serve_protocol(
@@ -95,7 +97,7 @@ def serve(
                 port=port,
                 threads=threads,
                 limits=ServiceLimits(max_models=max_models),
-                on_ready=start_serving,
+                on_ready=handle_ready,
                 stop=stop,
             )
 
@@ -103,16 +105,16 @@ def serve(
 
 
 def read_configured_keys(environment: Mapping[str, str], protocol: str, host: str) -> list[str]:
-    """Return the keys in the environment. Raise ConfigError if a key is too short for this host, or if
-    clients of the protocol could not send it. The message does not contain the key."""
+    """Return the keys in the environment. Raises ConfigError if a key is too short for this host, or if the
+    protocol's clients could not send it. The message does not contain the key."""
     keys = [key.strip() for key in environment.get(KEYS_ENV, "").split(",") if key.strip()]
     min_length = MIN_KEY_LENGTH if is_loopback(host) else MIN_REMOTE_KEY_LENGTH
     prefixes = CONVENTIONS[protocol].accepted_prefixes
     for number, key in enumerate(keys, 1):
         if len(key) < min_length:
             raise ConfigError(
-                f"{KEYS_ENV}: key {number} has {len(key)} characters, too few for a server on {host}; use a "
-                f"random key of at least {min_length} characters."
+                f"{KEYS_ENV}: key {number} must have at least {min_length} characters for a server on "
+                f"{host}, got {len(key)}."
             )
         if not (key.isascii() and key.isprintable()) or " " in key:
             raise ConfigError(
@@ -121,13 +123,13 @@ def read_configured_keys(environment: Mapping[str, str], protocol: str, host: st
             )
         if prefixes and not key.startswith(prefixes):
             raise ConfigError(
-                f"{KEYS_ENV}: key {number} does not begin with {' or '.join(prefixes)}, as {protocol}'s "
-                "clients require; add the prefix."
+                f"{KEYS_ENV}: key {number} must start with {' or '.join(prefixes)}, as {protocol} clients "
+                "require."
             )
     return keys
 
 
-def _instructions(
+def _format_instructions(
     convention: ClientConvention, url: str, model: str, folder: Path, new_key: str | None
 ) -> Sequence[str]:
     key = new_key or f"<a key from {KEYS_ENV}>"
@@ -136,6 +138,6 @@ def _instructions(
     lines.append(f"\nCheckpoints are saved in {folder}. Press Ctrl-C to stop.")
     if new_key:
         lines.append(
-            f"Checkpoints belong to this key. Set {KEYS_ENV} to the key to use them after a restart."
+            f"Checkpoints belong to this key. To use them after a restart, set {KEYS_ENV} to this key."
         )
     return lines

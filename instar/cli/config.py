@@ -27,7 +27,7 @@ app = new_app()
 
 @app.command()
 def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Report mistakes in a run's YAML file, and files, programs, functions and datasets that are missing."""
+    """Report mistakes in a run's YAML file, including missing files, programs, functions and datasets."""
     try:
         config = load_config(file, overrides or ())
         if missing := list(_find_missing(config)):
@@ -55,7 +55,7 @@ def _find_missing(config: RunConfig) -> Iterator[str]:
         part = getattr(config, section)
         file: Path | None = getattr(part.tasks, "path", None) if part else None
         if file is not None and not file.is_file():
-            yield f"{section}.tasks.path: given {str(file)!r}; the file does not exist"
+            yield f"{section}.tasks.path: the file {str(file)!r} does not exist"
     agent = config.rollout.agent if config.rollout else None
     if isinstance(agent, CommandAgentConfig):
         yield from _check_program(agent)
@@ -83,15 +83,15 @@ def _find_missing(config: RunConfig) -> Iterator[str]:
 
 def _check_program(agent: CommandAgentConfig) -> Iterator[str]:
     if agent.cwd is not None and not agent.cwd.is_dir():
-        yield f"rollout.agent.cwd: given {str(agent.cwd)!r}; the folder does not exist"
+        yield f"rollout.agent.cwd: the folder {str(agent.cwd)!r} does not exist"
         return
     if not agent.command:
-        yield "rollout.agent.command: given []; set the program to run"
+        yield "rollout.agent.command: must not be empty"
         return
     program = agent.command[0]
     is_in_cwd = "/" in program and agent.cwd is not None and (agent.cwd / program).is_file()
     if "{" not in program and not is_in_cwd and shutil.which(program) is None:
-        yield f"rollout.agent.command: given {program!r}; the program does not exist"
+        yield f"rollout.agent.command: the program {program!r} does not exist"
 
 
 @app.command()
@@ -100,7 +100,7 @@ def show(
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a run's settings with every default filled in, without the API key."""
+    """Print a run's settings with all defaults filled in, without the API key."""
     config = remove_api_key(load_config(file or DEMO, overrides or ()))
     data = config.model_dump(mode="json")
     if as_json:

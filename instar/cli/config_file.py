@@ -16,7 +16,7 @@ from typing import Any, cast
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from instar.cli.config_errors import explain, sections_in
+from instar.cli.config_errors import explain, find_section_classes
 from instar.config import RunConfig
 from instar.config.data import DATASET_PREFIX, LIVE
 from instar.errors import ConfigError
@@ -35,8 +35,8 @@ class ConfigMistakes(ConfigError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the validated settings of a YAML file, with the overrides applied. The file's folder and the
-    working folder become importable, for functions that the settings refer to."""
+    """Return the validated settings of a YAML file, with the overrides applied. Make the file's folder and
+    the working folder importable, for functions that the settings refer to."""
     data = _read_yaml(path)
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
@@ -64,7 +64,7 @@ def _apply_override(data: Json, override: str) -> None:
     if path.endswith("api_key"):
         override = f"{path}=…"  # the messages below may be logged
     if not equals or not all(path.split(".")):
-        raise ConfigError(f"--set {override}: not of the form PATH=VALUE; write, e.g., trainer.steps=5")
+        raise ConfigError(f"--set {override}: must have the form PATH=VALUE, e.g. trainer.steps=5")
     try:
         value = yaml.load(text, _Loader)
     except (yaml.YAMLError, ConfigError) as error:
@@ -74,7 +74,7 @@ def _apply_override(data: Json, override: str) -> None:
     for parent in parents:
         child: Any = {} if data.get(parent) is None else data[parent]
         if not isinstance(child, dict):
-            raise ConfigError(f"--set {override}: {parent} is not a mapping; set all of {parent}")
+            raise ConfigError(f"--set {override}: {parent} is not a mapping; set {parent} as a whole")
         data[parent] = data = child
     data[last] = value
 
@@ -87,7 +87,7 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value
             if key in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise ConfigError(f"line {key_node.start_mark.line + 1}: the key {key!r} occurs twice")
+                raise ConfigError(f"line {key_node.start_mark.line + 1}: duplicate key {key!r}")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -119,7 +119,7 @@ def _make_paths_absolute(section: type[BaseModel], data: Any, folder: Path) -> N
         value = values.get(name)
         if value is not None and Path in (field.annotation, *typing.get_args(field.annotation)):
             values[name] = _make_absolute(value, folder)
-        for inner in sections_in(field.annotation):
+        for inner in find_section_classes(field.annotation):
             for item in cast(list[Any], value) if isinstance(value, list) else [value]:
                 _make_paths_absolute(inner, item, folder)
 
@@ -132,7 +132,7 @@ def _make_absolute(value: Any, folder: Path) -> Any:
 
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
     """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an interpreter
-    (`./env/bin/python`) and exported data. Set the default working folder of a command agent."""
+    (`./env/bin/python`) and exported data. Also set the default working folder of a command agent."""
     match data:
         case {"data": list() as sources}:
             data["data"] = [_make_source_absolute(source, folder) for source in cast(list[Any], sources)]
@@ -170,7 +170,7 @@ def _make_source_absolute(source: Any, folder: Path) -> Any:
 
 
 def _make_importable(folder: Path) -> None:
-    """Make the file's folder and the working folder importable, here and in the processes of the run."""
+    """Make the file's folder and the working folder importable, here and in the run's processes."""
     folders = [str(folder), str(Path.cwd())]
     for path in reversed(folders):
         if path not in sys.path:

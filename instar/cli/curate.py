@@ -1,4 +1,4 @@
-"""`instar curate`: run the checks on a run's sessions, and report or tag the findings."""
+"""`instar curate`: check a run's sessions, and report or tag the findings."""
 
 from __future__ import annotations
 
@@ -36,19 +36,22 @@ async def curate(
     filters: dict[str, Any],
     apply: Annotated[bool, typer.Option("--apply", help="Tag the sessions that have findings.")] = False,
     checks: Annotated[
-        list[str] | None, typer.Option("--check", metavar="NAME", help="Only this check; may be repeated.")
+        list[str] | None, typer.Option("--check", metavar="NAME", help="Run only this check; repeatable.")
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Check only this many of the newest sessions.")] = 10_000,
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of sessions to check, newest first.")
+    ] = 10_000,
     as_json: AsJson = False,
 ) -> None:
     if unknown := set(checks or ()) - set(CHECKS):
-        raise ConfigError(f"--check: given {', '.join(sorted(unknown))}; allowed: {', '.join(CHECKS)}")
+        shown = ", ".join(repr(name) for name in sorted(unknown))
+        raise ConfigError(f"Unknown check {shown}. Available: {', '.join(CHECKS)}")
     names = checks or list(CHECKS)
     findings: list[CurationFinding] = []
     async with open_run_store(run_dir, read_only=not apply) as (config, store):
         selected = await load_recent_sessions(store, config, build_session_filter(filters), limit)
         has_group_check = any(name in GROUP_CHECKS for name in names)
-        grouped = await load_complete_groups(store, config, selected) if has_group_check else []
+        grouped = await load_group_sessions(store, config, selected) if has_group_check else []
         selected_ids = {summary.session.session_id for summary in selected}
         for name in names:
             for finding in CHECKS[name](grouped if name in GROUP_CHECKS else selected, CurationLimits()):
@@ -68,7 +71,8 @@ async def curate(
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
 ) -> list[SessionSummary]:
-    """Return the ended sessions with calls among the newest ``limit`` matching sessions, oldest first."""
+    """Return summaries of the newest ``limit`` matching sessions, oldest first. Sessions that are still open
+    or have no calls are left out."""
     combine = RewardCombiner(config)
     summaries: list[SessionSummary] = []
     before: int | None = None
@@ -83,10 +87,11 @@ async def load_recent_sessions(
     return summaries
 
 
-async def load_complete_groups(
+async def load_group_sessions(
     store: Store, config: RunConfig, selected: Sequence[SessionSummary]
 ) -> list[SessionSummary]:
-    """Return summaries of the final sessions of all finished groups that have a selected session."""
+    """Return summaries of all final sessions in the groups of the selected sessions. Groups that are still
+    open or being scored are left out."""
     combine = RewardCombiner(config)
     group_ids = dict.fromkeys(summary.session.group_id for summary in selected)
     groups = [await store.group(group_id) for group_id in group_ids if group_id is not None]
@@ -115,7 +120,7 @@ async def _summarize_sessions(
             prompt=next(
                 (message["content"] for message in calls[0].messages if message["role"] == "user"), ""
             ),
-            output="\n".join(_reply_text(call.reply) for call in calls),
+            output="\n".join(_format_reply(call.reply) for call in calls),
             tokens=sum(len(call.sampled_ids) for call in calls),
             version=min((int(call.versions.min()) for call in calls if len(call.versions)), default=0),
             reward=combine(rewards[session_id], scores[session_id]),
@@ -126,7 +131,7 @@ async def _summarize_sessions(
     ]
 
 
-def _reply_text(reply: Message) -> str:
+def _format_reply(reply: Message) -> str:
     tool_calls = [f"{call['name']} {call['arguments']}" for call in reply.get("tool_calls", [])]
     return " ".join([reply.get("reasoning", ""), reply["content"], *tool_calls]).strip()
 
@@ -141,10 +146,10 @@ def _print(
             table.add_row(name, str(len(finding.session_ids)), Text(finding.reason))
         if len(check_findings) > MAX_SHOWN_PER_CHECK:
             hidden_count = len(check_findings) - MAX_SHOWN_PER_CHECK
-            table.add_row(name, "", f"and {hidden_count} more; --json prints all of them")
+            table.add_row(name, "", f"and {hidden_count} more; use --json to print all")
         if not check_findings:
             table.add_row(name, "0", "none")
     console.print(table)
     count = len({session_id for finding in findings for session_id in finding.session_ids})
-    outcome = "tagged" if applied else "with findings; --apply tags them"
+    outcome = "tagged" if applied else "with findings; use --apply to tag them"
     console.print(f"checked {total} sessions: {count} {outcome}", highlight=False)

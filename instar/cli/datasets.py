@@ -39,7 +39,7 @@ NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 app = new_app()
 
 RunsDir = Annotated[
-    Path, typer.Option("--runs", help="The folder of all runs; with PostgreSQL, the folder of one run.")
+    Path, typer.Option("--runs", help="Folder that contains the runs; with PostgreSQL, a run's folder.")
 ]
 DatasetName = Annotated[str, typer.Argument(help="NAME or NAME@VERSION.")]
 
@@ -49,7 +49,7 @@ DatasetName = Annotated[str, typer.Argument(help="NAME or NAME@VERSION.")]
 async def export_sessions(
     run_dir: RunDir,
     filters: dict[str, Any],
-    to: Annotated[Path | None, typer.Option(help="New folder to write. Optional with --as.")] = None,
+    to: Annotated[Path | None, typer.Option(help="Folder to create. Optional with --as.")] = None,
     format: Annotated[
         Literal["jsonl", "parquet", "hf", "sft", "dpo"],
         typer.Option(
@@ -65,23 +65,23 @@ async def export_sessions(
     margin: Annotated[float, typer.Option(min=0, help="dpo: rewards must differ by more than this.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Write ended sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
+    """Export ended sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
     those with a reward above 0)."""
     min_reward = None
     if format == "sft":
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
     where = build_session_filter(filters)
     options = ExportOptions(
-        format=format, where=where, has_samples=samples, min_reward=min_reward, margin=margin
+        format=format, where=where, include_samples=samples, min_reward=min_reward, margin=margin
     )
     if to is None and name is None:
-        raise ConfigError("The target is missing; set a folder with --to, or a name for the data with --as.")
+        raise ConfigError("Set a folder with --to, or a dataset name with --as.")
     if name is not None:
         _check_name(name)
         if format not in IMPORTABLE_FORMATS:
             raise ConfigError(
                 f"--as: Instar cannot import {format} data; use --format {' or '.join(IMPORTABLE_FORMATS)}, "
-                "or use --to without --as."
+                "or export to a folder with --to."
             )
     if to is not None:
         check_target(to)
@@ -92,7 +92,7 @@ async def _export(
     run_dir: Path, to: Path | None, options: ExportOptions, name: str | None, as_json: bool
 ) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        store_kind = config.store.type
+        store_type = config.store.type
         combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.
         get_samples = partial(linearize, requires_logprobs=False)
@@ -103,12 +103,12 @@ async def _export(
             _target_folder(to, datasets_dir) as folder,
         ):
             manifest = await exporting.export_sessions(
-                store, config.name, folder, options, hooks, store_kind=store_kind, progress=progress
+                store, config.name, folder, options, hooks, store_type=store_type, progress=progress
             )
             if to is None:
-                # The hash covers only the rows, so the name also includes the format. An existing folder of
-                # this name has the same content.
-                suffix = f"{options.format}-samples" if options.has_samples else options.format
+                # The hash covers only the rows, so the name also includes the format. If a folder with this
+                # name exists, it has the same content.
+                suffix = f"{options.format}-samples" if options.include_samples else options.format
                 to = datasets_dir / f"{name}-{manifest.hash[7:19]}-{suffix}"
                 if not to.exists():
                     folder.rename(to)
@@ -142,14 +142,14 @@ async def import_sessions(
     folder: Annotated[Path, typer.Argument(help="A folder written by `instar sessions export`.")],
     into: Annotated[
         Path | None,
-        typer.Option(help="A run's folder, created if needed. Default: runs/NAME, with the run's name."),
+        typer.Option(help="Run folder, created if needed. Default: runs/NAME, where NAME is the run's name."),
     ] = None,
     run: Annotated[
-        str | None, typer.Option(help="Name of the run. Default: --into's name, or the exported name.")
+        str | None, typer.Option(help="Name of the run. Default: the name of --into or of the exported run.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Import exported sessions. Existing sessions are not changed; if one differs, the import fails."""
+    """Import exported sessions. Existing sessions are kept; the import fails if one of them differs."""
     manifest = importing.verify_content(folder)
     name = run or (into.name if into is not None else manifest.run)
     target = into if into is not None else RUNS / name
@@ -158,7 +158,7 @@ async def import_sessions(
         RunFolder(target).create(RunConfig(name=name, dir=target.resolve()))
     async with open_run_store(target) as (config, store):
         if run is not None and config.name != run:
-            raise ConfigError(f"--run: given {run!r}, but {target} is run {config.name!r}; omit --run.")
+            raise ConfigError(f"--run: the run in {target} is named {config.name!r}, not {run!r}.")
         if await store.run(config.name) is None:
             settings = config.model_dump(mode="json")
             await store.put_run(Run(config.name, config.name, settings, status="finished", reason="imported"))
@@ -168,20 +168,20 @@ async def import_sessions(
         counts = select_fields(imported, "groups", "sessions", "unchanged")
         print_json({"run_dir": str(target), "run": config.name, **counts})
         return
-    existing = f", {imported.unchanged} existed already" if imported.unchanged else ""
+    existing = f", {imported.unchanged} already existed" if imported.unchanged else ""
     typer.echo(f"{target}: imported {imported.sessions} sessions and {imported.groups} groups{existing}")
 
 
 def _check_name(name: str) -> None:
     if not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{name!r} is not a valid name; use letters, digits, and after the first character also . _ -"
+            f"{name!r} is not a valid name; use letters and digits and, after the first character, . _ or -"
         )
 
 
 @asynccontextmanager
 async def _open_index(folder: Path) -> AsyncGenerator[Store]:
-    """Yield the store with the dataset index. ``folder`` contains runs, or is the folder of one run."""
+    """Yield the store with the dataset index. ``folder`` contains runs, or is a run's folder."""
     is_run = RunFolder(folder).config_file.is_file()
     store = open_dataset_index(RunFolder(folder).read_config()) if is_run else open_dataset_index_in(folder)
     try:
@@ -217,7 +217,8 @@ async def add(
     runs: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
-    """Register exported data as the next version of a dataset. Known content keeps its version."""
+    """Register exported data as the next version of a dataset. If the same content is already registered, it
+    keeps its version."""
     _check_name(name)
     manifest = importing.verify_content(folder)
     async with _open_index(runs) as index:
@@ -234,9 +235,9 @@ async def show(name: DatasetName, runs: RunsDir = RUNS, as_json: AsJson = False)
     """Show a dataset's folder and manifest."""
     async with _open_index(runs) as index:
         row = await index.dataset(*_parse_dataset_name(name))
-        known = [f"{other.name}@{other.version}" for other in await index.datasets()]
+        available = [f"{other.name}@{other.version}" for other in await index.datasets()]
     if row is None:
-        raise ConfigError(f"There is no dataset {name}. Known: {', '.join(known) or 'none'}")
+        raise ConfigError(f"Unknown dataset {name!r}. Available: {', '.join(available) or 'none'}")
     _print_dataset(row, as_json)
 
 
@@ -254,7 +255,9 @@ def _print_dataset(row: DatasetRow, as_json: bool) -> None:
 @async_command
 async def remove(
     name: DatasetName,
-    files: Annotated[bool, typer.Option("--files", help="Also delete folders that are then unused.")] = False,
+    files: Annotated[
+        bool, typer.Option("--files", help="Also delete the folders, unless another dataset uses them.")
+    ] = False,
     runs: RunsDir = RUNS,
     as_json: AsJson = False,
 ) -> None:
@@ -266,8 +269,8 @@ async def remove(
         await index.remove_dataset(dataset, version)
         used_paths = {row.path for row in await index.datasets()}
     if not removed:
-        known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
-        raise ConfigError(f"There is no dataset {name}. Known: {known}")
+        available = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
+        raise ConfigError(f"Unknown dataset {name!r}. Available: {available}")
     for path in {row.path for row in removed} - used_paths if files else ():
         shutil.rmtree(path, ignore_errors=True)
     names = [f"{row.name}@{row.version}" for row in removed]

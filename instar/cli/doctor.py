@@ -1,4 +1,4 @@
-"""`instar doctor`: check what this machine has and what is missing."""
+"""`instar doctor`: check this machine for missing packages and other problems."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _check_disk() -> DoctorFinding:
                 os.fsync(file.fileno())
                 durations.append(time.perf_counter() - started)
     except OSError as error:
-        detail = f"cannot write to this folder, in which runs/ is created by default: {error.strerror}"
+        detail = f"cannot write to this folder, where runs/ is created by default: {error.strerror}"
         return DoctorFinding("disk", "note", detail)
     detail = f"{free_gib:.0f} GiB free here, fsync {sorted(durations)[10] * 1000:.1f} ms"
     return DoctorFinding("disk", "ok" if free_gib >= 2 else "note", detail)
@@ -115,9 +115,9 @@ def _check_sandbox() -> DoctorFinding:
     try:
         sandbox = asyncio.run(create_sandbox())
     except ConfigError as error:
-        detail = f"none, so rewards by command or unit tests are not available: {error}"
+        detail = f"none, so `command` and `tests` rewards are not available: {error}"
         return DoctorFinding("sandbox", "note", detail)
-    return DoctorFinding("sandbox", "ok", f"{sandbox.name}, for rewards by command or unit tests")
+    return DoctorFinding("sandbox", "ok", f"{sandbox.name}, for `command` and `tests` rewards")
 
 
 def _check_model() -> DoctorFinding:

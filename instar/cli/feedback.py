@@ -1,4 +1,4 @@
-"""`instar feedback`: rate or correct a session or a reply, or list the feedback of a run."""
+"""`instar feedback`: rate or correct a session or a reply, or list a run's feedback."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def feedback(
     correction_file: Annotated[Path | None, typer.Option(help="A file with the correct reply.")] = None,
     author: Annotated[str, typer.Option(help="The author's name.")] = "",
     feedback_id: Annotated[
-        str | None, typer.Option("--id", help="An id; feedback with the same id is recorded once.")
+        str | None, typer.Option("--id", help="Id of the feedback. The same id is recorded only once.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -73,11 +73,11 @@ async def feedback(
 
 
 def _read_correction(text: str | None, file: Path | None) -> str | None:
-    """Return ``text``, or the content of the file without its last line break, or None if both are None."""
+    """Return ``text``, or the content of the file without a trailing newline, or None if both are None."""
     if file is None:
         return text
     if text is not None:
-        raise ConfigError("--correction and --correction-file are mutually exclusive; use one of them.")
+        raise ConfigError("--correction and --correction-file are mutually exclusive.")
     try:
         return file.read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -115,7 +115,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
 
 def _feedback_service(config: RunConfig, store: Store, *, needs_renderer: bool = False) -> FeedbackService:
     renderer = None
-    # If a provider answers, the run has no tokenizer to encode a correction with.
+    # Runs that forward calls to a provider have no tokenizer to encode a correction with.
     if needs_renderer and not isinstance(config.engine, UpstreamEngineConfig):
         from instar.models import resolve_tokenizer
 

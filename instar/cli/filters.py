@@ -1,4 +1,4 @@
-"""The options that select sessions, shared by every command that works on sessions."""
+"""The options that select sessions, shared by all commands that work on sessions."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ OPTIONS: dict[str, Any] = {
         list[str] | None, typer.Option(metavar="NAME", help="Only sessions without this tag.")
     ],
     "reward_min": Annotated[
-        float | None, typer.Option(help="Minimum of the latest reward, or of one from --scorer or --source.")
+        float | None, typer.Option(help="Minimum latest reward, or any reward from --scorer or --source.")
     ],
     "reward_max": Annotated[
-        float | None, typer.Option(help="Maximum of the latest reward, or of one from --scorer or --source.")
+        float | None, typer.Option(help="Maximum latest reward, or any reward from --scorer or --source.")
     ],
     "scorer": Annotated[
-        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions that this scorer rewarded.")
+        str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions rewarded by this scorer.")
     ],
     "source": Annotated[
         str | None, typer.Option(help="Only sessions rewarded by agent, rule, judge, human or fallback.")
@@ -43,15 +43,15 @@ OPTIONS: dict[str, Any] = {
     "agent": Annotated[str | None, typer.Option(help="Agent id.")],
     "since": Annotated[
         str | None,
-        typer.Option(metavar="TIME", help="Opened since this time: 2026-01-31T12:00, or 3h (ago)."),
+        typer.Option(metavar="TIME", help="Opened since this time, e.g. 2026-01-31T12:00 or 3h (ago)."),
     ],
     "until": Annotated[str | None, typer.Option(metavar="TIME", help="Opened before this time.")],
 }
 
 
 def with_session_filters(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the command's parameter ``filters`` with the options in OPTIONS. The command receives the
-    values of all options as a dict; the value of an option that is not set is None."""
+    """Replace the command's ``filters`` parameter with the options in OPTIONS. The command receives their
+    values as a dict, with None for options that are not set."""
     signature = inspect.signature(command, eval_str=True)
     keyword = inspect.Parameter.KEYWORD_ONLY
     options = [
@@ -99,7 +99,7 @@ def has_filters(filters: dict[str, Any]) -> bool:
 def parse_tag(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     if not name:
-        raise ConfigError(f"{text!r} is not a tag; write NAME or NAME=VALUE.")
+        raise ConfigError(f"{text!r} is not a valid tag; use NAME or NAME=VALUE.")
     return name, value if equals else None
 
 
@@ -110,12 +110,12 @@ def _parse_choice(enum_type: Any, name: str, filters: dict[str, Any]) -> Any:
     try:
         return enum_type(value)
     except ValueError:
-        raise ConfigError(f"--{name}: given {value!r}; allowed: {', '.join(enum_type)}") from None
+        raise ConfigError(f"Unknown {name} {value!r}. Available: {', '.join(enum_type)}") from None
 
 
 def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
-    """Return the time of an option in seconds since the epoch, or None if the option is not set. Its value is
-    a duration before now, or a date and time. A time without a time zone is local."""
+    """Return the value of a time option as seconds since the epoch, or None if the option is not set. The
+    value is a duration before now, or a date and time, which is local unless it has a time zone."""
     text: str | None = filters[name]
     if text is None:
         return None
@@ -126,6 +126,6 @@ def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
         raise ConfigError(
-            f"--{name}: {text!r} is not a time; write a date, a date and time (2026-01-31T12:00) or a "
+            f"--{name}: {text!r} is not a time; use a date, a date and time (2026-01-31T12:00) or a "
             "duration before now (90s, 15m, 3h, 2d)."
         ) from None

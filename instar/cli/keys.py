@@ -35,16 +35,16 @@ async def create(
     feedback: Annotated[
         bool, typer.Option("--feedback", help="Create a key that can only rate and correct replies.")
     ] = False,
-    name: Annotated[str, typer.Option(help="A name to revoke the key by.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the key, which can be used to revoke it.")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Create a key and print it once. Only the hash of the key is stored."""
+    """Create a key and print it. It cannot be shown again, because only its hash is stored."""
     if admin and agent is not None:
         raise ConfigError("--admin and --agent are mutually exclusive: an admin key belongs to no agent.")
     if admin and feedback:
         raise ConfigError("--admin and --feedback are mutually exclusive; create two keys.")
     if agent is not None and not agent.strip():
-        raise ConfigError("--agent is empty; set the agent's id, or omit the option.")
+        raise ConfigError("--agent must not be empty.")
     async with open_run_store(run_dir) as (config, store):
         kind: KeyKind = "admin" if admin else "feedback" if feedback else "agent"
         agent_id = config.agent_id if kind == "agent" and agent is None else agent
@@ -59,14 +59,20 @@ async def create(
         return
     typer.echo(key)
     owner = "all agents" if agent_id is None else f"agent {agent_id}"
-    label = {"admin": "An admin key", "agent": f"A key of {owner}", "feedback": f"A feedback key for {owner}"}
-    typer.echo(f"{label[kind]}. It is not shown again; revoke it with `instar keys revoke`.", err=True)
+    label = {
+        "admin": "an admin key",
+        "agent": f"a key for {owner}",
+        "feedback": f"a feedback key for {owner}",
+    }
+    typer.echo(
+        f"Created {label[kind]}. It will not be shown again; revoke it with `instar keys revoke`.", err=True
+    )
 
 
 @app.command("ls")
 @async_command
 async def list_keys(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """List keys with their agent and their dates of creation and revocation."""
+    """List keys with their agents and their creation and revocation dates."""
     async with open_run_store(run_dir, read_only=True) as (_, store):
         rows = await store.keys()
     if as_json:
@@ -87,7 +93,9 @@ async def list_keys(run_dir: RunDir, as_json: AsJson = False) -> None:
 @async_command
 async def revoke(
     run_dir: RunDir,
-    key: Annotated[str, typer.Argument(help="The key, its name, or the first 8+ digits of its hash.")],
+    key: Annotated[
+        str, typer.Argument(help="The key, its name, or at least the first 8 characters of its hash.")
+    ],
     as_json: AsJson = False,
 ) -> None:
     """Revoke a key. A running gateway rejects it within 5 seconds."""
@@ -95,8 +103,8 @@ async def revoke(
         count = await store.revoke_key(key) or await store.revoke_key(hash_key(key))
     if count == 0:
         raise InstarError(
-            "No key was revoked: the value is not an active key, its name or the first digits of its hash "
-            "(at least eight; see `instar keys ls`)."
+            "No active key matches. Pass the key, its name, or at least the first 8 characters of its hash "
+            "(see `instar keys ls`)."
         )
     if as_json:
         print_json({"revoked": count})

@@ -22,17 +22,17 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "demo": Command("train:demo", "Train a small model on this machine and watch it learn, in minutes."),
+    "demo": Command("train:demo", "Train a small model on this machine in minutes and watch it learn."),
     "train": Command("train:train", "Train an agent's model as described by a YAML file."),
     "serve": Command("serve:serve", "Serve a model to agents and record their calls, without training."),
-    "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness quickly."),
-    "report": Command("report:report", "Write a run's report again: reward curves and an HTML page."),
+    "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness."),
+    "report": Command("report:report", "Write a run's report: reward curves and an HTML page."),
     "plan": Command("plan:plan", "Show what the next training step would train on, and why."),
     "curate": Command("curate:curate", "Find duplicates and signs of reward hacking; --apply tags them."),
     "rescore": Command("rescore:rescore", "Score stored sessions with another rule or judge."),
     "roles": Command("roles:roles", "List, drain, stop, start or restart the processes of a run."),
-    "status": Command("roles:status", "Show what each process of a run does, its address and log file."),
-    "doctor": Command("doctor:doctor", "Check what this machine has and what is missing."),
+    "status": Command("roles:status", "Show the activity, address and log file of each process of a run."),
+    "doctor": Command("doctor:doctor", "Check this machine for missing packages and other problems."),
     "feedback": Command("feedback:feedback", "Rate or correct a session or a reply, or list feedback."),
     "config": Command("config:app", "Check and show the YAML file of a run."),
     "sessions": Command("sessions:app", "Inspect, tag, export and import recorded sessions."),
@@ -43,7 +43,7 @@ COMMANDS = {
 
 
 class LazyGroup(TyperGroup):
-    """The root command. It lists all commands but imports only the module of the command that is used."""
+    """The root command. Lists all commands, but imports only the module of the command that is used."""
 
     # Some typer releases bundle click under a private name, so its types cannot be written here.
     def list_commands(self, ctx: Any) -> list[str]:

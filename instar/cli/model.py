@@ -10,7 +10,7 @@ from instar.models import is_cached, resolve_model, resolve_tokenizer
 
 def fetch_model(config: RunConfig, console: Console) -> None:
     """Download the model unless it is cached, or only its tokenizer if a cloud service trains the model.
-    Raise ConfigError if the model does not exist."""
+    Raises ConfigError if the model does not exist."""
     name = config.model.name
     is_path = name.startswith((".", "~", "/"))
     is_cloud = isinstance(config.backend, CloudConfig)

@@ -39,8 +39,8 @@ def format_number(value: float | None) -> str:
 
 @contextmanager
 def progress_bar(text: str, *, hidden: bool = False) -> Generator[Callable[[int, int], None] | None]:
-    """Show a progress bar if standard error is a terminal and ``hidden`` is False. Yield the function that
-    updates the bar, given the number of completed items and the total, or None if there is no bar."""
+    """Show a progress bar if standard error is a terminal and ``hidden`` is False. Yield a function that
+    updates the bar and takes the completed and total number of items, or None if there is no bar."""
     console = Console(stderr=True)
     if hidden or not console.is_terminal:
         yield None

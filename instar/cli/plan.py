@@ -30,7 +30,7 @@ class StepPlan:
     version: int
     """The policy version that the step would start from."""
     groups_needed: int
-    """The number of groups that a full step has."""
+    """The number of groups in a full step."""
     groups: list[Group]
     batch: StepBatch
     corrections: CorrectionBatch
@@ -40,7 +40,7 @@ class StepPlan:
 
 @async_command
 async def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """This command neither trains nor writes anything."""
+    """Nothing is trained or written."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         next_step = await make_plan(store, config)
     if as_json:
@@ -50,7 +50,7 @@ async def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
 
 
 async def make_plan(store: Store, config: RunConfig) -> StepPlan:
-    """Return the step that the trainer would build now from the store's data. Nothing is written."""
+    """Return the step that the trainer would run now. Nothing is written."""
     run = await store.run(config.name)
     if run is None:
         raise InstarError(f"Run {config.name} has not started; start it with `instar train`.")
@@ -128,7 +128,7 @@ def _tokens_by_sample(plan: StepPlan) -> dict[str, int]:
 def _print(console: Console, plan: StepPlan) -> None:
     report = plan.batch.report
     ready = f"{len(plan.groups)} of {plan.groups_needed} groups are ready"
-    status = "would train on" if plan.batch.is_full else f"waits ({ready}); it would train on"
+    status = "would train on" if plan.batch.is_full else f"is waiting ({ready}); it would train on"
     console.print(
         f"step {plan.step}, from version {plan.version}: {status} {report['samples']} samples, "
         f"{report['tokens']} trained tokens of {report['sequence_tokens']}",
@@ -151,7 +151,7 @@ def _print(console: Console, plan: StepPlan) -> None:
     if plan.groups:
         console.print(table)
     lines = [
-        f"{count} sample(s) of other groups would be dropped: {reason}"
+        f"{count} sample(s) from other groups would be dropped: {reason}"
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()
     ]
     if plan.corrections.samples:

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from instar.cli.config_errors import sections_in
+from instar.cli.config_errors import find_section_classes
 from instar.config import GatewayConfig, RunConfig
 from instar.gateway.app import GatewayApp, create_app
 from instar.store.sqlite import SqliteStore
@@ -30,7 +30,7 @@ is relative to the file's folder; a relative path in `--set` is relative to the 
 
 
 async def create_app_without_engine() -> GatewayApp:
-    """Return a gateway app that has all routes, for their description. It cannot handle requests."""
+    """Return a gateway app with all routes, to generate their description. It cannot handle requests."""
     with tempfile.TemporaryDirectory() as folder:
         store = SqliteStore(Path(folder) / "store.db")
         app = create_app(
@@ -76,7 +76,7 @@ def _render_section(
     for name, field in section.model_fields.items():
         if name == "type":
             continue
-        children = sections_in(field.annotation)
+        children = find_section_classes(field.annotation)
         subsections += [(child, f"{path}.{name}".lstrip(".")) for child in children]
         default = _format_default(field.get_default(call_default_factory=True))
         text = " ".join((field.description or "").split())
@@ -90,7 +90,7 @@ def _render_section(
 
 
 def _format_type(annotation: Any) -> str:
-    if sections_in(annotation):
+    if find_section_classes(annotation):
         return "section"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:

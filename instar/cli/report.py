@@ -178,7 +178,7 @@ def _render_page(
         f"<p class=sub>{html.escape(config.model.name)} · {len(steps)} steps · "
         f"{elapsed / 60:.1f} minutes of training</p>",
         *(f"<p class=warn>{html.escape(warning)}</p>" for warning in warnings),
-        _evaluation_table(evaluations),
+        _render_evaluations(evaluations),
         f"<img alt='reward curves' src='data:image/png;base64,{image}'>",
     ]
     if examples:
@@ -186,9 +186,9 @@ def _render_page(
         parts += [render_example(example) for example in examples]
     parts += [
         "<h2>Steps</h2>",
-        _step_table(steps),
-        *_staleness_section(steps),
-        *_agreement_section(judges),
+        _render_steps(steps),
+        *_render_staleness(steps),
+        *_render_agreement(judges),
         "<h2>Settings</h2>",
     ]
     settings = html.escape(json.dumps(public_settings(config), indent=2))
@@ -196,7 +196,7 @@ def _render_page(
     return "\n".join(parts)
 
 
-def _evaluation_table(evaluations: list[Json]) -> str:
+def _render_evaluations(evaluations: list[Json]) -> str:
     modes = list(dict.fromkeys(record["mode"] for record in evaluations))
     records = {(record["label"], record["mode"]): record for record in evaluations}
     rows: list[str] = []
@@ -214,14 +214,14 @@ def _evaluation_table(evaluations: list[Json]) -> str:
     return f"<table class=big>{head}{''.join(rows)}</table>"
 
 
-def _step_table(steps: list[Json]) -> str:
+def _render_steps(steps: list[Json]) -> str:
     training = ("reward_mean", "version", "staleness_mean", "zero_signal", "grad_norm")
     columns = ("step", *training, "ratio_mean", "clipped", "importance_p99", "ess", "step_seconds")
-    rows = [tuple(_cell(step.get(name)) for name in columns) for step in steps]
-    return _table([name.replace("_", " ") for name in columns], rows)
+    rows = [tuple(_format_cell(step.get(name)) for name in columns) for step in steps]
+    return _render_table([name.replace("_", " ") for name in columns], rows)
 
 
-def _staleness_section(steps: list[Json]) -> list[str]:
+def _render_staleness(steps: list[Json]) -> list[str]:
     """Return the HTML tables of trained tokens by staleness and of dropped samples by reason."""
     tokens, dropped = _sum_counts(steps, "staleness_tokens"), _sum_counts(steps, "dropped")
     parts: list[str] = []
@@ -230,14 +230,14 @@ def _staleness_section(steps: list[Json]) -> list[str]:
             (f"{versions} behind", f"{count:,}", f"{count / tokens.total():.1%}")
             for versions, count in sorted(tokens.items(), key=lambda item: int(item[0]))
         ]
-        parts += ["<h2>Staleness</h2>", _table(("versions", "trained tokens", "share"), rows)]
+        parts += ["<h2>Staleness</h2>", _render_table(("versions", "trained tokens", "share"), rows)]
     if dropped:
         rows = [(reason, f"{count:,}") for reason, count in sorted(dropped.items())]
-        parts += ["<h2>Not trained on</h2>", _table(("reason", "samples"), rows)]
+        parts += ["<h2>Not trained on</h2>", _render_table(("reason", "samples"), rows)]
     return parts
 
 
-def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
+def _render_agreement(judges: list[JudgeAgreement]) -> list[str]:
     """Return the HTML table of each judge's agreement with itself and with rules (see docs/judge.md)."""
     rows = [
         {
@@ -245,15 +245,17 @@ def _agreement_section(judges: list[JudgeAgreement]) -> list[str]:
             "rewards": f"{judge.reward_count:,}",
             "mean": f"{judge.mean_reward:.3f}",
             "dollars": f"{judge.dollars:.2f}",
-            "votes": _cell(judge.vote_agreement),
-            "order agreement": _cell(judge.order_agreement),
+            "votes": _format_cell(judge.vote_agreement),
+            "order agreement": _format_cell(judge.order_agreement),
             "sessions with a rule": f"{judge.rule_sessions:,}",
-            "agrees with rule": _cell(judge.rule_same_side),
-            "correlation": _cell(judge.rule_correlation),
+            "agrees with rule": _format_cell(judge.rule_same_side),
+            "correlation": _format_cell(judge.rule_correlation),
         }
         for judge in judges
     ]
-    return ["<h2>Judges</h2>", _table(list(rows[0]), [tuple(row.values()) for row in rows])] if rows else []
+    if not rows:
+        return []
+    return ["<h2>Judges</h2>", _render_table(list(rows[0]), [tuple(row.values()) for row in rows])]
 
 
 def _sum_counts(steps: list[Json], name: str) -> Counter[str]:
@@ -263,13 +265,13 @@ def _sum_counts(steps: list[Json], name: str) -> Counter[str]:
     return counts
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     return f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "–"
     return f"{value:.3f}" if isinstance(value, float) else str(value)

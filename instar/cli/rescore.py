@@ -37,9 +37,9 @@ class RescoreCounts:
     fallback: int = 0
     """The number of sessions that the scorer could not score."""
     skipped: int = 0
-    """The number of sessions that already had a score of this version of the scorer."""
+    """The number of sessions that already had a score from this version of the scorer."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
-    """The number of sessions in ``fallback``, by the reason of the failure."""
+    """The number of sessions in ``fallback``, by failure reason."""
 
 
 @with_session_filters
@@ -52,14 +52,14 @@ async def rescore(
         list[str] | None, typer.Option(metavar="YAML", help="A `reward`, e.g. '{type: math}'; repeatable.")
     ] = None,
     config_file: Annotated[
-        Path | None, typer.Option("--config", help="Use `reward` and `scoring` of another YAML file.")
+        Path | None, typer.Option("--config", help="Use `reward` and `scoring` from another YAML file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Agents are not run again. The new scores are stored next to the earlier scores."""
+    """Agents are not run again. The new scores are stored alongside the earlier ones."""
     where = build_session_filter(filters, tuple(session_ids or ()))
     if where.status not in (None, SessionStatus.COMPLETED):
-        raise ConfigError(f"--status: given {where.status.value!r}; only completed sessions can be rescored")
+        raise ConfigError(f"--status: only completed sessions can be rescored, got {where.status.value!r}")
     where = replace(where, status=SessionStatus.COMPLETED)
     counts_by_scorer: dict[str, RescoreCounts] = {}
     async with AsyncExitStack() as stack:
@@ -88,13 +88,10 @@ async def rescore(
 
 
 def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
-    """Return the run's config with the scorers of ``rewards`` or ``file``. Exactly one must be given."""
+    """Return the run's config with the scorers from ``rewards`` or ``file``. Exactly one must be set."""
     if bool(rewards) == (file is not None):
-        problem = "neither is set" if file is None else "both are set"
-        raise ConfigError(
-            f"--reward and --config: {problem}; set the scorer with either --reward '{{type: ...}}' or "
-            "--config FILE."
-        )
+        shown = "neither" if file is None else "both"
+        raise ConfigError(f"Set exactly one of --reward '{{type: ...}}' and --config FILE, got {shown}.")
     if file is not None:
         other = load_config(file)
         return config.model_copy(update={"reward": other.reward, "scoring": other.scoring})
@@ -160,8 +157,8 @@ class SessionRescorer:
         yield unscored
 
     async def _group_for_scoring(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
-        """Return lists of sessions that are scored together, each with its task. A list has one session or,
-        if the scorer compares sessions, all given sessions of a group."""
+        """Return lists of session ids to score together, each with its task. A list contains one session or,
+        if the scorer compares sessions, all ``sessions`` of a group."""
         units: list[tuple[Task, list[str]]] = []
         by_group: dict[str, list[str]] = {}
         groups: dict[str, Group | None] = {}

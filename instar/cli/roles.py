@@ -1,4 +1,4 @@
-"""`instar roles` and `instar status`: list the processes of a run, and control single processes."""
+"""`instar roles` and `instar status`: list the processes of a run, and control individual processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def _list_or_control(
     run_dir: Path, action: Action | Literal["list"], name: str = "", timeout: float = 0.0, *, as_json: bool
 ) -> None:
     folder = RunFolder(run_dir)
-    folder.read_config()  # raises ConfigError if this is not the folder of a run
+    folder.read_config()  # raises ConfigError if this is not a run folder
     try:
         request = ControlRequest(action, name, timeout)
         rows = await send_control_request(folder.control_socket, request)
@@ -76,7 +76,7 @@ def _print_roles(rows: list[RoleStatus], console: Console) -> None:
         Column("pid", no_wrap=True, justify="right"),
         Column("state", no_wrap=True),
         Column("address", no_wrap=True, overflow="ignore"),
-        Column("doing"),
+        Column("activity"),
         box=None,
         padding=(0, 2, 0, 0),
     )

@@ -23,7 +23,9 @@ from instar.gateway.auth import create_key
 
 
 def serve(
-    file: Annotated[Path | None, typer.Argument(help="A YAML file. Without it: the default model.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The YAML file of the run. By default, serves the default model.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
@@ -39,7 +41,7 @@ def serve(
     asyncio.run(_serve(config, console, as_json))
 
 
-def _instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> list[str]:
+def _format_instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> list[str]:
     engine = config.engine
     model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
     return [
@@ -62,11 +64,11 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
         if as_json:
             keys = {"api_key": key, "feedback_key": feedback_key, "admin_key": run.admin_key}
             print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
-        for line in _instructions(config, run.gateway_url, key, feedback_key):
+        for line in _format_instructions(config, run.gateway_url, key, feedback_key):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
         stop = asyncio.Event()
-        run.interrupts.on_first = stop.set
+        run.interrupts.on_first_signal = stop.set
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait({stopped, run.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
         run.cluster.raise_failure()

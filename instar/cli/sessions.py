@@ -129,7 +129,7 @@ class SessionDetails:
     claims: list[Claim]
     group: Group | None
     group_sessions: list[SessionRow]
-    """The sessions in the slots of the group, including the session itself; empty if there is no group."""
+    """The sessions in the group's slots, including the session itself, or empty if there is no group."""
 
 
 @app.command()
@@ -157,7 +157,7 @@ async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
     matches = [row.session for row in rows if row.session.session_id.startswith(id_prefix)]
     if len(matches) != 1:
         raise InstarError(
-            f"{len(matches)} sessions of this run have an id that begins with {id_prefix!r}; choose an id "
+            f"{len(matches)} sessions in this run have an id that starts with {id_prefix!r}; choose an id "
             "from `instar sessions ls`."
         )
     return matches[0]
@@ -268,12 +268,12 @@ def _explain_unclaimed(details: SessionDetails) -> str:
     if session.status is SessionStatus.ABANDONED:
         return "not claimed: abandoned sessions are not trained on; another session fills the slot"
     if group is None:
-        return "not claimed: the session belongs to no group"
+        return "not claimed: the session does not belong to a group"
     if group.status is GroupStatus.OPEN:
         return f"not claimed: the session's group is incomplete ({group.size} sessions are needed)"
     if group.status is GroupStatus.DROPPED:
         return f"not claimed: the session's group was dropped ({group.reason})"
-    return "not claimed yet: the session's group waits for a step"
+    return "not claimed yet: the session's group is waiting for a step"
 
 
 def _print_message(console: Console, message: Any, style: str = "") -> None:

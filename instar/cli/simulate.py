@@ -39,18 +39,20 @@ from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
 """The number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
-uses them again if it needs more."""
+reuses them if it needs more."""
 DEFAULT_MAX_BATCH = 1024
-"""The assumed limit of concurrent replies for an engine without a configured limit."""
+"""The assumed maximum number of concurrent replies for engines without a configured limit."""
 
 
 def simulate(
     file: ConfigFile,
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines. Default: the run's.")] = None,
-    max_staleness: Annotated[int | None, typer.Option(min=0, help="In versions. Default: the run's.")] = None,
-    workload: Annotated[Path | None, typer.Option(help="A file of sessions to replay.")] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(min=0, help="Maximum staleness in versions. Default: the run's.")
+    ] = None,
+    workload: Annotated[Path | None, typer.Option(help="File with sessions to replay.")] = None,
     measured: Annotated[
-        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use sessions and timings of this run.")
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use sessions and timings from this run.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
     sweep: Annotated[bool, typer.Option(help="Search for a better engine count and max_staleness.")] = True,
@@ -99,11 +101,11 @@ def cluster_from_config(
     """Return the cluster to simulate. ``engines`` and ``max_staleness`` override the run's settings."""
     rollout = config.rollout
     if rollout is None:
-        raise ConfigError("rollout: this section is missing; add it, with its tasks and agent")
+        raise ConfigError("rollout: this section is missing; add it with `tasks` and `agent`")
     if max_staleness and config.trainer.mode == "sync":
-        raise ConfigError(f"--max-staleness: given {max_staleness}; must be 0 if trainer.mode is sync")
+        raise ConfigError(f"--max-staleness: must be 0 if trainer.mode is sync, got {max_staleness}")
     if not config.count_live_groups(config.trainer.steps):
-        raise ConfigError("data: no group of the run's steps is `live`; add a `live` source to simulate")
+        raise ConfigError("data: the run has no `live` groups to simulate; add a `live` source")
     return ClusterSpec(
         engines=engines or count_engines(config),
         max_batch=_get_max_batch(config),
@@ -166,8 +168,8 @@ def _get_max_batch(config: RunConfig) -> int:
 async def load_workload(
     config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload measured in the run folder ``measured``, with pauses and crashes from `simulate`,
-    or the workload of `simulate` if ``measured`` is None. A workload file replaces the sessions."""
+    """Return the workload measured in the run folder ``measured``, with pauses and crashes from `simulate`.
+    If ``measured`` is None, return the workload in `simulate`. A workload file replaces the sessions."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
     if measured is not None:
@@ -242,8 +244,8 @@ def _print_result(
     table = Table(title=title, show_header=False)
     rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
-    share = f" ({bound.limit}); the run reaches {rate / bound_rate:.0%} of it" if bound_rate else ""
-    table.add_row("upper bound of any schedule", f"{bound_rate:,.0f}{share}")
+    reached = f" ({bound.limit}); the run reaches {rate / bound_rate:.0%} of it" if bound_rate else ""
+    table.add_row("upper bound of any schedule", f"{bound_rate:,.0f}{reached}")
     data = f", {result.data_samples:,} of them exported data" if result.data_samples else ""
     table.add_row("steps", f"{result.steps} in {result.seconds:,.1f} s, {result.samples:,} samples{data}")
     if not result.samples:
@@ -254,10 +256,10 @@ def _print_result(
     elif not result.finished:
         table.add_row("", "[red]The run stalls: no further step can be filled.[/]")
     table.add_row(
-        "engines idle", f"{result.engines_idle:.0%}, at {result.engines_used:.0%} of their best speed"
+        "engines idle", f"{result.engines_idle:.0%}, at {result.engines_used:.0%} of their peak speed"
     )
     table.add_row("trainer idle", f"{result.trainer_idle:.0%}")
-    table.add_row("sessions at once", f"{result.in_flight:.1f} of {cluster.concurrency}")
+    table.add_row("concurrent sessions", f"{result.in_flight:.1f} of {cluster.concurrency}")
     staleness = ", ".join(
         f"{version}: {count / result.staleness.total():.0%}"
         for version, count in sorted(result.staleness.items())
@@ -279,7 +281,7 @@ def _print_recommendation(console: Console, recommendation: Recommendation) -> N
             str(trial.engines),
             str(trial.max_staleness),
             f"{result.samples_per_hour:,.0f}",
-            f"{result.dropped_share:.1%}",
+            f"{result.dropped_fraction:.1%}",
             f"{result.engines_idle:.0%}",
             f"{result.trainer_idle:.0%}",
             style="bold" if (trial.engines, trial.max_staleness) == recommended else None,

@@ -21,7 +21,7 @@ PAGE_SIZE = 500
 
 
 async def iterate_pages(store: Store, run_id: str, where: SessionFilter) -> AsyncGenerator[list[SessionRow]]:
-    """Yield the matching sessions in pages, oldest first. The sessions may be tagged between two pages."""
+    """Yield the matching sessions in pages, oldest first. The caller may tag sessions between pages."""
     after = 0
     while rows := await store.sessions(run_id, where=where, after=after, limit=PAGE_SIZE):
         yield rows

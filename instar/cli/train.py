@@ -45,8 +45,10 @@ def train(
 
 
 def demo(
-    seed: Annotated[int, typer.Option(help="Seed of the tasks, the sampling and the adapter.")] = 0,
-    run_dir: Annotated[Path | None, typer.Option("--dir", help="Folder. Default: runs/demo-TIME.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed for the tasks, sampling and the adapter.")] = 0,
+    run_dir: Annotated[
+        Path | None, typer.Option("--dir", help="Folder of the run. Default: runs/demo-TIME.")
+    ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,7 +1,7 @@
 """The interface of a cluster: the processes that run the roles of a run.
 
 Each role is a process. A role that dies is restarted after a delay that grows with every restart. The run
-fails if a role keeps dying, or exits with a code that means that a restart would not help.
+fails if a role keeps dying, or if it exits with `EXIT_FATAL`.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from instar.cluster.tasks import cancel_tasks
 from instar.errors import InstarError
 
 EXIT_FATAL = 70
-"""Exit code of a role whose failure a restart would not fix."""
+"""Exit code of a role that failed in a way that a restart would not fix."""
 EXIT_STOPPED = 75
 """Exit code of a role that exited after a signal to stop or drain."""
 DRAIN_SIGNAL = signal.SIGUSR1
-"""Signal that makes a role accept no new work and exit after its current work."""
+"""Signal that makes a role finish its current work, accept no new work, and exit."""
 LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
 """Roles that run until they are stopped. They are restarted even if they exit with code 0."""
 STOP_ORDER = (("rollout", "rewards", "trainer"), ("gateway",), ("engine", "teacher"))
-"""Groups of roles to stop, one group after the other. Roles stop before the roles that they depend on."""
+"""The order in which groups of roles are stopped. Roles stop before the roles that they depend on."""
 KILL_SECONDS = 5.0
-"""How long `stop` waits for a killed process. A process that is blocked in a driver may take longer."""
+"""How long `stop` waits for a killed process to exit. A process blocked in a driver may take longer."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
-"""Seconds before each of several restarts in a row. If the role dies once more, the run fails."""
+"""Delays before successive restarts, in seconds. The run fails if the role dies again after the last one."""
 RESTART_RESET_SECONDS = 120.0
-"""After running this long, a role that dies is restarted with the shortest delay again."""
+"""If a role dies after running this long, its restart delays start over."""
 
 ListenAddress = tuple[str, int]
 """Host and port to listen on; port 0 picks a free port."""
@@ -41,7 +41,7 @@ class RoleOptions(TypedDict, total=False):
     name: str | None
     """Name of the process, unique within the run. Default: the role."""
     python: str | None
-    """Python interpreter of the role. Default: the current interpreter."""
+    """Python interpreter for the role. Default: the current interpreter."""
     env: Mapping[str, str]
     exclude_env: Collection[str]
     """Environment variables that the role does not inherit."""
@@ -61,11 +61,11 @@ class RoleHandle:
     """Path of the role's log file, prefixed with ``host:`` if the role runs on a Ray cluster."""
     restarts: int = 0
     is_stopping: bool = False
-    """True if the role was told to exit. It is then not restarted."""
+    """True if the role was told to exit, so it is not restarted."""
     is_retired: bool = False
-    """True if the role is no longer needed. It then cannot be started again."""
+    """True if the role is no longer needed, so it cannot be started again."""
     exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """The last exit code, set when the role has exited and is not restarted."""
+    """The last exit code, set when the role has exited and will not be restarted."""
 
 
 class Cluster(ABC):
@@ -73,7 +73,7 @@ class Cluster(ABC):
         self.log = log
         """Called with messages for the user."""
         self.failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """A future that never has a result. Its exception is the first error that made the run fail."""
+        """A future that only ever gets an exception: the first error that made the run fail."""
         self._watchers: dict[str, asyncio.Task[None]] = {}
 
     @property
@@ -86,12 +86,12 @@ class Cluster(ABC):
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Return, as text for a message, where a role with the configured host ``host`` listens."""
+        """Describe, for a message, where a role that is configured with ``host`` listens."""
         return host
 
     async def wait(self, name: str) -> int:
-        """Wait until the role has exited and is not restarted, and return its exit code. Raises the first
-        error if the run fails."""
+        """Wait until the role has exited and will not be restarted, and return its exit code. If the run
+        fails, raise its first error."""
         exit_code = self.roles[name].exit_code
         await asyncio.wait({exit_code, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
@@ -107,8 +107,8 @@ class Cluster(ABC):
             self.failure.set_exception(error)
 
     def _start_watcher(self, role: RoleHandle, watch: Coroutine[Any, Any, None]) -> None:
-        """Watch a role in the background. An error in the watcher makes the run fail, because the exit of the
-        role would not be noticed."""
+        """Watch a role in the background. An error in the watcher makes the run fail, because nothing else
+        would notice that the role exits."""
 
         def check(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
@@ -124,7 +124,7 @@ class Cluster(ABC):
 
     @abstractmethod
     def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
-        """Send a role a signal to exit. The role is not restarted, even if it has just died."""
+        """Send the role a signal that makes it exit. It is not restarted, even if it has just died."""
 
     @abstractmethod
     def kill(self, name: str) -> None:
@@ -132,14 +132,14 @@ class Cluster(ABC):
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        """Stop a role, start it with the same arguments, and return when the process has started.
+        """Stop the role, start it again with the same arguments, and return when the process has started.
 
-        The role is killed if it has not exited after ``timeout`` seconds. A role that has already exited is
+        If the role does not exit within ``timeout`` seconds, it is killed. If it has already exited, it is
         only started. The restart does not count as a failure, and ``exit_code`` is pending afterwards.
         """
 
     async def stop(self, name: str, timeout: float = 10.0) -> bool:
-        """Tell the role to exit, and return True if it does, has already exited or was never started. After
+        """Tell the role to exit. Return True if it exits, has already exited or was never started. After
         ``timeout`` seconds, kill the role and every process that it started, and return False."""
         role = self.roles.get(name)
         if role is None or role.exit_code.done():

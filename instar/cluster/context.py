@@ -19,7 +19,7 @@ ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
 HEARTBEAT_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
-"""The state that a rollout announces when it exits because all steps are trained."""
+"""The state that the rollout announces when it exits because all steps are trained."""
 
 
 class RoleContext:
@@ -35,16 +35,16 @@ class RoleContext:
         self.stop = asyncio.Event()
         """Set when the role should exit soon."""
         self.is_started = False
-        """True once the role reacts to ``stop``. A role that should exit earlier is cancelled."""
+        """True once the role reacts to ``stop``. A role that is told to exit before that is cancelled."""
         self.drain = asyncio.Event()
-        """Set when the role should accept no new work and exit after its current work."""
+        """Set when the role should finish its current work, accept no new work, and exit."""
 
     def socket(self) -> socket.socket:
         return socket.socket(fileno=self.arguments.fd)
 
     async def open_store(self) -> Store:
-        """Open the store for writing under this role's lease and return it. The store's password is removed
-        from the environment, so that agents do not inherit it."""
+        """Open the store for writing under this role's lease. Remove the store's password from the
+        environment, so that agents do not inherit it."""
         from instar.store.factory import open_store
 
         store, section = open_store(self.config), self.config.store

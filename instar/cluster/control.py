@@ -1,4 +1,4 @@
-"""Stops, drains, restarts and starts single roles of a run while the other roles continue.
+"""Stop, drain, restart and start individual roles of a run while the other roles keep running.
 
 The run listens on a Unix socket in its folder that only its own user can open. A request is a line of JSON
 such as ``{"do": "drain", "name": "engine-0", "timeout": 60}``. When the action is complete, the response is a
@@ -31,22 +31,22 @@ DRAIN_SECONDS = 600.0
 STOP_SECONDS = 10.0
 ACTIVITIES = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
 MAX_SOCKET_PATH_BYTES = 100
-"""The length up to which every operating system accepts the path of a Unix socket."""
+"""A Unix socket's path may have this length on every operating system."""
 
 
 class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
     timeout: float = DRAIN_SECONDS
-    """The seconds that `drain` and `restart` give a role to drain before it is stopped."""
+    """Seconds that a role has to drain, for `drain` and `restart`, before it is stopped."""
 
 
 class RoleStatus(msgspec.Struct):
     role: str
     name: str
     state: str
-    """One of ``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` (by the user), ``ended`` (by
-    itself), ``failed``, and ``down`` (the run is not running)."""
+    """One of ``starting``, ``running``, ``draining``, ``stopping``, ``stopped`` (by the user), ``ended`` (on
+    its own), ``failed`` and ``down`` (the run is not running)."""
     pid: int = 0
     doing: str = ""
     address: str = ""
@@ -68,9 +68,9 @@ class RoleController:
         self._store = store
         self._run_id = run_id
         self._held: dict[str, asyncio.Event] = {}
-        """For each held role, by name, an event that is set when the role is released."""
-        self._doing: dict[str, str] = {}
-        """The action in progress of each role that has one, such as ``draining``, by role name."""
+        """The held roles by name, each with an event that is set when the role is released."""
+        self._activities: dict[str, str] = {}
+        """The current activity, such as ``draining``, of each role that a request is acting on."""
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
@@ -88,7 +88,7 @@ class RoleController:
             self.cluster.raise_failure()
 
     def release_all(self) -> None:
-        """Release all held roles and refuse to start roles, because the run is ending."""
+        """Release all held roles and refuse to start any, because the run is ending."""
         self._is_ending = True
         for name in list(self._held):
             self._release(name)
@@ -105,35 +105,35 @@ class RoleController:
         if request.do != "list":
             roles = self.cluster.roles
             if request.name not in roles:
-                raise InstarError(f"this run has no role {request.name!r}; its roles are {', '.join(roles)}")
+                raise InstarError(f"Unknown role {request.name!r}. Available: {', '.join(roles)}")
             await self._act(request.do, roles[request.name], request.timeout)
         endpoints = {entry.name: entry for entry in await self._store.endpoints(self._run_id)}
         return [self._status(role, endpoints.get(role.name)) for role in self.cluster.roles.values()]
 
     async def _act(self, action: Action, role: RoleHandle, timeout: float) -> None:
         name = role.name
-        if name in self._doing:
-            raise InstarError(f"{name} is already {self._doing[name]}")
+        if name in self._activities:
+            raise InstarError(f"{name} is already {self._activities[name]}")
         if action == "start" and not role.exit_code.done():
             raise InstarError(f"{name} is already running")
         if action in ("drain", "stop") and role.exit_code.done():
             raise InstarError(f"{name} is not running")
-        self._doing[name] = ACTIVITIES[action]
+        self._activities[name] = ACTIVITIES[action]
         try:
             if action == "stop":
                 await self._stop(role)
             elif action != "start" and not role.exit_code.done():
                 await self._drain(role, timeout)
-            # The role's socket stays open, so clients that still know the address would wait for the role.
+            # The role's socket stays open, so clients that find its address would wait for the role.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
                 if reason := self._find_refusal_reason(role):
                     raise InstarError(f"{name} cannot be started because {reason}")
-                self._doing[name] = "starting"
+                self._activities[name] = "starting"
                 await self.cluster.restart(name)
                 self._release(name)
         finally:
-            self._doing.pop(name, None)
+            self._activities.pop(name, None)
 
     async def _drain(self, role: RoleHandle, timeout: float) -> None:
         self._hold(role)
@@ -151,13 +151,12 @@ class RoleController:
 
     async def _stop(self, role: RoleHandle) -> None:
         self._hold(role)
-        self._doing[role.name] = "stopping"
+        self._activities[role.name] = "stopping"
         self.cluster.log(f"stopping {role.name}")
         await self.cluster.stop(role.name, STOP_SECONDS)
 
     def _hold(self, role: RoleHandle) -> None:
-        """Hold the role. A role that cannot be started again is not held, because a wait for it would never
-        end."""
+        """Hold the role, unless it cannot be started again. The run would wait for such a role forever."""
         if not self._find_refusal_reason(role):
             self._held.setdefault(role.name, asyncio.Event())
 
@@ -173,8 +172,8 @@ class RoleController:
             released.set()
 
     def _state(self, role: RoleHandle) -> str:
-        if role.name in self._doing:
-            return self._doing[role.name]
+        if role.name in self._activities:
+            return self._activities[role.name]
         if not role.exit_code.done():
             return "stopping" if role.is_stopping else "running"
         if role.name in self._held:
@@ -216,8 +215,8 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 @contextmanager
 def _bind_socket(path: Path) -> Generator[socket.socket]:
-    """Bind a socket and yield it. If ``path`` is too long for a socket, ``path`` becomes a link to the
-    socket."""
+    """Yield a socket that is bound to ``path``. If ``path`` is too long for a socket, it becomes a link to
+    one."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))
@@ -237,7 +236,7 @@ async def _handle_connection(
 ) -> None:
     try:
         while line := await reader.readline():
-            writer.write(msgspec.json.encode(await _answer(control, line)) + b"\n")
+            writer.write(msgspec.json.encode(await _handle_line(control, line)) + b"\n")
             await writer.drain()
     except (ConnectionError, ValueError):
         pass  # the client disconnected, or sent a line that is too long
@@ -247,7 +246,7 @@ async def _handle_connection(
             await writer.wait_closed()
 
 
-async def _answer(control: RoleController, line: bytes) -> ControlResponse:
+async def _handle_line(control: RoleController, line: bytes) -> ControlResponse:
     try:
         return ControlResponse(await control.handle(msgspec.json.decode(line, type=ControlRequest)))
     except msgspec.DecodeError as error:
@@ -258,7 +257,8 @@ async def _answer(control: RoleController, line: bytes) -> ControlResponse:
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
     """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
-    InstarError if it refuses or does not answer, and ConnectionError or FileNotFoundError if none listens."""
+    InstarError if the run refuses the request or does not answer, and ConnectionError or FileNotFoundError if
+    nothing listens at ``path``."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")
@@ -267,7 +267,7 @@ async def send_control_request(path: Path, request: ControlRequest) -> list[Role
             line = await reader.readline() or b'{"error": "the run has ended"}'
             response = msgspec.json.decode(line, type=ControlResponse)
     except TimeoutError:
-        raise InstarError(f"the run did not answer in {2 * request.timeout + 60:g} s") from None
+        raise InstarError(f"the run did not answer within {2 * request.timeout + 60:g} s") from None
     finally:
         writer.close()
     if response.error is not None:

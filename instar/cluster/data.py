@@ -1,4 +1,4 @@
-"""Finds a run's exported data by name or folder, pins its version and imports it into the run's store."""
+"""Find a run's exported data by name or folder, pin its version and import it into the run's store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ DATASET_INDEX_FILE = "datasets.db"
 
 
 def open_dataset_index(config: RunConfig) -> Store:
-    """Open the store with the names of datasets: the shared server, or a file next to the run folders."""
+    """Open the store that contains the dataset index: the PostgreSQL server, or a file next to the run
+    folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
     return open_dataset_index_in(config.run_dir.absolute().parent)
@@ -32,8 +33,9 @@ def open_dataset_index_in(runs_folder: Path) -> Store:
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
-    """Return the config with a version and a content hash for all exported data. A resumed run keeps the
-    versions in ``previous``, the data in its config. By default, other data gets its newest version."""
+    """Return the config with the version and content hash of all exported data filled in. A resumed run keeps
+    those in ``previous``, the `data` of its saved config. Otherwise, datasets without a version get their
+    newest one."""
     if all(section.is_live for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
@@ -60,9 +62,9 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return the section of ``previous`` that each section continues, by index. It has the same source, or
-    its source is a version of the dataset that the section names without a version. Of several such sections,
-    the one with the same index is used, or else the first."""
+    """Return the section of ``previous`` that each section continues, by index. It has the same source or, if
+    the section is a dataset without a version, is a version of that dataset. If several sections match, the
+    one with the same index is used, or else the first."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (
@@ -82,7 +84,7 @@ def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfi
 
 
 def _check_distinct(sections: Sequence[DataConfig], pinned: Sequence[DataConfig]) -> None:
-    """Raise ConfigError if two sections are the same data, because a step would claim their groups twice."""
+    """Raise ConfigError if two sections refer to the same data, whose groups would be claimed twice."""
     sources: dict[str, str] = {}
     for section, pinned_section in zip(sections, pinned, strict=True):
         if pinned_section.is_live:
@@ -106,28 +108,27 @@ def _pin(
         raise ConfigError(f"{path}.source: cannot use {section.source!r}: {error}") from error
     if section.content not in (None, content):
         raise ConfigError(
-            f"{path}.content: expected {section.content}, but the content of {section.source!r} is "
-            f"{content}; restore the data, or start a new run with the current data"
+            f"{path}.content: expected {section.content}, but {section.source!r} has {content}; restore the "
+            "data, or start a new run with the current data"
         )
     source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
     return section.model_copy(update={"source": source, "content": content})
 
 
 def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) -> DatasetRow | None:
-    """Return the row of a named dataset, by default of its newest version, or None if the source is a
-    folder."""
+    """Return the row of a named dataset, by default its newest version, or None if the source is a folder."""
     if section.dataset is None:
         return None
     name, version = section.dataset
     matches = [row for row in rows if row.name == name and version in (None, row.version)]
     if not matches:
-        known = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
-        raise ConfigError(f"{path}.source: there is no dataset {section.source!r}. Known datasets: {known}")
+        available = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
+        raise ConfigError(f"{path}.source: unknown dataset {section.source!r}. Available: {available}")
     return matches[-1]
 
 
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Import the run's exported data into its store. Groups that were imported earlier are not changed."""
+    """Import the run's exported data into its store. Groups that were already imported are not changed."""
     if all(section.is_live for section in config.data):
         return
     rows = await _list_datasets(config)
@@ -139,7 +140,7 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
         manifest = await run_in_daemon_thread(lambda: verify_content(folder))  # noqa: B023 - awaited
         if manifest.hash != section.content:
             raise DataError(
-                f"{folder} has changed since the run started; restore its content {section.content}"
+                f"{folder} has changed since the run started; restore the data with hash {section.content}"
             )
         imported = await import_for_training(
             store,
@@ -150,5 +151,5 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
             needs_logprobs=config.trainer.loss.name != "cross_entropy",
         )
         if not imported.groups and not imported.unchanged:
-            raise DataError(f"{folder} has no finished group to train on")
+            raise DataError(f"{folder} has no finished groups to train on")
         log(f"data: {section.source}, {imported.groups + imported.unchanged} groups")

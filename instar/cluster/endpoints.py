@@ -1,4 +1,4 @@
-"""The addresses of a run's roles. They are read from the store, because roles may move to other machines."""
+"""Look up the addresses of a run's roles in the store, and follow roles that move to other machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EndpointDirectory:
         self._run_id = run_id
 
     async def register(self, role: RoleHandle) -> None:
-        """Write the address of a role to the store, so that it is found before the role announces itself."""
+        """Write a role's address to the store, so that it can be found before the role announces itself."""
         await self._store.put_endpoint(
             Endpoint(self._run_id, role.role, role.name, role.url, 0, "starting", role.log, time.time())
         )
@@ -43,21 +43,22 @@ class EndpointDirectory:
         return str(await self._store.take_lease(self._run_id, name))
 
     async def list_urls(self, role: str, *, include_draining: bool = True) -> list[str]:
-        """Return the URLs of the role's processes that listen, by default including draining processes."""
+        """Return the URLs of the role's listening processes, by default including draining ones."""
         entries = [e for e in await self._store.endpoints(self._run_id) if e.role == role and e.url]
         return [entry.url for entry in entries if include_draining or not entry.doing.startswith(DRAINING)]
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
-        """Return the role's URLs once there is one. Raises EngineUnavailable after ``timeout`` seconds."""
+        """Return the role's URLs once there is at least one. Raises EngineUnavailable after ``timeout``
+        seconds."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no {role} of the run has an address after {timeout:g} s")
+                raise EngineUnavailable(f"no {role} announced its address within {timeout:g} s")
             await asyncio.sleep(0.1)
         return urls
 
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
-        """Pass the current URL of the role's only process to ``set_url`` repeatedly until cancelled."""
+        """Keep passing the current URL of the role's only process to ``set_url`` until cancelled."""
         while True:
             for url in await self.list_urls(role):
                 set_url(url)
@@ -66,7 +67,7 @@ class EndpointDirectory:
 
 class EngineConnections:
     """Connections to the engines of a run. ``skip_silent`` excludes engines that do not answer, unless none
-    answers."""
+    of them answers."""
 
     def __init__(self, directory: EndpointDirectory, token: str, *, skip_silent: bool = False) -> None:
         self._directory = directory
@@ -75,8 +76,8 @@ class EngineConnections:
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
-        """Return the engines that have answered at their current address, except draining engines. Unless
-        ``skip_silent`` is set, this includes engines that do not answer now."""
+        """Return the engines that have answered at their current address, except draining ones. Unless
+        ``skip_silent`` is set, this includes engines that have stopped answering."""
         urls = await self._directory.list_urls("engine", include_draining=False)
         await self._close_all_but(urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
@@ -87,11 +88,12 @@ class EngineConnections:
         return [engine for engine, answered in zip(engines, answers, strict=True) if answered] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
-        """Return the engines once one has answered. Raises EngineUnavailable after ``timeout`` seconds."""
+        """Return the engines once at least one has answered. Raises EngineUnavailable after ``timeout``
+        seconds."""
         deadline = time.monotonic() + timeout
         while not (engines := await self.list_current()):
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no engine of the run has answered within {timeout:g} s")
+                raise EngineUnavailable(f"no engine answered within {timeout:g} s")
             await asyncio.sleep(0.1)
         return engines
 
@@ -123,7 +125,7 @@ async def _is_answering(engine: Engine) -> bool:
 
 
 class DiscoveredEnginePool(EnginePool):
-    """A pool of the run's engines that follows their addresses in the store."""
+    """A pool of the run's engines that is updated when their addresses in the store change."""
 
     def __init__(
         self,
@@ -156,8 +158,8 @@ class DiscoveredEnginePool(EnginePool):
 async def connect_to_engines(
     context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
 ) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the run's engines or teachers as one engine, and a coroutine function that follows their
-    addresses. The caller must run it in the background, so that engines that have moved are found again."""
+    """Return the run's engines or teachers as one engine, and a coroutine function that watches their
+    addresses. The caller must run it in the background, so that engines are found again after they move."""
     directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:

@@ -1,4 +1,4 @@
-"""Ends a command after Ctrl-C or SIGTERM, in bounded time even if something hangs."""
+"""End a command after Ctrl-C or SIGTERM, in bounded time even if something hangs."""
 
 from __future__ import annotations
 
@@ -11,47 +11,49 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_INTERRUPTED = 130
-"""The exit code after Ctrl-C, as in shells."""
+"""The exit code after Ctrl-C, which is 128 + SIGINT as in shells. It is also used after SIGTERM."""
 CLEANUP_SECONDS = 30.0
-"""Time that the command has to stop its processes before they are killed."""
+"""Seconds that the command has to stop its processes before they are killed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
-    """Handles SIGINT and SIGTERM. The first signal calls ``on_first``, which by default cancels the current
-    task. The second signal, or a timer after ``seconds``, calls ``kill`` and exits the process."""
+    """Handles SIGINT and SIGTERM. The first signal calls ``on_first_signal``, which by default cancels the
+    current task. A second signal, or a timer after ``cleanup_seconds``, calls ``kill`` and exits the
+    process."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self.on_first: Callable[[], object] = task.cancel
+        self.on_first_signal: Callable[[], object] = task.cancel
         self.kill: Callable[[], object] = lambda: None
-        self.seconds = CLEANUP_SECONDS
+        self.cleanup_seconds = CLEANUP_SECONDS
         self.is_stopping = False
         self._loop = asyncio.get_running_loop()
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.is_stopping:
             if signum == signal.SIGALRM:
-                os.write(2, f"not stopped after {self.seconds:g} s; killing all processes\n".encode())
+                os.write(2, f"not stopped after {self.cleanup_seconds:g} s; killing all processes\n".encode())
             try:
                 self.kill()
             finally:
                 os._exit(EXIT_INTERRUPTED)
         self.is_stopping = True
         signal.signal(signal.SIGALRM, self.handle)
-        signal.setitimer(signal.ITIMER_REAL, self.seconds)
-        self._loop.call_soon_threadsafe(lambda: self.on_first())
+        signal.setitimer(signal.ITIMER_REAL, self.cleanup_seconds)
+        self._loop.call_soon_threadsafe(lambda: self.on_first_signal())
 
 
 @contextmanager
 def handle_interrupts() -> Generator[Interrupts]:
-    """Handle signals in the block. KeyboardInterrupt is raised if the block is cancelled after a signal."""
+    """Handle SIGINT and SIGTERM in the block. Raises KeyboardInterrupt if the block is cancelled after a
+    signal."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts  # only the main thread can handle signals
         return
-    # A handler of the event loop would not be called while the loop is blocked.
+    # The event loop's own signal handlers are not called while the loop is blocked.
     previous = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
     try:
         yield interrupts

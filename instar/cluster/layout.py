@@ -25,13 +25,13 @@ from instar.types import Json
 
 
 def public_settings(config: RunConfig) -> Json:
-    """Return the settings as JSON without the agent's environment variables, which often contain keys."""
+    """Return the settings as JSON, without the agent's environment variables, which often contain keys."""
     return config.model_dump(mode="json", exclude={"rollout": {"agent": {"env"}}})
 
 
 def engine_names(config: RunConfig) -> list[str]:
     """Return the names of the run's engine processes, or an empty list if a provider serves the model."""
-    return _numbered("engine", config.engine)
+    return _process_names("engine", config.engine)
 
 
 def teacher_names(config: RunConfig) -> list[str]:
@@ -39,7 +39,7 @@ def teacher_names(config: RunConfig) -> list[str]:
     section = config.trainer.reference
     if not isinstance(section, EngineReferenceConfig) or section.weight == 0:
         return []
-    return _numbered("teacher", section.engine)
+    return _process_names("teacher", section.engine)
 
 
 def teacher_config(config: RunConfig) -> RunConfig:
@@ -52,14 +52,14 @@ def teacher_config(config: RunConfig) -> RunConfig:
     return config.model_copy(update=changes)
 
 
-def _numbered(name: str, engine: EngineConfig) -> list[str]:
+def _process_names(role: str, engine: EngineConfig) -> list[str]:
     if isinstance(engine, UpstreamEngineConfig):
         return []
-    count = _count(engine)
-    return [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
+    count = _count_processes(engine)
+    return [role] if count == 1 else [f"{role}-{index}" for index in range(count)]
 
 
-def _count(engine: EngineConfig) -> int:
+def _count_processes(engine: EngineConfig) -> int:
     return 1 if isinstance(engine, PluginConfig | UpstreamEngineConfig) else engine.count
 
 
@@ -68,17 +68,17 @@ def engine_process_config(config: RunConfig, index: int) -> RunConfig:
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
-            if index < _count(part):
+            if index < _count_processes(part):
                 return engine_process_config(config.model_copy(update={"engine": part}), index)
-            index -= _count(part)
+            index -= _count_processes(part)
     if isinstance(engine, VllmEngineConfig) and engine.servers:
         engine = engine.model_copy(update={"servers": [engine.servers[index]]})
     return config.model_copy(update={"engine": engine})
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter of an engine process with a config from `engine_process_config`, or None for the
-    current interpreter. A vLLM section's `python` is for the vLLM server, which is a separate process."""
+    """Return the interpreter for an engine process with a config from `engine_process_config`, or None for
+    the current interpreter. The `python` of a vLLM section is for the vLLM server, a separate process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -102,7 +102,7 @@ class RunFolder:
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
-        self.metrics.touch()  # the rollout, which may be the first to write to it, has the user's umask
+        self.metrics.touch()  # now, because the rollout, which may write to it first, has the user's umask
 
     def make_private(self) -> str:
         """Remove other users' access if an earlier version of Instar created the folder. Return a message for
@@ -126,14 +126,14 @@ class RunFolder:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(
-                f"{self.config_file} is invalid; a different version of Instar may have written it: "
+                f"{self.config_file} is invalid, perhaps because another version of Instar wrote it: "
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from error
         # The folder may have been moved since the config was written.
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Lock a role until the returned descriptor is closed. Wait up to ``wait`` seconds for the lock."""
+        """Lock a role until the returned descriptor is closed. Waits up to ``wait`` seconds for the lock."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + wait
@@ -145,6 +145,6 @@ class RunFolder:
                 if time.monotonic() > deadline:
                     os.close(descriptor)
                     raise InstarError(
-                        f"the {name} of {self.path} is already running in a different process; stop it first"
+                        f"the {name} of {self.path} is already running in another process; stop it first"
                     ) from None
                 time.sleep(0.05)

@@ -41,7 +41,7 @@ from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
 REWARDS = "rewards"
 STATUS_SECONDS = 5.0
-Phase = Literal["starting", "evaluating before", "training", "evaluating after", "stopping", "done"]
+Phase = Literal["starting", "initial evaluation", "training", "final evaluation", "stopping", "done"]
 
 
 @dataclass
@@ -89,7 +89,7 @@ class LiveRun:
 
     @property
     def judge_key_variables(self) -> set[str]:
-        """The names of the environment variables with the keys of judges, which agents must not see."""
+        """The environment variables with the API keys of judges, which agents must not see."""
         names = (getattr(section, "api_key_env", None) for section in self.config.reward)
         return {name for name in names if name}
 
@@ -99,8 +99,8 @@ async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
     """Start the engines, the gateway and, if needed, the rewards role, yield the run, and finally stop all
-    roles. ``live`` must be True if clients outside of the run open sessions, so that these sessions are
-    scored. Ctrl-C cancels the start, and also the block unless it sets ``interrupts.on_first``."""
+    roles. ``live`` must be True if clients outside the run open sessions, so that these are scored. Ctrl-C
+    cancels startup, and later the block unless the block has set ``interrupts.on_first_signal``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -119,8 +119,8 @@ async def serve_run(
         resources.push_async_callback(store.close)
         if not resume and await store.run(config.name) is not None:  # several folders may share a store
             raise ConfigError(
-                f"name: the store already has a run named {config.name!r}. Continue the run with --resume "
-                "from its folder, or choose a different name."
+                f"name: the store already has a run named {config.name!r}. Continue it with --resume from "
+                "its folder, or choose a different name."
             )
         folder.create(config)
         await _register_run(config, store)
@@ -195,7 +195,7 @@ async def _stop_watchers(run: LiveRun) -> None:
 
 
 async def start_role(run: LiveRun, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleHandle:
-    """Start a role under a new lease, register its address, if any, in the store, and return its handle."""
+    """Start a role under a new lease, and register its address in the store if it listens."""
     lease = await run.store.take_lease(run.run_id, options.get("name") or role)
     options["env"] = {**options.get("env", {}), LEASE_ENV: str(lease)}
     handle = await run.cluster.start(role, *arguments, **options)
@@ -214,7 +214,7 @@ async def start_rollout(run: LiveRun, *arguments: str) -> None:
 
 
 async def start_teacher(run: LiveRun) -> None:
-    """Start the teacher's processes if the teacher is an engine, and wait until they answer."""
+    """Start the teacher's processes, if the teacher is an engine, and wait until they answer."""
     for index, name in enumerate(teacher_names(run.config)):
         teacher = engine_process_config(teacher_config(run.config), index)
         is_cloud = isinstance(teacher.engine, CloudEngineConfig)
@@ -240,7 +240,7 @@ async def _start_with_secrets(
 
 
 async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
-    """Wait until every process of the ``roles`` answers. Raises InstarError after ``timeout`` seconds."""
+    """Wait until all processes of the ``roles`` answer. Raises InstarError after ``timeout`` seconds."""
     import aiohttp
 
     deadline = time.monotonic() + timeout
@@ -258,9 +258,8 @@ async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> N
                 except (aiohttp.ClientError, TimeoutError):
                     pass
                 if time.monotonic() > deadline:
-                    raise InstarError(
-                        f"{handle.name} ({handle.url}) did not answer in {timeout:.0f} s; see {handle.log}"
-                    )
+                    where = f"{handle.name} ({handle.url})"
+                    raise InstarError(f"{where} did not answer within {timeout:.0f} s; see {handle.log}")
                 await asyncio.sleep(0.1)
 
 

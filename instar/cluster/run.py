@@ -1,4 +1,4 @@
-"""A training run from its start to its end: checks, evaluations, training, and the remaining scores."""
+"""A training run from start to end: checks, evaluations, training, and the remaining scores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from instar.trainer.monitor import read_metrics
 T = TypeVar("T")
 
 MAX_SCORING_SECONDS = 120.0
-"""Maximum time that a finished run waits for scores that no step needs."""
+"""How long a finished run waits for scores that no step needs."""
 
 
 async def train(
@@ -46,8 +46,9 @@ async def train(
     """Train until the run is finished, and return the run. ``on_started`` is called when the engines and the
     gateway answer.
 
-    Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C stops its start. After a later
-    Ctrl-C, the run finishes its step, saves a checkpoint and returns with ``is_stopped_by_user`` set.
+    Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C is pressed during startup. On
+    Ctrl-C after that, the run finishes its step, saves a checkpoint and returns with ``is_stopped_by_user``
+    set.
     """
     _check_trainable(config)
     config, notes = check_run(config, os.environ)
@@ -67,13 +68,13 @@ async def train(
         try:
             await import_data(run.store, run.config, log)
             await start_teacher(run)
-            stop = _stop_after_step(run)
+            stop = _install_stop_handler(run)
             await run_phases(run, stop)
             await finish_scoring(run, stop)
             run.is_stopped_by_user = stop.is_set()
         except Exception as error:  # any error makes the run fail, and is recorded in the store
             await record_failure(run, error)
-            if isinstance(error, OSError):  # the cause is the machine, so users see no traceback
+            if isinstance(error, OSError):  # a problem with the machine, so a traceback would not help
                 raise InstarError(str(error)) from error
             raise
         except asyncio.CancelledError:  # Ctrl-C before the first phase
@@ -87,14 +88,14 @@ def _check_trainable(config: RunConfig) -> None:
     if config.rollout is None:
         if any(section.is_live for section in config.data):
             raise ConfigError(
-                "rollout: this section is missing; add the tasks and the agent to train on, or train only on "
+                "rollout: this section is missing; add it with `tasks` and `agent`, or train only on "
                 "exported data (data: dataset:NAME)"
             )
         if config.eval is not None:
-            raise ConfigError("rollout: this section is missing; an evaluation needs its agent")
+            raise ConfigError("rollout: this section is missing; `eval` needs its agent")
     if not engine_names(config):
         raise ConfigError(
-            "engine.type: the model of an upstream cannot be trained; use an engine such as local"
+            "engine.type: the model of an upstream cannot be trained; use another engine, such as local"
         )
 
 
@@ -104,19 +105,19 @@ def _check_teacher(config: RunConfig) -> None:
         return
     if isinstance(section.engine, UpstreamEngineConfig):
         raise ConfigError(
-            "trainer.reference.engine.type: an upstream does not compute the logprobs of a prompt; set "
-            "trainer.reference.type to completions if the provider's API computes them"
+            "trainer.reference.engine.type: an upstream does not return prompt logprobs; if the provider's "
+            "completions API does, set trainer.reference.type to completions"
         )
     if isinstance(section.engine, CloudEngineConfig) and not isinstance(config.backend, CloudConfig):
         raise ConfigError(
-            "trainer.reference.engine.type: cloud requires that the backend is a training service, but "
+            "trainer.reference.engine.type: cloud requires a training service as the backend, but "
             f"backend.type is {config.backend.type!r}; set trainer.reference.engine.type to local"
         )
 
 
 def _check_same_backend(config: RunConfig, previous: RunConfig) -> None:
-    """Raise ConfigError if the backend differs from the one that saved the state of the resumed run, because
-    backends cannot load each other's state. `auto` may have resolved to a different backend."""
+    """Raise ConfigError if the resumed run was trained by a different backend, because backends cannot load
+    each other's state. `auto` may have resolved to a different backend before."""
     if previous.backend.type != config.backend.type:
         raise ConfigError(
             f"backend.type: this run was trained by {previous.backend.type}, but the setting now resolves to "
@@ -128,13 +129,13 @@ async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
     plan = run.config.eval
     should_evaluate = plan is not None and plan.at_start and not _is_evaluated(run, "before")
     if should_evaluate and (await run.store.progress(run.run_id)).head_version == 0:
-        run.phase = "evaluating before"
+        run.phase = "initial evaluation"
         await evaluate(run, "before", stop)
     if not stop.is_set():
         run.phase = "training"
         await run_training(run, stop)
     if plan and plan.at_end and not stop.is_set():
-        run.phase = "evaluating after"
+        run.phase = "final evaluation"
         await evaluate(run, "after", stop)
 
 
@@ -162,8 +163,8 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
 
 
 async def _stop_training(run: LiveRun) -> int:
-    """Let the trainer finish its step in `trainer.stop_timeout`. Return its exit code, or 0 if it was killed.
-    Stop the rollout meanwhile, so that it does not slow the trainer down."""
+    """Give the trainer `trainer.stop_timeout` seconds to finish its step, and stop the rollout at the same
+    time so that it does not slow the trainer down. Return the trainer's exit code, or 0 if it was killed."""
     cluster, seconds = run.cluster, run.config.trainer.stop_timeout
     is_stopped, _ = await asyncio.gather(cluster.stop("trainer", seconds), cluster.stop("rollout"))
     if is_stopped:
@@ -221,7 +222,7 @@ async def _pause(seconds: float, stop: asyncio.Event) -> None:
 
 
 def _is_evaluated(run: LiveRun, label: str) -> bool:
-    """Return True if the run completed this evaluation in every mode before it was resumed."""
+    """Return True if the resumed run has already completed this evaluation in every mode."""
     assert run.config.eval is not None
     modes = {
         record["mode"]
@@ -231,8 +232,8 @@ def _is_evaluated(run: LiveRun, label: str) -> bool:
     return modes >= set(run.config.eval.modes)
 
 
-def _stop_after_step(run: LiveRun) -> asyncio.Event:
-    """Return an event that the first Ctrl-C or SIGTERM sets from now on, instead of cancelling the run."""
+def _install_stop_handler(run: LiveRun) -> asyncio.Event:
+    """Make the first Ctrl-C or SIGTERM set the returned event instead of cancelling the run."""
     stop = asyncio.Event()
     seconds = run.config.trainer.stop_timeout
 
@@ -243,14 +244,14 @@ def _stop_after_step(run: LiveRun) -> asyncio.Event:
         )
         stop.set()
 
-    run.interrupts.on_first = interrupt
-    run.interrupts.seconds = seconds + CLEANUP_SECONDS
+    run.interrupts.on_first_signal = interrupt
+    run.interrupts.cleanup_seconds = seconds + CLEANUP_SECONDS
     return stop
 
 
 async def record_failure(run: LiveRun, error: Exception) -> None:
-    """Write the failure to the store. An error during the write is only logged, so that the caller can raise
-    the first error."""
+    """Record the failure in the store. If that fails too, only log it, so that the caller can raise the first
+    error."""
     try:
         await _finish(run, "failed", str(error) or type(error).__name__)
     except (InstarError, OSError) as store_error:

@@ -93,7 +93,7 @@ class ChildProcess(RoleHandle):
 
 class Supervisor(Cluster):
     def __init__(self, folder: RunFolder, *, log: Callable[[str], None], host: str = "") -> None:
-        """``host``, if not empty, is the host in the roles' URLs and precedes the paths of their logs."""
+        """``host``, if not empty, is the host in the roles' URLs and the prefix of their log paths."""
         super().__init__(log=log)
         self.folder = folder
         self._host = host
@@ -136,7 +136,7 @@ class Supervisor(Cluster):
     async def _run(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
-        except BaseException as error:  # after any failure, nothing else would set the exit code
+        except BaseException as error:  # whatever the failure, nothing else would set the exit code
             child.exit_code.set_result(EXIT_FATAL)
             if isinstance(error, OSError):
                 raise InstarError(f"{child.name} cannot be started: {error}") from error
@@ -236,6 +236,6 @@ class Supervisor(Cluster):
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return 0 if a stopping role exited because of a stop signal or was killed by it, else ``code``. Roles
+    """Return 0 if a stopping role exited because of a stop signal, or was killed by one, else ``code``. Roles
     handle stop signals while they work, so such a signal can only kill a role before or after its work."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

@@ -1,4 +1,4 @@
-"""Runs coroutines in the background. Their exceptions are raised or logged, never lost."""
+"""Run coroutines in the background. Their exceptions are raised or logged, never lost."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The settings of a run, which one YAML file describes. The docstring under a field is its documentation.
+"""The settings of a run, loaded from a single YAML file. The docstring under a field is its documentation.
 
-Sections that have variants are unions on ``type``; `registry` maps the same ``type`` to the class that
-implements the variant. This package imports neither torch nor the modules of the variants.
+Sections with variants are unions on ``type``; `registry` maps the same ``type`` to the class that implements
+the variant. This package imports neither torch nor the modules of the variants.
 """
 
 from instar.config.backends import AdamConfig as AdamConfig

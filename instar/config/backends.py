@@ -1,4 +1,4 @@
-"""Config sections of the training backend, the loss and the optimizer."""
+"""Config sections for the training backend, the loss and the optimizer."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ class LocalBackendConfig(Section):
     """The adapter; `null` trains all weights."""
     micro_batch_tokens: Positive = 8192
     """Maximum number of tokens in one forward and backward pass. A prefix that several samples share counts
-    once. A longer sample gets a pass of its own."""
+    once. A sample that exceeds the limit gets its own pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, but needs less memory."""
     threads: Positive | None = None
-    """Number of CPU threads of torch. Default: all cores, or half of them while a local engine is busy."""
+    """Number of torch CPU threads. Default: all cores, or half of them while a local engine is busy."""
     python: str | None = None
-    """Python interpreter of the trainer's process. Default: the running interpreter."""
+    """Python interpreter for the trainer process. Default: the running interpreter."""
 
 
 class CloudSection(Section):
-    """Settings that all training services share."""
+    """Settings shared by all training services."""
 
     base_url: str | None = None
     """URL of the service. Default: the value of `TINKER_BASE_URL`, `MINT_BASE_URL` or `WEAVER_BASE_URL`,
-    depending on the service, or else the service's public URL."""
+    depending on the service; if unset, the service's public URL."""
     api_key: SecretStr | None = None
-    """API key. Default: the value of the variable in `api_key_env`."""
+    """API key. Default: the value of the environment variable named by `api_key_env`."""
     api_key_env: str | None = None
     """Environment variable with the key. Default: `TINKER_API_KEY`, `MINT_API_KEY` or `WEAVER_API_KEY`."""
     base_model: str | None = None
@@ -58,12 +58,12 @@ class CloudSection(Section):
     train_unembed: bool = False
     """Adapt the output layer."""
     deadline: Seconds = 600.0
-    """Timeout of one call to the service, including retries, in seconds."""
+    """Timeout for one call to the service, including retries, in seconds."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """Time for which the service stores a published sampler, in seconds. A sampler in use is published again
-    before it expires."""
+    """How long the service keeps a published sampler, in seconds. A sampler that is still in use is published
+    again before it expires."""
     python: str | None = None
-    """Python interpreter of the trainer and the sampler, if the SDK is installed in a separate environment.
+    """Python interpreter for the trainer and the sampler, if the SDK is installed in a separate environment.
     Default: the running interpreter."""
 
 
@@ -87,8 +87,8 @@ class WeaverBackendConfig(CloudSection):
 
 
 class AutoBackendConfig(CloudSection):
-    """Chooses the backend at the start: the service that `base_url`, `api_key` or `api_key_env` points to, or
-    else the service whose environment variables are set. If none of these is set, the backend is `local`."""
+    """Chooses the backend when the run starts: the service that `base_url`, `api_key` or `api_key_env` points
+    to, or else the service whose environment variables are set. If none of these is set, uses `local`."""
 
     type: Literal["auto"] = "auto"
 
@@ -101,14 +101,14 @@ class VerlBackendConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     ranks: Positive = 2
-    """Number of processes that the model is sharded over. On GPUs, each process has its own GPU."""
+    """Number of processes to shard the model over. On GPUs, each process has its own GPU."""
     micro_batch_tokens: Positive = 8192
-    """Maximum number of tokens in one pass of a rank, or the length of the longest sample if it is higher."""
+    """Maximum number of tokens per pass on each rank, or the length of the longest sample if that is more."""
     deadline: Seconds = 3600.0
-    """Timeout of one call to the workers, in seconds. After a timeout, new workers are started and load the
+    """Timeout for one call to the workers, in seconds. After a timeout, new workers are started and load the
     last saved state."""
     python: str | None = None
-    """Python interpreter of the trainer's process. Default: the running interpreter."""
+    """Python interpreter for the trainer process. Default: the running interpreter."""
 
 
 CloudConfig = TinkerBackendConfig | MintBackendConfig | WeaverBackendConfig
@@ -130,7 +130,8 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamConfig(Section):
-    """The Adam optimizer. Every field is passed to the backend, whose own defaults never apply."""
+    """Settings of the Adam optimizer. All of them are passed to the backend, so its own defaults never
+    apply."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 2e-4
     """Learning rate after warm-up, at most 10."""
@@ -154,10 +155,11 @@ class LossConfig(Section):
 
     name: LossName = "importance_sampling"
     """Loss function. `importance_sampling`: ratio · advantage; `ppo` and `cispo` clip the ratio.
-    `cross_entropy` (logprob · advantage) and `dro` (the same with a quadratic penalty) use no ratio."""
+    `cross_entropy` (logprob · advantage) and `dro` (the same with a quadratic penalty) do not use the
+    ratio."""
     clip_low: float | None = None
-    """Lower bound of the importance ratio, for `ppo` and `cispo`. Default: `ppo` 0.8, `cispo` 0."""
+    """Lower bound of the importance ratio for `ppo` and `cispo`. Default: 0.8 for `ppo`, 0 for `cispo`."""
     clip_high: float | None = None
-    """Upper bound of the importance ratio, for `ppo` and `cispo`. Default: `ppo` 1.2, `cispo` 4."""
+    """Upper bound of the importance ratio for `ppo` and `cispo`. Default: 1.2 for `ppo`, 4 for `cispo`."""
     beta: Annotated[float, Field(ge=0)] | None = None
-    """Strength of the penalty of `dro`. Default: 0.05."""
+    """Strength of the `dro` penalty. Default: 0.05."""

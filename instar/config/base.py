@@ -15,13 +15,14 @@ Unit = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
-    """A part of the config. It is immutable, and rejects unknown keys, infinity and NaN."""
+    """A section of the config. It is immutable and rejects unknown keys, infinity and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def type_shorthand(default: str) -> BeforeValidator:
-    """Return a validator that accepts a bare word as a section's `type`, and fills in a missing `type`."""
+    """Return a validator that expands a bare word to a section of that `type`, and fills in a missing
+    `type`."""
 
     def fill(value: Any) -> Any:
         if isinstance(value, str):
@@ -40,6 +41,6 @@ class PluginConfig(Section):
     name: str
     """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings for the plugin, which receives this complete section."""
+    """Settings for the plugin. It receives this whole section."""
     python: str | None = None
-    """Python interpreter of the plugin's process, if any. Default: the running interpreter."""
+    """Python interpreter for the plugin's process, if it has one. Default: the running interpreter."""

@@ -1,4 +1,4 @@
-"""Config section of the data that a run trains on."""
+"""Config section for the data that a run trains on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ MAX_SHARE_DENOMINATOR = 10_000
 
 
 class DataConfig(Section):
-    """A source of groups to train on. A list mixes several sources, each with its share of every step."""
+    """A source of groups to train on. Use a list to mix several sources."""
 
     source: str = LIVE
-    """`live`: sessions of this run. `dataset:NAME` or `dataset:NAME@VERSION`: exported data that has a name
-    (`instar datasets`), by default its newest version. Anything else is the path of a folder with an
-    export."""
+    """`live`: this run's own sessions. `dataset:NAME` or `dataset:NAME@VERSION`: a named dataset (see
+    `instar datasets`), by default its newest version. Anything else is the path of an exported folder."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the groups in a step. The shares in a list must add up to 1."""
+    """Fraction of the groups in each step. The shares of all sources must add up to 1."""
     epochs: Positive | None = None
-    """Number of passes over exported data. After the last pass, the data's share of a step stays empty.
+    """Number of passes over exported data. After the last pass, its share of each step stays empty.
     Default: 1, or as many as the run needs if the data is mixed with `live`."""
     content: str | None = None
     """Content hash that the exported data must have. Default: the hash at the start of the run, which also
@@ -35,19 +34,18 @@ class DataConfig(Section):
 
     @field_validator("source")
     @classmethod
-    def _source_is_valid(cls, source: str) -> str:
+    def _check_source(cls, source: str) -> str:
         name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
         if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
             raise ValueError(
-                f"given {source!r}, which is not a source; use live, dataset:NAME, dataset:NAME@VERSION or a "
-                "folder"
+                f"must be live, dataset:NAME, dataset:NAME@VERSION or the path of a folder, got {source!r}"
             )
         return source
 
     @model_validator(mode="after")
-    def _live_has_no_export_settings(self) -> Self:
+    def _check_export_settings(self) -> Self:
         if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content: only exported data has these settings; leave them out")
+            raise ValueError("epochs and content can only be set for exported data, not for live data")
         return self
 
     @property
@@ -64,14 +62,14 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """The label of the source's groups: the dataset's name and version, or the start of its hash."""
+        """The label of the source's groups: the dataset's name and version, or a prefix of its hash."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
 def group_prefix(run_id: str, label: str) -> str:
-    """Return the prefix of the ids of a run's groups from the source with this label."""
+    """Return the id prefix of the run's groups that come from the source with this label."""
     return f"{run_id}/data/{label}/"
 
 
@@ -83,21 +81,21 @@ def normalize_data(value: Any) -> Any:
 
 def check_data_sources(sections: Sequence[DataConfig]) -> None:
     if not sections:
-        raise ValueError("data: given an empty list; add at least one source")
+        raise ValueError("data: must have at least one source")
     for section in sections:
         if _exact_share(section.share).denominator > MAX_SHARE_DENOMINATOR:
             raise ValueError(f"data: share {section.share} has too many digits; use at most 4 decimal places")
     if sum(_exact_share(section.share) for section in sections) != 1:
         shares = " + ".join(f"{section.share:g}" for section in sections)
-        raise ValueError(f"data: the shares are {shares}; they must add up to 1")
+        raise ValueError(f"data: the shares must add up to 1, got {shares}")
     if len({section.source for section in sections}) < len(sections):
         sources = ", ".join(section.source for section in sections)
-        raise ValueError(f"data: given {sources}; list each source once, with the sum of its shares")
+        raise ValueError(f"data: each source may be listed only once, got {sources}")
 
 
 def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """Return how many of the first ``groups`` groups of a run belong to each source. The next group is always
-    taken from the source that is furthest behind its share, so the result depends only on the arguments."""
+    """Return how many of the first ``groups`` groups of a run come from each source. The next group always
+    comes from the source that is furthest behind its share, so the result depends only on the arguments."""
     order = _source_order(tuple(shares))
     rounds, remainder = divmod(groups, len(order))
     per_round, in_last_round = Counter(order), Counter(order[:remainder])
@@ -106,8 +104,8 @@ def count_groups(shares: Sequence[float], groups: int) -> list[int]:
 
 @lru_cache(maxsize=8)
 def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
-    """Return the source of each group in a round, as indices of ``shares``. A round is the shortest sequence
-    of groups in which every source has exactly its share."""
+    """Return the source of each group in a round, as an index into ``shares``. A round is the shortest
+    sequence of groups in which every source has exactly its share."""
     exact_shares = [_exact_share(share) for share in shares]
     length = 1
     while any((share * length).denominator != 1 for share in exact_shares):
@@ -123,5 +121,5 @@ def _source_order(shares: tuple[float, ...]) -> tuple[int, ...]:
 
 
 def _exact_share(share: float) -> Fraction:
-    """Return the share as an exact fraction of the decimal number in the config."""
+    """Return the decimal number in the config as an exact fraction."""
     return Fraction(repr(share))

@@ -1,4 +1,4 @@
-"""Config sections of the engines that sample tokens."""
+"""Config sections for the engines that sample tokens."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, t
 
 
 class EngineProcessConfig(Section):
-    """Settings of the processes of an engine."""
+    """Settings for the processes of an engine."""
 
     count: Positive = 1
     """Number of engine processes or vLLM servers to start. The gateway distributes sessions among them."""
     python: str | None = None
-    """Python interpreter of the engine's process. Default: the running interpreter; `backend.python` if the
-    engine is `cloud`."""
+    """Python interpreter for the engine processes. Default: the running interpreter, or `backend.python` for
+    a `cloud` engine."""
 
 
 class LocalEngineConfig(EngineProcessConfig):
@@ -26,11 +26,11 @@ class LocalEngineConfig(EngineProcessConfig):
     max_batch: Positive = 64
     """Maximum number of replies generated at once."""
     prefill_tokens: Positive = 512
-    """Maximum number of prompt tokens that are computed in one step in addition to the decoded tokens."""
+    """Maximum number of prompt tokens to process in one step, in addition to the decoded tokens."""
     kv_tokens: Positive | None = None
     """Number of tokens in the KV cache. Default: a third of the free memory, at most two full batches."""
     threads: Positive | None = None
-    """Number of CPU threads of torch. Default: an equal share of the cores, halved while a trainer runs."""
+    """Number of torch CPU threads. Default: an equal share of the cores, halved while a trainer runs."""
 
 
 class ScriptedEngineConfig(EngineProcessConfig):
@@ -38,28 +38,29 @@ class ScriptedEngineConfig(EngineProcessConfig):
 
     type: Literal["scripted"] = "scripted"
     replies: list[str] = ["Hello from the scripted engine."]
-    """The replies, one for each turn of a conversation. The list starts over after the last reply."""
+    """The replies, one for each turn of a conversation. After the last reply, the list starts over."""
     function: str | None = None
-    """Function `package.module:function` that returns a reply for (prompt text, seed). Replaces `replies`."""
+    """Function that takes (prompt text, seed) and returns a reply, as `package.module:function`. Replaces
+    `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
 
 
 class UpstreamEngineConfig(Section):
-    """Forwards the calls of agents to a provider's model and records them. A call is trainable only if the
-    provider returns its token ids and logprobs."""
+    """Forwards agents' calls to a provider's model and records them. A call is trainable only if the provider
+    returns its token ids and logprobs."""
 
     type: Literal["upstream"] = "upstream"
     base_url: str
     """Base URL of the provider, for example `https://api.openai.com/v1` or `https://api.anthropic.com`."""
     dialect: Literal["chat", "responses", "messages", "completions"] = "chat"
-    """API format of the provider. Requests in this format or in `also` are forwarded; others are translated
-    to `chat` or `messages`, if the provider supports one of them. `completions` is never translated."""
+    """API format of the provider. Requests in this format or one of `also` are forwarded. Others are
+    translated to `chat` or `messages` if the provider supports it. `completions` is never translated."""
     also: list[Literal["chat", "responses", "messages", "completions"]] = []
     """Other API formats that the provider supports at the same URL."""
     api_key_env: str | None = None
     """Environment variable with the provider's API key. Default: the key that the agent sends in addition to
-    its Instar key (see docs/gateway.md), if any. A key that Instar issued is never forwarded."""
+    its Instar key, if any (see docs/gateway.md). Keys issued by Instar are never forwarded."""
     model: str | None = None
     """Model name sent to the provider. Default: the name that the agent requests."""
     token_ids: bool = False
@@ -67,11 +68,11 @@ class UpstreamEngineConfig(Section):
     headers: dict[str, str] = {}
     """HTTP headers sent with every request."""
     python: str | None = None
-    """Unused, because an upstream has no process."""
+    """Unused, because an upstream has no process of its own."""
 
 
 class CloudEngineConfig(EngineProcessConfig):
-    """Samples from the service that trains (`backend`). This is the default engine if a service trains."""
+    """Samples from the training service in `backend`. This is the default engine for training services."""
 
     type: Literal["cloud"] = "cloud"
     max_in_flight: Positive = 64
@@ -84,20 +85,21 @@ class VllmEngineConfig(EngineProcessConfig):
 
     type: Literal["vllm"] = "vllm"
     policy: Literal["auto", "adapter", "merged"] = "auto"
-    """Method of serving a policy. `adapter`: each version is a separate LoRA adapter, and a request keeps the
-    version that it began with. `merged`: the adapter is merged into the served weights, and requests in
-    flight continue with the new weights. `auto`: `merged` if all weights are trained, if `sync.route` is
-    neither `auto` nor `files`, or on a CPU (adapters more than halve the speed there), otherwise `adapter`;
-    with `servers`, the method that they support."""
+    """How policies are served. `adapter`: each version is a separate LoRA adapter, and a request keeps the
+    version that it started with. `merged`: the adapter is merged into the served weights, and requests in
+    flight continue with the new weights. `auto`: the method that `servers` support, if set. Otherwise,
+    `merged` if all weights are trained, if `sync.route` is neither `auto` nor `files`, or on a CPU (where
+    adapters more than halve the speed), else `adapter`."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. If URLs are set, Instar starts no server, and `count` is the
-    number of URLs."""
+    """URLs of running servers, without `/v1`. If set, Instar starts no servers, and `count` is the number of
+    URLs."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256
     """Maximum number of replies generated at once by one server."""
     gpu_memory: Unit | None = None
-    """Share of the GPU's memory for each server. Default: 0.9, or 0.4 if a trainer runs on this machine."""
+    """Fraction of the GPU's memory for each server. Default: 0.9, or 0.4 if a trainer runs on this
+    machine."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: Positive | None = None
@@ -107,11 +109,11 @@ class VllmEngineConfig(EngineProcessConfig):
     eager: bool | None = None
     """Skip compilation, for a faster start but slower sampling. Default: true on a CPU, otherwise false."""
     args: list[str] = []
-    """Additional arguments of `vllm serve`."""
+    """Additional arguments for `vllm serve`."""
     env: dict[str, str] = {}
-    """Additional environment variables of the servers."""
+    """Additional environment variables for the servers."""
     start_timeout: Seconds = 600.0
-    """Timeout for a server to start, in seconds."""
+    """Timeout for starting a server, in seconds."""
 
     @model_validator(mode="before")
     @classmethod
@@ -120,12 +122,12 @@ class VllmEngineConfig(EngineProcessConfig):
             return cast(Any, value)
         servers = len(cast(Any, value["servers"]))
         if value.get("count", servers) not in (1, servers):
-            raise ValueError(f"count: given {value['count']}; must be the number of `servers`, {servers}")
+            raise ValueError(f"count: must be the number of `servers`, {servers}, got {value['count']}")
         return {**cast(Any, value), "count": servers}
 
 
 class MixedEngineConfig(Section):
-    """Combines engines of several types that serve the same model."""
+    """Combines several engines that serve the same model."""
 
     type: Literal["mixed"] = "mixed"
     parts: Annotated[
@@ -144,7 +146,7 @@ class MixedEngineConfig(Section):
 
     @property
     def count(self) -> int:
-        """The number of processes of all parts together."""
+        """The total number of processes."""
         return sum(1 if isinstance(part, PluginConfig) else part.count for part in self.parts)
 
 

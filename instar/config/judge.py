@@ -1,4 +1,4 @@
-"""Config section of rewards from a model that judges sessions."""
+"""Config section for rewards from a model that judges sessions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from instar.config.base import NonNegativeFloat, Positive, Seconds, Section
 
 
 class BudgetConfig(Section):
-    """The budget of a run for all its judges. If an answer could exceed the budget, it is not requested, and
-    the score of the session says why."""
+    """The budget of a run for all its judges. An answer that could exceed the budget is not requested, and
+    the session's score states the reason."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost in US dollars. Needs `input_price` or `output_price`."""
     calls: Positive | None = None
-    """Maximum number of answers, including unparseable answers, which cost money too."""
+    """Maximum number of answers. Unparseable answers count too, because they also cost money."""
 
 
 class SignalsConfig(Section):
-    """The rewards of a call, by what happens after the call; `null` gives no reward."""
+    """The reward of a call, depending on what happens next; `null` gives no reward."""
 
     accepted: float | None = 1.0
     """Reward if the user continues from the reply or says thanks."""
@@ -63,16 +63,15 @@ class JudgeRewardConfig(Section):
     max_tokens: Positive = 1024
     """Maximum length of an answer, in tokens."""
     structured: Literal["auto", "schema", "text"] = "auto"
-    """Method of requesting an answer in JSON. `schema`: with `response_format`, or with a tool call for
-    Anthropic. `text`: in the prompt only. `auto`: with a schema, or in the prompt if the endpoint rejects the
-    schema."""
+    """How JSON answers are requested. `schema`: with `response_format`, or with a tool call for Anthropic.
+    `text`: in the prompt only. `auto`: like `schema`, or like `text` if the endpoint rejects the schema."""
     votes: Positive = 1
     """Number of answers to each question. The reward is their mean. `followup` takes the most frequent
     signal, and gives no reward on a tie; `pairwise` counts each answer as a comparison."""
     scale: tuple[float, float] = (0.0, 1.0)
-    """Lowest and highest score that `outcome` and `process` ask for; rewards are scaled to 0..1."""
+    """Lowest and highest score that `outcome` and `process` ask for. Rewards are rescaled to 0..1."""
     pairs: Positive = 16
-    """Maximum number of pairs in a group that `pairwise` compares, each in both orders. If this is too few to
+    """Maximum number of pairs per group that `pairwise` compares, each in both orders. If this is too few to
     connect all sessions, more pairs are compared."""
     signals: SignalsConfig = SignalsConfig()
     """The rewards that `followup` gives."""
@@ -80,9 +79,9 @@ class JudgeRewardConfig(Section):
     """Maximum length of a question without the rubric, in characters. Longer questions are shortened in the
     middle or split."""
     timeout: Seconds = 30.0
-    """Timeout of one answer, in seconds, at most `scoring.deadline`."""
+    """Timeout for one answer, in seconds. Must not exceed `scoring.deadline`."""
     concurrency: Positive = 32
-    """Maximum number of answers that are requested at the same time."""
+    """Maximum number of concurrent requests."""
     input_price: NonNegativeFloat = 0.0
     """Price of a million input tokens, in US dollars."""
     output_price: NonNegativeFloat = 0.0
@@ -90,28 +89,26 @@ class JudgeRewardConfig(Section):
     budget: BudgetConfig = BudgetConfig()
 
     @model_validator(mode="after")
-    def _settings_are_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         if self.endpoint == "self":
             for field in ("model", "api_key_env"):
                 if (value := getattr(self, field)) is not None:
-                    raise ValueError(
-                        f"{field}: given {value!r}, but `endpoint: self` does not use it; leave it out"
-                    )
+                    raise ValueError(f"{field}: must not be set with `endpoint: self`, got {value!r}")
             if self.dialect != "chat":
-                raise ValueError(f"dialect: given {self.dialect!r}, but `endpoint: self` needs chat; omit it")
+                raise ValueError(f"dialect: must be 'chat' with `endpoint: self`, got {self.dialect!r}")
         elif self.model is None:
-            raise ValueError("model: missing; set the name of the model that judges")
+            raise ValueError("model: required unless `endpoint` is `self`")
         if self.votes > 1 and self.temperature == 0:
             raise ValueError(
-                f"temperature: given 0 with {self.votes} votes, which would all be equal; use more than 0"
+                f"temperature: must be above 0 with {self.votes} votes, which would otherwise all be equal"
             )
         if not self.scale[0] < self.scale[1]:
-            raise ValueError(f"scale: given {list(self.scale)}; the first score must be the lower one")
+            raise ValueError(f"scale: the first score must be lower than the second, got {list(self.scale)}")
         if self.budget.dollars is not None and not (self.input_price or self.output_price):
-            raise ValueError("budget.dollars: the cost is unknown; set input_price or output_price")
+            raise ValueError("budget.dollars: needs input_price or output_price to compute the cost")
         rubrics_by_field = {"pairs": ("pairwise",), "signals": ("followup",), "scale": ("outcome", "process")}
         for field, rubrics in rubrics_by_field.items():
             is_set = getattr(self, field) != type(self).model_fields[field].default
             if is_set and self.rubric not in rubrics:
-                raise ValueError(f"{field}: not used by the rubric {self.rubric!r}; leave it out")
+                raise ValueError(f"{field}: not used by the rubric {self.rubric!r}; remove it")
         return self

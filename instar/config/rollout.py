@@ -1,4 +1,4 @@
-"""Config sections of agents, rewards, scoring and evaluation."""
+"""Config sections for agents, rewards, scoring and evaluation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class FunctionAgentConfig(Section):
     function: str
     """Function to run, as `package.module:function`."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments for the function."""
 
 
 class CommandAgentConfig(Section):
@@ -59,14 +59,14 @@ class RolloutConfig(Section):
     concurrency: Positive = 32
     """Maximum number of concurrent sessions."""
     timeout: Seconds = 300.0
-    """Timeout of one session, in seconds."""
+    """Timeout for one session, in seconds."""
     retries: NonNegative = 2
-    """Maximum number of retries of a session after transient errors, with exponential backoff and jitter."""
+    """How often a session is retried after transient errors, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """Treatment of a group with a failed session. `keep`: train on the other sessions. `refill`: run another
-    session in its place. `drop`: drop the group."""
+    """How to handle a group if one of its sessions fails. `keep`: train on the other sessions. `refill`: run
+    another session in its place. `drop`: drop the group."""
     refills: NonNegative = 2
-    """Maximum number of additional sessions for each failed session under `refill`."""
+    """Maximum number of replacements for each failed session under `refill`."""
     failed_reward: float | None = None
     """Reward of a failed session; `null` excludes the session from training and from its group's mean."""
     shuffle: bool = True
@@ -88,13 +88,13 @@ class RuleRewardConfig(Section):
     function: str | None = None
     """Function to call, as `package.module:function`. Default: the scorer of the task set, if it has one."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments for the function."""
     name: str | None = None
     """Name under which the rewards are recorded. Default: `function`, or `task set` without a function."""
     thread: bool = True
     """Run a function that is not async in a thread, so that it does not block other work and
-    `scoring.deadline` applies. `false`: run the function in the main thread. This is needed for packages that
-    implement timeouts with signals."""
+    `scoring.deadline` applies. Set this to `false` for packages that implement timeouts with signals, which
+    only work in the main thread."""
 
 
 RewardConfig = Annotated[
@@ -104,24 +104,24 @@ RewardConfig = Annotated[
 
 
 class CombineConfig(Section):
-    """Combines the rewards of a session or a call into one. A reward has two names: its scorer (`math`,
-    `judge:outcome`) and its source (`human`, `judge`, `rule`, `agent` or `fallback`)."""
+    """Combines the rewards of a session or a call into one. Rewards are named by their scorer (`math`,
+    `judge:outcome`) or their source (`human`, `judge`, `rule`, `agent` or `fallback`)."""
 
     how: Literal["prefer", "sum"] = "prefer"
     """`prefer`: the latest reward of the first name in `prefer` that has one. `sum`: the weighted sum."""
     prefer: list[str] = ["human", "judge", "rule", "agent", "fallback"]
     """Names of scorers or sources, in order of precedence."""
     weights: dict[str, float] = {}
-    """Weights under `sum`, by name, of each scorer's latest reward. Rewards without a weight are ignored."""
+    """Weight of each scorer's latest reward under `sum`, by name. Rewards without a weight are ignored."""
     veto: dict[str, float] = {}
-    """Minimum of the latest reward, by name. Below a minimum, the combined reward is `veto_value`."""
+    """Minimum reward, by name. If the latest reward is below it, the combined reward is `veto_value`."""
     veto_value: float = 0.0
     """Combined reward of a vetoed session or call."""
 
     @model_validator(mode="after")
-    def _sum_needs_weights(self) -> Self:
+    def _check_weights(self) -> Self:
         if self.how == "sum" and not self.weights:
-            raise ValueError("weights: missing, but `how: sum` ignores rewards without a weight; set weights")
+            raise ValueError("weights: required with `how: sum`, which ignores rewards without a weight")
         return self
 
 
@@ -131,12 +131,12 @@ class ScoringConfig(Section):
     concurrency: Positive = 16
     """Maximum number of concurrent attempts of each background scorer, such as a judge."""
     deadline: Seconds = 60.0
-    """Timeout of one scoring attempt, in seconds."""
+    """Timeout for one scoring attempt, in seconds."""
     retries: NonNegative = 3
     """Maximum number of retries after a transient failure, with exponential backoff and jitter."""
     fallback: float | None = None
-    """Reward of a session that a scorer could not score, recorded with the source `fallback`. `null` excludes
-    the session from training."""
+    """Reward for a session that a scorer failed to score, recorded with the source `fallback`. `null`
+    excludes the session from training."""
     combine: CombineConfig = CombineConfig()
 
 
@@ -144,8 +144,8 @@ class EvalMode(SamplingConfig):
     """The agent's arguments and the sampling parameters of one evaluation mode."""
 
     agent_args: dict[str, Any] = {}
-    """Keyword arguments of the agent's function in this mode. They override the arguments in `rollout.agent`,
-    whose `type` must be `function`."""
+    """Keyword arguments for the agent's function in this mode. They override those in `rollout.agent`, whose
+    `type` must be `function`."""
 
 
 class EvalConfig(Section):
@@ -154,7 +154,7 @@ class EvalConfig(Section):
     tasks: TasksConfig
     """Tasks to evaluate on."""
     modes: dict[str, EvalMode] = {"greedy": EvalMode(temperature=0.0), "sampled": EvalMode()}
-    """Evaluation modes, by names of your choice."""
+    """Evaluation modes, under names of your choice."""
     every: Positive | None = None
     """Number of versions between two evaluations during training. Default: no evaluations during training."""
     at_start: bool = True

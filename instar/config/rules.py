@@ -1,5 +1,5 @@
-"""Config sections of rules that score a final answer, and of the sandbox for code that a model wrote. A
-session without a task gets no reward from a rule that needs a field of the task."""
+"""Config sections for rules that score a final answer, and for the sandbox that runs model-written code. A
+rule that needs a field of the task gives no reward to sessions without a task."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ AnswerMarker = Annotated[
 
 
 class SandboxConfig(Section):
-    """The sandbox for code that a model wrote. If the machine cannot provide it, the run does not start."""
+    """The sandbox for model-written code. If the machine does not support it, the run does not start."""
 
     kind: Literal["auto", "bubblewrap", "landlock"] = "auto"
-    """Kind of sandbox. `auto`: bubblewrap if it works, else Landlock with seccomp."""
+    """Sandbox to use. `auto`: bubblewrap if it works, else Landlock with seccomp."""
     seconds: Seconds = 10.0
-    """Timeout of one job, in seconds."""
+    """Timeout for one job, in seconds."""
     memory_mb: Positive = 1024
-    """Memory limit of all processes of a job together, and of the address space of each process, in MiB."""
+    """Memory limit in MiB, both for all processes of a job together and for the address space of each one."""
     processes: Positive = 64
-    """Maximum number of processes and threads at the same time."""
+    """Maximum number of concurrent processes and threads."""
     output_kb: Positive = 1024
     """Maximum size of the output, in KiB."""
     files_mb: Positive = 64
-    """Maximum size of all written files together, in MiB."""
+    """Maximum total size of written files, in MiB."""
     network: bool = False
-    """Allow access to the network."""
+    """Allow network access."""
     read: list[Path] = []
     """Files and folders that a job may read, in addition to system programs and the current Python
     installation."""
     concurrency: Positive | None = None
-    """Maximum number of sessions that are scored at the same time. Default: the number of cores."""
+    """Maximum number of sessions to score at the same time. Default: the number of cores."""
 
 
 class ExactRewardConfig(Section):
@@ -55,18 +55,18 @@ class ExactRewardConfig(Section):
     """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
-    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
+    """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
     strip: bool = True
-    """Ignore whitespace at both ends."""
+    """Ignore leading and trailing whitespace."""
     ignore_case: bool = False
-    """Ignore the case of letters."""
+    """Ignore case."""
     ignore_whitespace: bool = False
     """Treat any run of whitespace as one space."""
 
 
 class NumericRewardConfig(Section):
-    """Rewards 1 if the last number in the final text is an expected number, else 0. `1,234.5`, `$3`, `2/3`
-    and `1e-3` are numbers."""
+    """Rewards 1 if the last number in the final text is an expected number, else 0. Accepts numbers such as
+    `1,234.5`, `$3`, `2/3` and `1e-3`."""
 
     type: Literal["numeric"]
     name: ScorerName = "numeric"
@@ -93,7 +93,7 @@ class MathRewardConfig(Section):
     """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
     after: AnswerMarker = None
     seconds: Seconds = 5.0
-    """Timeout for checking an answer, in seconds. An answer that takes longer is wrong."""
+    """Timeout for checking an answer, in seconds. An answer that takes longer counts as wrong."""
 
 
 class JsonSchemaRewardConfig(Section):
@@ -102,14 +102,14 @@ class JsonSchemaRewardConfig(Section):
     type: Literal["json_schema"]
     name: ScorerName = "json_schema"
     against: dict[str, Any] | None = None
-    """The JSON schema. Default: the schema in the task's field `expected`."""
+    """The JSON schema. Default: the schema in the task field named by `expected`."""
     expected: str = "schema"
     """Field of the task with the schema."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "last_block"
-    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
+    """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
     seconds: Seconds = 2.0
-    """Timeout for checking an answer, in seconds. An answer that takes longer is wrong."""
+    """Timeout for checking an answer, in seconds. An answer that takes longer counts as wrong."""
 
 
 class RegexRewardConfig(Section):
@@ -118,18 +118,18 @@ class RegexRewardConfig(Section):
     type: Literal["regex"]
     name: ScorerName = "regex"
     pattern: str | None = None
-    """The regular expression. Default: the regular expression in the task's field `expected`."""
+    """The regular expression. Default: the one in the task field named by `expected`."""
     expected: str = "pattern"
     """Field of the task with the regular expression."""
     how: Literal["search", "fullmatch"] = "search"
-    """Part of the answer that must match: any part (`search`), or the whole answer (`fullmatch`)."""
+    """`search`: any part of the answer must match. `fullmatch`: the whole answer must match."""
     ignore_case: bool = False
-    """Ignore the case of letters."""
+    """Ignore case."""
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
+    """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
     seconds: Seconds = 1.0
-    """Timeout for matching an answer, in seconds. An answer that takes longer is wrong."""
+    """Timeout for matching an answer, in seconds. An answer that takes longer counts as wrong."""
 
 
 class CommandRewardConfig(Section):
@@ -140,13 +140,13 @@ class CommandRewardConfig(Section):
     name: ScorerName = "command"
     command: Annotated[list[str], Field(min_length=1)]
     """Program and arguments. The program may be a script in `files`. The environment variable INSTAR_ANSWER
-    has the path of a file with the answer, and INSTAR_TASK the path of a file with the task as JSON."""
+    contains the path of a file with the answer, and INSTAR_TASK the path of a file with the task as JSON."""
     files: list[Path] = []
     """Text files, such as scripts, that are copied to the command's working folder."""
     file: str = "answer.txt"
     """Name of the file with the answer in the command's working folder."""
     part: Literal["whole", "last_line", "last_block"] = "whole"
-    """Answer within the final text. `last_block`: the last fenced code block, or else the whole text."""
+    """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
     sandbox: SandboxConfig = SandboxConfig()
 
 
@@ -158,18 +158,19 @@ class TestsRewardConfig(Section):
     tests: str = "tests"
     """Field of the task with the tests: one text, or a list with one text per test."""
     part: Literal["whole", "last_block"] = "last_block"
-    """Code within the final text. `last_block`: the last fenced code block, or else the whole text."""
+    """Part of the final text with the code. `last_block`: the last fenced code block, or else the whole
+    text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
-    """Runner of the tests. `python`: runs the tests in the namespace of the answer; each text is a test, or
-    defines tests as functions `test_*`. `pytest`: runs `tests_file`, whose tests import `answer`. A list is a
-    custom command, run in the folder that contains `file` and `tests_file`; exit code 0 means that all tests
-    passed; it needs `isolate: false`."""
+    """How the tests are run. `python`: in the namespace of the answer; each text is a test, or defines test
+    functions `test_*`. `pytest`: runs `tests_file`, whose tests import `answer`. A list is a custom command.
+    It runs in the folder that contains `file` and `tests_file`, exits with code 0 if all tests passed, and
+    needs `isolate: false`."""
     isolate: bool = True
-    """Run the answer alone in a sandbox. The tests run in another sandbox, call the answer, and get its
-    results as data, so that the answer cannot read or change the tests. `false`: the tests run in the process
-    of the answer, which can then forge the result."""
+    """Run the answer in its own sandbox. The tests run in another sandbox, call the answer, and get its
+    results as data, so the answer cannot read or change the tests. `false`: the tests run in the same process
+    as the answer, which can then forge the result."""
     reward: Literal["share", "all"] = "all"
-    """`share`: the share of the tests that passed. `all`: 1 if all passed, else 0."""
+    """`share`: the fraction of tests that passed. `all`: 1 if all tests passed, else 0."""
     file: str = "answer.py"
     """Name of the file with the code."""
     tests_file: str = "test_answer.py"
@@ -180,14 +181,13 @@ class TestsRewardConfig(Section):
     def _check_runner(self) -> Self:
         if self.isolate and isinstance(self.runner, list):
             raise ValueError(
-                f"isolate: given true with the custom command {self.runner} as runner, which needs the "
-                "answer and the tests in one sandbox; use the runner python or pytest, or set "
-                "'isolate: false' to accept that an answer can read the tests and forge the result"
+                f"isolate: must be false with the custom command {self.runner} as runner, which needs the "
+                "answer and the tests in one sandbox. The answer can then read the tests and forge the "
+                "result; to prevent this, use the runner python or pytest"
             )
         if self.reward == "share" and isinstance(self.runner, list):
             raise ValueError(
-                "reward: given 'share' with a custom command as runner, which reports only an exit code; use "
-                "'all', or the runner python or pytest"
+                "reward: must be 'all' with a custom command as runner, which only reports an exit code"
             )
         return self
 

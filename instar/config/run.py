@@ -28,20 +28,21 @@ class RunConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
     """Name of the run and of its policy."""
     seed: int = 0
-    """Seed for the order of tasks, for sampling and for the adapter."""
+    """Seed for the task order, sampling and the initial adapter."""
     dir: Path | None = None
     """Folder of the run. Default: `runs/<name>` in the working folder."""
     agent_id: str = "default"
-    """Id of the agent that the recorded sessions belong to, unless their API key belongs to another agent."""
+    """Id of the agent that recorded sessions belong to, unless their API key belongs to another agent."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
     upstreams: dict[str, UpstreamEngineConfig] = {}
-    """Providers in addition to the engine, under names of your choice. `models` refers to these names."""
+    """Providers to use in addition to the engine, under names of your choice. `models` refers to these
+    names."""
     models: dict[str, ModelRoute] = {}
-    """Routes by the model name that agents request; a name may contain `*`, which matches anything. The first
-    matching route is used. The run's engine answers requests that match no route."""
+    """Routes by the model name that agents request, in which `*` matches anything. The first matching route
+    is used. The run's engine answers requests that match no route."""
     backend: BackendConfig = LocalBackendConfig()
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
@@ -51,7 +52,7 @@ class RunConfig(Section):
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
-    """One reward, or a list of rewards, which `scoring.combine` combines."""
+    """A reward, or a list of rewards to combine with `scoring.combine`."""
     scoring: ScoringConfig = ScoringConfig()
     eval: EvalConfig | None = None
     simulate: SimulateConfig | None = None
@@ -67,13 +68,13 @@ class RunConfig(Section):
         return self.store.path or self.run_dir / "store.db"
 
     @model_validator(mode="after")
-    def _settings_are_consistent(self) -> Self:
+    def _check_consistency(self) -> Self:
         for name, route in self.models.items():
             if route.upstream is not None and route.upstream not in self.upstreams:
-                defined = ", ".join(self.upstreams) or "none"
+                available = ", ".join(self.upstreams) or "none"
                 raise ValueError(
-                    f"models.{name}.upstream: given {route.upstream!r}, which is not in `upstreams`; defined "
-                    f"there: {defined}"
+                    f"models.{name}.upstream: {route.upstream!r} is not in `upstreams`. "
+                    f"Available: {available}"
                 )
         check_data_sources(self.data)
         deadline = self.scoring.deadline
@@ -85,36 +86,36 @@ class RunConfig(Section):
             for name, seconds in timeouts.items():
                 if seconds is not None and seconds > deadline:
                     raise ValueError(
-                        f"reward.{index}.{name}: given {seconds:g}; must not exceed scoring.deadline, "
-                        f"{deadline:g} seconds"
+                        f"reward.{index}.{name}: must not exceed scoring.deadline ({deadline:g} seconds), "
+                        f"got {seconds:g}"
                     )
         return self
 
     @model_validator(mode="after")
-    def _training_is_possible(self) -> Self:
+    def _check_training(self) -> Self:
         trainer, estimator = self.trainer, self.trainer.advantage.estimator
         if trainer.mode == "sync" and trainer.max_staleness:
             raise ValueError(
-                f"trainer.max_staleness: given {trainer.max_staleness}; must be 0 or left out if "
-                "trainer.mode is sync"
+                "trainer.max_staleness: must be 0 or unset if trainer.mode is sync, "
+                f"got {trainer.max_staleness}"
             )
         compares_sessions = trainer.advantage.weight > 0 and estimator not in ("running", "reward")
         if compares_sessions and self.rollout is not None and self.rollout.group_size == 1:
             raise ValueError(
-                f"rollout.group_size: given 1; trainer.advantage.estimator {estimator!r} compares the "
-                "sessions of a group, so it needs at least 2. Use 2 or more, or the estimator 'running' or "
-                "'reward'"
+                "rollout.group_size: must be at least 2, got 1, because trainer.advantage.estimator "
+                f"{estimator!r} compares the sessions of a group. For groups of one, use the estimator "
+                "'running' or 'reward'"
             )
         if trainer.advantage.weight == 0 and trainer.reference.weight == 0:
             raise ValueError(
-                "trainer.advantage.weight: given 0, and trainer.reference.weight is 0 too; one of them must "
-                "be above 0, or there is no training signal"
+                "trainer.advantage.weight and trainer.reference.weight are both 0, so there is no training "
+                "signal; set at least one of them above 0"
             )
         return self
 
     @property
     def trains_live(self) -> bool:
-        """True if the run trains on sessions of its own agents."""
+        """True if the run trains on its own agents' sessions."""
         return self.rollout is not None and any(source.is_live for source in self.data)
 
     @property

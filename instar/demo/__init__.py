@@ -1,1 +1,1 @@
-"""The tasks and the agent of `instar demo`: arithmetic that is solved with a calculator tool."""
+"""The tasks and the agent of `instar demo`: arithmetic problems that are solved with a calculator tool."""

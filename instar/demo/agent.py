@@ -1,5 +1,5 @@
-"""The demo's agent: the OpenAI SDK, one tool and a loop. Only the URL and the key of a session connect the
-agent to Instar."""
+"""The demo's agent: the OpenAI SDK, one tool and a loop. Only the session's URL and key connect it to
+Instar."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CalculatorAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
     ) -> None:
         """Solve one problem after ``examples`` worked examples. The tool "random" returns random numbers, to
-        show that an agent cannot solve the problems without the calculator."""
+        show that the problems cannot be solved without the calculator."""
         run_tool = calculate if tool == "calc" else _make_random_tool(session.session_id)
         messages: list[Any] = [*make_prompt(examples), {"role": "user", "content": task["question"]}]
         for turn in range(MAX_TURNS):

@@ -38,7 +38,7 @@ def score(task: Json, transcript: Transcript) -> float:
 
 
 def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
-    """Return ``size`` distinct problems. The kinds alternate, so that they are mixed evenly."""
+    """Return ``size`` distinct problems. Every fourth one is a plain calculation; the kinds rotate."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
     plain, worded = cycle(PLAIN_MAKERS), cycle(WORDED_MAKERS)
     makers = [next(worded if index % 4 else plain) for index in range(size)]

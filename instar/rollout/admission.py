@@ -1,4 +1,4 @@
-"""Limits how far generation may run ahead of training.
+"""Limit how far generation may run ahead of training.
 
 A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
 the groups before it fill at most ``max_staleness`` steps that are not trained yet. The policy then advances
@@ -18,7 +18,7 @@ from instar.types import StepState
 EPOCH = 0
 """The epoch of claims on live groups, which are claimed once. Exported data is claimed once per epoch."""
 MAX_STATE_AGE_SECONDS = 0.25
-"""Time after which the state is computed again even if the counts in the store have not changed."""
+"""How long a computed state is used if the progress in the store does not change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Admission:
         self._read_at = 0.0
 
     async def read_state(self) -> AdmissionState:
-        """Return the state. It is computed again after a change of the progress or MAX_STATE_AGE_SECONDS."""
+        """Return the state, which is recomputed if the progress changed or MAX_STATE_AGE_SECONDS passed."""
         progress = await self.store.progress(self.run_id)
         is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
         if self._state is None or self._state.progress != progress or is_old:

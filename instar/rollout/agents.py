@@ -1,4 +1,4 @@
-"""The two built-in kinds of agents: an async Python function and a program."""
+"""The two built-in agent types: an async Python function and a program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 STDOUT_TAIL_BYTES = 64 * 1024
-"""The number of bytes at the end of a program's output in which the line with the reward must be."""
+"""The line with the reward must be within this many bytes at the end of a program's output."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset(
     {
@@ -40,7 +40,7 @@ def create_agent(config: AgentConfig) -> Agent:
 
 class FunctionAgent(Agent):
     """An agent that calls ``function(task.data, session, **args)``, which returns None, a reward, or (turns,
-    reward). The function's method ``aclose``, if any, is awaited at the end of the run."""
+    reward). If the function has a method ``aclose``, it is awaited at the end of the run."""
 
     def __init__(self, config: FunctionAgentConfig) -> None:
         function = registry.load_object(config.function)
@@ -149,7 +149,7 @@ def _parse_reward(output: str) -> float | None:
     try:
         last_line = msgspec.json.decode(lines[-1])
     except msgspec.DecodeError:
-        return None  # the line is other output that begins with a brace
+        return None  # the line is other output that happens to start with a brace
     reward = cast(Json, last_line).get("reward")
     if reward is not None and not isinstance(reward, int | float):
         raise AgentError(f"the agent's program printed a reward that is not a number: {lines[-1]:.200}")

@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """The URL at which an agent calls the model, and the key that assigns its calls to the session."""
+    """The URL and key with which an agent calls the model. The key assigns its calls to the session."""
 
     session_id: str
     base_url: str
@@ -30,7 +30,8 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once. An exception fails the session, or repeats it if it is transient."""
+        """Attempt the task once. If this raises, the session fails, or is retried if the error is
+        transient."""
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

@@ -1,4 +1,4 @@
-"""Evaluates the policy on held-out tasks. Each task is attempted once per mode, on the `val` channel."""
+"""Evaluate the policy on held-out tasks. Each task is attempted once per mode, on the `val` channel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
 """Called with the kind of record ("eval" or "warning"), the step and the values."""
 ReportProgress = Callable[[int, int], None]
-"""Called with (finished tasks, all tasks)."""
+"""Called with the number of finished tasks and the total."""
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
 POLL_SECONDS = 0.1
 SCORING_GRACE_SECONDS = 60.0
-"""How much longer than all attempts of a scorer an evaluation waits for the next score."""
+"""Extra time to wait for the next score, on top of the time that all of a scorer's attempts may take."""
 
 
 class Evaluator:
@@ -45,7 +45,7 @@ class Evaluator:
     ) -> None:
         if config.eval is None or config.rollout is None:
             missing = "eval.tasks" if config.eval is None else "rollout.agent"
-            raise ConfigError(f"{missing} is missing; an evaluation needs eval.tasks and rollout.agent")
+            raise ConfigError(f"{missing} is missing; evaluations need eval.tasks and rollout.agent")
         self.config = config
         self.eval = config.eval
         # A failed session counts as 0 in an evaluation, regardless of the settings for training.
@@ -63,7 +63,7 @@ class Evaluator:
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
     async def last_evaluated_version(self) -> int:
-        """Return the newest version evaluated during training in all modes, or 0 if there is none."""
+        """Return the newest version that was evaluated in all modes during training, or 0."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
         task_counts = Counter(group.group_id.rpartition("/")[0] for group in groups)
         modes: dict[int, set[str]] = {}
@@ -99,14 +99,14 @@ class Evaluator:
             if group.status is GroupStatus.OPEN:
                 await self._run_group(slot_runner, group, index)
             finished += 1
-            self.doing = f"evaluating {label}, {mode}: {finished} of {len(self.tasks)}"
+            self.doing = f"evaluation ({label}, {mode}): {finished} of {len(self.tasks)} tasks"
             if progress is not None:
                 progress(finished, len(self.tasks))
 
         groups = await self._open_groups(f"{label}-{mode}-v{version}")
         await gather_or_cancel(run_task(index, group) for index, group in enumerate(groups))
         if self.scoring.has_background_scorers:
-            self.doing = f"evaluating {label}, {mode}: waiting for rewards"
+            self.doing = f"evaluation ({label}, {mode}): waiting for rewards"
             await self._wait_for_scores({group.group_id for group in groups})
         rewards = [await self._load_reward(group) for group in groups]
         metrics: Json = {
@@ -132,8 +132,8 @@ class Evaluator:
         return create_agent(config.model_copy(update={"args": {**config.args, **mode.agent_args}}))
 
     async def _open_groups(self, name: str) -> list[Group]:
-        """Return one group of size 1 for each task. Groups of an interrupted evaluation with this name are
-        used again, and are already closed if their task is finished."""
+        """Return one group of size 1 for each task. The groups of an interrupted evaluation with this name
+        are reused, and are already closed if their task is finished."""
         existing = {group.group_id: group for group in await self.store.groups(self.run_id, Channel.VAL)}
         first_index = max((group.index for group in existing.values()), default=-1) + 1
         ids = [f"{self.run_id}/val/{name}/{index:06d}" for index in range(len(self.tasks))]
@@ -168,7 +168,9 @@ class Evaluator:
                 last_counts, last_change = counts, time.monotonic()
             elif time.monotonic() - last_change > max_wait:
                 logger.warning(
-                    "gave up on the scores of %d tasks: no session was scored for %.0f s", remaining, max_wait
+                    "stopped waiting for the scores of %d tasks: no session was scored for %.0f s",
+                    remaining,
+                    max_wait,
                 )
                 return
             await asyncio.sleep(POLL_SECONDS)

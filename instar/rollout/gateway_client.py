@@ -1,4 +1,4 @@
-"""A client of the gateway's control API."""
+"""A client for the gateway's control API."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ REQUEST_TIMEOUT_SECONDS = 30.0
 
 
 class GatewayClient:
-    """A client that opens and ends sessions. If the gateway is unavailable, for example during a restart,
-    requests are retried for ``max_wait`` seconds before EngineUnavailable is raised."""
+    """Opens and ends sessions. If the gateway is unavailable, for example during a restart, requests are
+    retried for ``max_wait`` seconds before EngineUnavailable is raised."""
 
     def __init__(self, url: str, admin_key: str, *, max_wait: float = 120.0) -> None:
         self.set_url(url)
@@ -43,8 +43,8 @@ class GatewayClient:
         self.url = url.rstrip("/")
 
     async def open_session(self, request: OpenSession) -> AgentSession:
-        """Open a session and return it. If the response is lost, another session is opened, and the first one
-        stays open until its group closes."""
+        """Open a session. If the response is lost, another session is opened, and the first one stays open
+        until its group closes."""
         opened = await self._post("/sessions", request, OpenedSession)
         return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=request.metadata)
 
@@ -65,7 +65,8 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed, like `complete_session`. ``reward``, if any, is its fallback reward."""
+        """End the session as failed and return its state. A session that has already ended is not changed.
+        ``reward``, if not None, is recorded as a fallback reward."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)
         return await self._post(f"/sessions/{session_id}/fail", body, EndedSession)

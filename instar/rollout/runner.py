@@ -1,4 +1,4 @@
-"""Runs groups of sessions for the trainer, as far ahead of the training as admission allows."""
+"""Run groups of sessions for the trainer, as far ahead of training as admission allows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
-"""The run fails after this number of consecutive groups without a usable session."""
+"""The run fails after this many consecutive groups without a usable session."""
 
 
 class RolloutRunner:
@@ -47,7 +47,7 @@ class RolloutRunner:
         self._is_draining = False
         self._unfinished_slots = 0
         self._slot_done = asyncio.Event()
-        """Set when a slot has finished, because the next group may then start."""
+        """Set when a slot has finished, because that may allow the next group to start."""
         self._running: set[asyncio.Task[None]] = set()
 
     @property
@@ -60,7 +60,7 @@ class RolloutRunner:
         suffix = f", {problems} ({counters.last_failure[:80]})" if problems else ""
         if not self._running:
             return f"{'drained' if self._is_draining else 'waiting for the trainer'}{suffix}"
-        running = f"{counters.running} sessions of {len(self._running)} groups"
+        running = f"{counters.running} sessions in {len(self._running)} groups"
         return f"{running}, {counters.completed} done{suffix}"
 
     async def run(self) -> None:
@@ -95,16 +95,16 @@ class RolloutRunner:
         self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait until a slot has finished, but at most POLL_SECONDS, because progress of the training may also
-        allow a group to start."""
+        """Wait until a slot has finished, but at most POLL_SECONDS, because training progress may also allow
+        a group to start."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_SECONDS):
                 await self._slot_done.wait()
         self._slot_done.clear()
 
     async def _evaluate_if_due(self, state: AdmissionState) -> None:
-        """Evaluate the current version if an evaluation is due. No group starts during the evaluation,
-        because rollout and evaluation would slow each other down."""
+        """Evaluate the current version if an evaluation is due. No group starts during an evaluation, because
+        they would slow each other down."""
         every = self.config.eval.every if self.config.eval else None
         version = state.progress.head_version
         if self.evaluator is None or every is None:
@@ -120,7 +120,8 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return a group's task. Each pass uses every task once, shuffled if `rollout.shuffle` is set."""
+        """Return the task of the group with this index. Each pass uses every task once, shuffled if
+        `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 
@@ -182,7 +183,7 @@ class RolloutRunner:
         slots without a final session."""
         if not self.scoring.has_background_scorers:
             for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.SCORING):
-                # The scorers for which the group waited are no longer configured.
+                # The scorers that the group was waiting for are no longer configured.
                 await self.store.close_group(group.group_id, GroupStatus.READY)
         for group in await self.store.groups(self.run_id, Channel.TRAIN, GroupStatus.OPEN):
             sessions = await abandon_open_sessions(self.store, group, self.config.agent_id, "interrupted")

@@ -1,7 +1,7 @@
-"""Runs one slot of a group: an agent's session from its start to its end, with retries and refills.
+"""Run one slot of a group: an agent's session from start to end, with retries and refills.
 
-Up to `rollout.retries` times, a transient error (a lost connection, status 429, 502 or 503) starts a new
-session. Later and other errors of the agent fail the session. An error of the control API stops the rollout.
+After a transient error (a lost connection, status 429, 502 or 503), a new session is started, up to
+`rollout.retries` times. Any other agent error fails the session. A control API error stops the rollout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from instar.async_utils import run_with_deadline
+from instar.async_utils import run_with_timeout
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable
 from instar.gateway.base import OpenSession
@@ -36,7 +36,7 @@ TRANSIENT_CODES = ("unavailable", "engine_error", "store_error")
 """The gateway's error codes for the statuses 502 and 503. An error inside a stream can only be recognized by
 its code, because the status was already sent as 200."""
 CANCEL_GRACE_SECONDS = 5.0
-"""The time after which a cancelled agent that has not stopped is abandoned."""
+"""How long a cancelled agent has to stop before it is abandoned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class RolloutSlot:
     number: int
     attempt: int = 0
     refills: int = 0
-    """The number of earlier sessions in this slot that replaced failed sessions."""
+    """The number of failed sessions in this slot that were already replaced."""
     seed_index: int | None = None
-    """The number that replaces the group's index in the seeds of the sessions, or None to use the index."""
+    """Replaces the group's index in the seeds of the sessions, unless it is None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class SlotResult:
     session_id: str
     status: SessionStatus
     reason: str | None = None
-    """Why the session failed or was abandoned, or why its scoring failed, if so."""
+    """Why the session failed, was abandoned or could not be scored, or None."""
     reward: float | None = None
 
     @property
@@ -152,7 +152,9 @@ class SlotRunner:
     async def _run_session(self, slot: RolloutSlot, session: AgentSession, *, is_last: bool) -> SlotResult:
         task = slot.group.task
         try:
-            result = await run_with_timeout(self.config.timeout, self.agent.run(task, session), "the agent")
+            result = await run_agent_with_timeout(
+                self.config.timeout, self.agent.run(task, session), "the agent"
+            )
         except Exception as error:  # noqa: BLE001 — an agent is user code and may raise any exception
             if is_transient(error) and not is_last:
                 return await self._abandon(session.session_id, f"transient: {describe_error(error)}")
@@ -171,8 +173,8 @@ class SlotRunner:
         if ended.status is not SessionStatus.COMPLETED:
             return self._count_failure(session_id, f"the session had already ended as {ended.status}")
         if not ended.changed:
-            # The session had already ended. Either the agent completed the session itself, or the response
-            # to an earlier request was lost; in that case recording the scores again changes nothing.
+            # The session had already ended: the agent completed it, or the response to an earlier request was
+            # lost. In the second case, recording the scores again changes nothing.
             await self.store.record_scores(scoring.scores, scoring.rewards)
         self.counters.completed += 1
         reason = None if scoring.failure_reason is None else f"reward: {scoring.failure_reason}"
@@ -200,9 +202,9 @@ class SlotRunner:
         return SlotResult(session_id, SessionStatus.ABANDONED, reason)
 
 
-async def run_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
+async def run_agent_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
     """Return the coroutine's result. Raises AgentTimeout after ``seconds``, with ``name`` in the message."""
-    return await run_with_deadline(
+    return await run_with_timeout(
         seconds,
         coroutine,
         grace=CANCEL_GRACE_SECONDS,

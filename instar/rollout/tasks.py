@@ -20,7 +20,7 @@ from instar.errors import ConfigError
 from instar.types import Json, Task
 
 TextScorer = Callable[[Task, str], float]
-"""Returns the score of a session's final text. Called with the task and the text."""
+"""Called with a task and the final text of a session. Returns the score."""
 INSTALL_COMMAND = "pip install 'instar[tasks]'"
 
 

@@ -1,7 +1,7 @@
-"""Save and verify the checkpoints of a run, which contain the states of the backend and the trainer.
+"""Save, verify and load checkpoints. A checkpoint holds the state of the backend and of the trainer.
 
-A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so that it exists
-only when it is complete. It contains the hashes of its files, so that later damage is detected.
+A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so a folder with the
+final name is always complete. It contains the hashes of its files, which reveal later damage.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class TrainerState(msgspec.Struct, frozen=True):
     step: int
     """The last step whose update is in the weights."""
     seconds: float
-    """The seconds on the trainer's `TrainingTimer` when the checkpoint was saved."""
+    """The training time so far, as measured by the trainer's `TrainingTimer`."""
     baseline: Json = {}
-    """The state of the running baseline; empty if the advantage estimator has none."""
+    """The state of the running baseline, or {} if the advantage estimator has none."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -57,7 +57,7 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
-    """Return the sha256 of every file by its path in the folder."""
+    """Return the SHA-256 of every file, keyed by its path relative to the folder."""
     hashes: dict[str, str] = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         with path.open("rb") as file:
@@ -66,10 +66,10 @@ def _hash_files(folder: Path) -> dict[str, str]:
 
 
 def _find_damage(path: Path) -> str | None:
-    """Return a description of the damage, or None if the checkpoint is intact. A checkpoint of an earlier
-    version of Instar has no hashes; only its trainer state is checked."""
+    """Return what is wrong with the checkpoint, or None if it is intact. Checkpoints saved by earlier
+    versions of Instar have no hashes, so only their trainer state is checked."""
     if not path.is_dir():
-        return "it does not exist; to resume on another machine, set `dir` to a folder that both can access"
+        return "it does not exist; to resume on another machine, set `dir` to a folder on a shared disk"
     name = HASHES_FILE
     try:
         if (path / HASHES_FILE).exists():
@@ -77,7 +77,7 @@ def _find_damage(path: Path) -> str | None:
             actual = _hash_files(path)
             for name, digest in expected.items():
                 if actual.get(name) != digest:
-                    return f"{name}: {'its sha256 differs' if name in actual else 'the file is missing'}"
+                    return f"{name}: {'wrong SHA-256' if name in actual else 'the file is missing'}"
         read_trainer_state(path)
     except (OSError, ValueError) as error:
         return f"{name}: {error}"
@@ -90,14 +90,15 @@ def read_trainer_state(path: Path) -> TrainerState:
     try:
         return msgspec.json.decode((path / "trainer.json").read_bytes(), type=TrainerState)
     except (OSError, ValueError) as error:
-        raise InstarError(f"trainer.json of the checkpoint {path} cannot be read: {error}") from error
+        raise InstarError(f"cannot read {path / 'trainer.json'}: {error}") from error
 
 
 async def load_newest_intact(
     run_dir: Path, backend: Backend, steps: Sequence[int]
 ) -> tuple[TrainerState, frozenset[Path]]:
-    """Load the newest intact checkpoint of the saved ``steps`` (oldest first) into the backend. Return the
-    trainer's state and the newer, damaged checkpoints. Raises InstarError if no checkpoint is intact."""
+    """Load the newest intact checkpoint into the backend. ``steps`` are the saved steps, oldest first. Return
+    the trainer's state and the paths of newer checkpoints that are damaged. Raises InstarError if no
+    checkpoint is intact."""
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
@@ -115,7 +116,7 @@ async def load_newest_intact(
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
         lost_steps = list(range(step + 1, steps[-1] + 1))
         logger.warning(
-            "damaged checkpoints: %s. The updates of the steps %s are lost; their samples are used again",
+            "damaged checkpoints: %s. The updates of steps %s are lost; their samples will be used again",
             details,
             lost_steps,
         )
@@ -124,17 +125,17 @@ async def load_newest_intact(
 
 
 async def _load_state(backend: Backend, path: Path) -> str | None:
-    """Load the backend's state. Return None, or the reason if a value in the state is not finite."""
+    """Load the backend's state. Return an error message if it has non-finite values, else None."""
     try:
         await backend.load_state(path / "backend")
-    except NonFiniteError as error:  # an earlier version of Instar may have saved such weights
+    except NonFiniteError as error:  # earlier versions of Instar could save such weights
         return str(error)
     return None
 
 
 def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
-    """Remove the checkpoints of the steps after ``step``, which the store does not refer to. Those in
-    ``damaged`` are moved to the run's folder "damaged", where the user can inspect them."""
+    """Remove the checkpoints of steps after ``step``, which the store does not refer to. Move those in
+    ``damaged`` to the run's "damaged" folder, so that the user can inspect them."""
     for path in (run_dir / "checkpoints").glob("step-*"):
         if path in damaged:
             target = run_dir / "damaged" / path.name
@@ -146,7 +147,7 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 
 def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
-    """Return the complete entries of a folder, if it exists, except the newest ``count`` and ``exclude``."""
+    """Return all complete entries of a folder except the newest ``count`` and those in ``exclude``."""
     if not folder.is_dir():
         return []
     entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
@@ -158,6 +159,6 @@ def is_pruned(artifact: Artifact) -> bool:
 
 
 def prune_folder(folder: Path, count: int, exclude: frozenset[Path]) -> None:
-    """Remove incomplete entries, and all entries except the newest ``count`` and those in ``exclude``."""
+    """Remove incomplete entries, and the complete ones that `find_outdated` returns."""
     for path in [*folder.glob(".*"), *find_outdated(folder, count, exclude)]:
         shutil.rmtree(path, ignore_errors=True)

@@ -3,8 +3,8 @@
 A step is first *claimed* (the store freezes its samples with their rewards and advantages), then *submitted*
 to the backend, then *saved* (a checkpoint contains its update), and then *committed* (its version is
 published). Steps between two checkpoints publish their versions before they are saved. After a crash at any
-moment, or when a service has lost the session, `recover` loads the last saved state and releases the claims
-of later steps.
+point, or if a training service loses the session, `recover` loads the last saved state and releases the
+claims of later steps.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ from instar.types import Artifact, Json, Policy, StepState
 logger = logging.getLogger(__name__)
 
 EPOCH = 0
-"""The epoch of claims on live groups and corrections, which are used once; not of exported data."""
+"""The epoch of claims on live groups and corrections, which are used only once. Exported data has its own
+epochs."""
 MAX_LOST_SESSIONS = 5
-"""The run tolerates this number of lost sessions in a row without a trained step."""
+"""The run fails if more sessions than this are lost in a row, without a trained step in between."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
-"""The fraction of a published sampler's lifetime after which the sampler is exported again."""
+"""A published sampler is exported again after this fraction of its lifetime."""
 
 
 @dataclass
@@ -95,10 +96,10 @@ class Trainer:
         self.saved_version = 0
         """The version of the last saved step, which `recover` restores."""
         self.lost_sessions = 0
-        """The number of consecutive times that the backend has lost its session."""
+        """The number of sessions that the backend has lost in a row."""
         self.renewal_time: float | None = None
         """The Unix time at which the artifact of the head (the newest published policy) must be exported
-        again; None if the artifact does not expire."""
+        again, or None if the artifact does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
@@ -107,7 +108,7 @@ class Trainer:
     # --- running -----------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Train until the limit of steps or time is reached, no data is left, or `stop` is called."""
+        """Train until the step or time limit is reached, no data is left, or `stop` is called."""
         while True:
             try:
                 await self.recover()
@@ -119,9 +120,9 @@ class Trainer:
                 self.doing = "finished"
                 return
             except BackendLost as error:
-                self._restart_after_loss(error)
+                self._reset_after_lost_session(error)
 
-    def _restart_after_loss(self, error: BackendLost) -> None:
+    def _reset_after_lost_session(self, error: BackendLost) -> None:
         self.lost_sessions += 1
         if self.lost_sessions > MAX_LOST_SESSIONS:
             raise error
@@ -132,7 +133,7 @@ class Trainer:
     async def _run_step(self) -> bool:
         """Wait for a batch and train on it, unless the wait times out. Return False if no data is left."""
         await self._renew_head()
-        self.doing = f"waiting for the data of step {self.step + 1}"
+        self.doing = f"waiting for data for step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)
         wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
@@ -157,7 +158,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds until the run must end or renew its sampler, or None if it never must."""
+        """Return the seconds until the time limit or the next sampler renewal; None if there is neither."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -189,7 +190,7 @@ class Trainer:
         if batch.samples or corrections.samples:
             metrics |= await self._update_weights(batch, corrections, step)
         else:
-            logger.info("step %s: the batch has no samples to train on, so nothing was trained", step)
+            logger.info("step %s: no samples to train on; the weights are unchanged", step)
         self.step = step
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - started
         metrics["elapsed"] = self.timer.seconds
@@ -235,7 +236,7 @@ class Trainer:
         batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
-                "step %s: every token is beyond trainer.off_policy.drop_above, so no sample was trained", step
+                "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are trained", step
             )
         elif self.penalty is not None:
             samples, penalty_metrics = await self.penalty.apply(batch.samples, batch.scales)
@@ -256,13 +257,13 @@ class Trainer:
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Write the files of a version that has none, for example after a push over a live route. Engines
-        that start while the trainer is busy or stopped load these files, which remain after the run."""
+        """Write the weights of a version to disk, which a live push does not do. Engines load these files if
+        they start while the trainer is busy or stopped. The files remain after the run."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Commit all steps up to the last saved one, publish it if necessary, and return its version."""
+        """Commit all steps up to the last saved one. Publish its version if necessary, and return it."""
         rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
@@ -307,7 +308,7 @@ class Trainer:
         )
 
     async def _renew_head(self) -> bool:
-        """Export the head's artifact again if it is about to expire, and return True if it was exported. The
+        """Export the head's artifact again if it expires soon, and return True if it was exported. The
         weights are still those of the head, because every step publishes a version."""
         if self.renewal_time is None or time.time() < self.renewal_time:
             return False
@@ -322,8 +323,8 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Load the last saved state that is intact, or start from the base model. Release the claims of later
-        steps, tombstone their versions, and push the head to the engines."""
+        """Load the newest intact checkpoint, or start from the base model. Release the claims of later steps,
+        tombstone their versions, and push the head to the engines."""
         self.doing = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [
@@ -363,7 +364,7 @@ class Trainer:
             await self.publisher.push(head)
 
     async def _tombstone_abandoned_versions(self) -> None:
-        # The steps are released later, so that a recovery after a crash in between finds the versions again.
+        # Must run before the steps are released: after a crash in between, the next recovery can repeat this.
         for version, _ in await self.store.reserved_versions(self.policy_id):
             await self.store.tombstone(self.policy_id, version, "the trainer stopped before publishing it")
         for policy, step in await self.store.published_policies(self.policy_id):
@@ -371,7 +372,7 @@ class Trainer:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """Record the version of the saved step. A crash right after publishing may have prevented this."""
+        """Record the version of the saved step, in case of a crash right after it was published."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:

@@ -1,4 +1,4 @@
-"""Write and read the metrics of a run: JSON lines in metrics.jsonl, and optionally TensorBoard files."""
+"""Write and read a run's metrics: JSON lines in metrics.jsonl, and optionally TensorBoard files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from instar.types import Json
 
 
 class Monitor:
-    """Writes the metrics of a run. A step that is trained again after a crash has two records, of which
-    `read_steps` returns the last. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
+    """Writes a run's metrics. A step that is trained again after a crash is recorded again; `read_steps`
+    returns its last record. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -55,7 +55,7 @@ def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[s
 
 
 def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order. Lines that are not JSON, which a crash may leave, are skipped."""
+    """Yield every record in order. Skip incomplete lines, which a crash may leave behind."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""Push the current version of the policy to the engines, and repeat the push for engines that lag behind."""
+"""Push the current policy to the engines, and retry the push for engines that lag behind."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 ListEngines = Callable[[], Awaitable[list[Engine]]]
 
 POLL_INTERVAL_SECONDS = 3.0
-"""The interval at which the trainer checks the versions that the engines serve."""
+"""How often the trainer checks which versions the engines serve."""
 MAX_RETRY_DELAY_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 3.0
 MAX_REFUSALS = 4
-"""The run fails after this number of consecutive pushes that all engines, or the route to them, refused.
-Otherwise all samples would come from an old version."""
+"""The run fails after this many consecutive pushes that every engine, or the route itself, refused.
+Otherwise it would go on with samples from an old version."""
 
 
 class PolicyPublisher:
     def __init__(
-        self, sync: SyncRoute, engines: ListEngines, *, poll_seconds: float = POLL_INTERVAL_SECONDS
+        self, sync: SyncRoute, list_engines: ListEngines, *, poll_seconds: float = POLL_INTERVAL_SECONDS
     ) -> None:
         self.sync = sync
-        self._list_engines = engines
+        self._list_engines = list_engines
         self._poll_seconds = poll_seconds
         self._refusals = 0
         self._is_pushing = False
@@ -42,8 +42,8 @@ class PolicyPublisher:
         """The metrics of the last push to all engines."""
 
     async def push(self, policy: Policy) -> None:
-        """Push the policy to every engine. An engine that cannot be reached keeps its version, and the run
-        continues. Raises SyncError if all engines have refused `MAX_REFUSALS` pushes in a row."""
+        """Push the policy to every engine. Engines that cannot be reached keep their version, and the run
+        continues. Raises SyncError if all engines refused `MAX_REFUSALS` pushes in a row."""
         engines = await self._list_engines()
         started_at = time.monotonic()
         failure_count = await self._push_to(policy, engines)
@@ -54,8 +54,8 @@ class PolicyPublisher:
         }
 
     async def sync_while_waiting(self, policy: Policy, waiting: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``waiting``. In the meantime, push the policy to engines that serve another
-        version. Such engines were restarted, or were not reached by a push."""
+        """Await ``waiting`` and return its result. Until then, push the policy to engines that serve another
+        version because they were restarted or missed a push."""
         self._should_stop = False
         waiting_task = asyncio.create_task(waiting)
         sync_task = asyncio.create_task(self._sync_lagging_engines(policy))
@@ -86,7 +86,7 @@ class PolicyPublisher:
                 delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
 
     async def _push_to(self, policy: Policy, engines: Sequence[Engine], *, is_retry: bool = False) -> int:
-        """Push the policy and return the number of engines that the push did not reach."""
+        """Push the policy. Return the number of engines for which the push failed."""
         self._is_pushing = True
         try:
             outcomes = await self.sync.push(policy, engines)
@@ -98,8 +98,8 @@ class PolicyPublisher:
         if is_retry and len(failures) < len(engines):
             reached = len(engines) - len(failures)
             logger.info("version %s reached %s engine(s) after a retry", policy.version, reached)
-        # Only an error response of an engine or a failure of the route is a refusal, because an unavailable
-        # engine may become available again.
+        # Only an error response from an engine or a failed route counts as a refusal. An unavailable engine
+        # may become available again.
         refusals = [
             failure
             for failure in failures

@@ -1,4 +1,4 @@
-"""Correct a batch for its off-policy tokens, and apply the gradients of a step in one optimizer step."""
+"""Correct a batch for off-policy tokens, and update the weights with it in one optimizer step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The results of one step. ``corrections`` is the result on users' corrected replies, which the policy
-    imitates. ``samples`` and ``corrections`` are None if the step had none."""
+    """The results of one training step. ``corrections`` is the result for replies that users corrected, which
+    the policy imitates. ``samples`` or ``corrections`` is None if the step had none."""
 
     samples: ForwardBackwardResult | None
     corrections: ForwardBackwardResult | None
@@ -30,8 +30,8 @@ class UpdateResult:
 async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Apply the off-policy correction, unless `proximal` is `behavior`. Return the corrected batch, without
-    samples that have no trained tokens, and its metrics."""
+    """Apply the off-policy correction, unless `proximal` is `behavior`. Return the corrected batch and its
+    metrics. Samples that have no trained tokens left are removed from the batch."""
     if config.proximal == "behavior":
         return batch, {}
     started = time.monotonic()
@@ -44,7 +44,7 @@ async def correct_off_policy(
 
 
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
-    """Return the loss with the `beta` of `dro` divided by ``divisor``, like the advantages of the samples."""
+    """Return the loss with the `beta` of `dro` divided by ``divisor``, as the advantages already are."""
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
@@ -52,14 +52,14 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
 
 
 def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
-    """Return the optimizer's settings for ``step``, which begins after ``seconds`` of training."""
-    factor = min(1.0, step / (settings.warmup_steps + 1))
+    """Return the optimizer's settings for ``step``, which starts after ``seconds`` of training."""
+    scale = min(1.0, step / (settings.warmup_steps + 1))
     if settings.schedule == "linear":
         progress = (step - 1) / settings.steps
         if settings.seconds is not None:
             progress = max(progress, seconds / settings.seconds)
-        factor *= max(0.05, 1.0 - progress)
-    return settings.adam.model_copy(update={"lr": settings.adam.lr * factor})
+        scale *= max(0.05, 1.0 - progress)
+    return settings.adam.model_copy(update={"lr": settings.adam.lr * scale})
 
 
 async def apply_update(
@@ -79,7 +79,7 @@ async def apply_update(
             await correction_pass if correction_pass else None,
             await optimizer_step,
         )
-    except BaseException:  # including cancellation: no call may run when the caller handles the error
+    except BaseException:  # including cancellation: no call may outlive this function
         calls: list[asyncio.Future[Any] | None] = [sample_pass, correction_pass, optimizer_step]
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
         raise

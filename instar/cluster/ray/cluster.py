@@ -1,4 +1,4 @@
-"""The roles of a run as actors of a Ray cluster.
+"""Run the roles of a run as actors on a Ray cluster.
 
 Each actor runs one role (`instar.cluster.ray.host`) and restarts it when it dies. If an actor or its node is
 lost, this module starts the role on a different node under a new lease, and writes the new address of the
@@ -62,7 +62,7 @@ class RoleActor(RoleHandle):
     shares_folder: bool = False
     moves: int = 0
     generation: int = 1
-    """1 for a new actor, and one more after each `restart`. Exit codes from before a restart are ignored."""
+    """Starts at 1 and is incremented by `restart`. Exit codes from before a restart are ignored."""
     placed_at: float = 0.0
 
 
@@ -104,7 +104,7 @@ class RayCluster(Cluster):
             nodes = await cluster.nodes()
             if len(nodes) > 1 and isinstance(config.store, SqliteStoreConfig):
                 raise ConfigError(
-                    "store.type: sqlite works on one machine only, but the Ray cluster has "
+                    "store.type: sqlite only works on one machine, but the Ray cluster has "
                     f"{len(nodes)} nodes; use postgres"
                 )
             for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
@@ -121,7 +121,8 @@ class RayCluster(Cluster):
                 return parse_nodes(await run_in_daemon_thread(self._ray.nodes))
         except TimeoutError as error:
             raise InstarError(
-                f"the head of the Ray cluster did not answer in {HEAD_ANSWER_SECONDS:g} s; check that it runs"
+                f"the head node of the Ray cluster did not answer within {HEAD_ANSWER_SECONDS:g} s; check "
+                "that it is running"
             ) from error
 
     @property
@@ -160,7 +161,7 @@ class RayCluster(Cluster):
 
     async def _place(self, actor: RoleActor) -> None:
         """Create the actor on a node with free resources, and start its role. Raises InstarError if there is
-        no such node or the role cannot start. A role that is told to exit meanwhile is marked as exited."""
+        no such node or the role cannot start. If the role is told to exit during this, mark it as exited."""
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create(actor)
@@ -176,7 +177,7 @@ class RayCluster(Cluster):
                 self._kill_actor(actor)
                 if self._end_if_stopping(actor):
                     return
-                await self._renew_lease(actor)  # the role may have started although its answer did not arrive
+                await self._renew_lease(actor)  # the role may have started even though no answer arrived
                 continue
             actor.host, actor.node_id = placed.host, placed.node_id
             actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
@@ -210,8 +211,8 @@ class RayCluster(Cluster):
 
     def _required_node(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
         """Return the node that the actor must run on, or None if it may run on any node. If the store is a
-        file, all actors run on the node of this process. A trainer stays on its previous node, which has its
-        checkpoints, if this node is reachable."""
+        file, all actors run on the node of this process. A trainer stays on the node that has its
+        checkpoints, if that node is reachable."""
         if isinstance(self.config.store, SqliteStoreConfig):
             this_node = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == this_node), None)
@@ -225,8 +226,8 @@ class RayCluster(Cluster):
         return msgspec.json.decode(self._hosts_file.read_bytes()) if self._hosts_file.is_file() else {}
 
     async def _watch(self, actor: RoleActor) -> None:
-        """Follow the actor until this process kills it, and move the role if the actor is lost. An actor
-        outlives its role, to keep the socket and the log."""
+        """Follow the actor until this process kills it, and move the role if the actor is lost. The actor
+        outlives its role, so that the socket stays open and the log can be read."""
         while actor.handle is not None:
             try:
                 await self._follow(actor)
@@ -234,7 +235,7 @@ class RayCluster(Cluster):
                 try:
                     await self._move(actor, str(lost))
                 except InstarError as error:
-                    self._end(actor, EXIT_LOST)
+                    self._set_exit_code(actor, EXIT_LOST)
                     self.fail(error)
 
     async def _follow(self, actor: RoleActor) -> None:
@@ -267,7 +268,7 @@ class RayCluster(Cluster):
         if report.failure is not None:
             self.fail(InstarError(report.failure))
         if report.exit_code is not None and report.generation >= actor.generation:
-            self._end(actor, report.exit_code)
+            self._set_exit_code(actor, report.exit_code)
 
     async def _move(self, actor: RoleActor, reason: str) -> None:
         self._kill_actor(actor)
@@ -276,9 +277,9 @@ class RayCluster(Cluster):
         if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
             actor.moves = 0
         if actor.moves >= len(RESTART_BACKOFF):
-            loss = f"{actor.name} was lost {actor.moves + 1} times in a row, and is not restarted again"
-            raise InstarError(f"{loss}; the last reason: {reason}\n(log: {actor.log})")
-        self.log(f"{actor.name} is lost ({reason}); restarting it on a node with free resources")
+            loss = f"{actor.name} was lost {actor.moves + 1} times in a row and will not be restarted"
+            raise InstarError(f"{loss}; last reason: {reason}\n(log: {actor.log})")
+        self.log(f"{actor.name} was lost ({reason}); restarting it on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[actor.moves])
         actor.moves += 1
         if not self._end_if_stopping(actor):
@@ -298,14 +299,14 @@ class RayCluster(Cluster):
         actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
 
     def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """Mark the role as exited if it was told to exit while it was lost or being placed. Return True in
-        that case."""
+        """If the role was told to exit while it was lost or being placed, mark it as exited and return
+        True."""
         if actor.is_stopping:
             self._kill_actor(actor)
-            self._end(actor, EXIT_LOST)
+            self._set_exit_code(actor, EXIT_LOST)
         return actor.is_stopping
 
-    def _end(self, actor: RoleActor, code: int) -> None:
+    def _set_exit_code(self, actor: RoleActor, code: int) -> None:
         if not actor.exit_code.done():
             actor.exit_code.set_result(code)
 
@@ -315,7 +316,7 @@ class RayCluster(Cluster):
             self._ray.kill(handle)
 
     async def _ask(self, answer: Any, seconds: float) -> Any:
-        """Return an actor's answer. Raises ActorLostError if the actor has exited, TimeoutError if it cannot
+        """Await an actor's answer. Raises ActorLostError if the actor has exited, TimeoutError if it cannot
         be reached or does not answer within ``seconds``, and any error that the actor raised."""
         errors = self._ray.exceptions
         try:
@@ -340,7 +341,7 @@ class RayCluster(Cluster):
             actor.is_stopping = True
             if actor.handle is not None and not actor.exit_code.done():
                 actor.handle.kill.remote()
-            self._end(actor, EXIT_LOST)
+            self._set_exit_code(actor, EXIT_LOST)
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         actor = self._actors[name]
@@ -377,4 +378,4 @@ class RayCluster(Cluster):
             async with asyncio.timeout(SHUTDOWN_SECONDS):
                 await run_in_daemon_thread(self._ray.shutdown)
         except TimeoutError:  # Ray exits with this process, and the result of the run matters more
-            self.log(f"Ray did not shut down in {SHUTDOWN_SECONDS:g} s")
+            self.log(f"Ray did not shut down within {SHUTDOWN_SECONDS:g} s")

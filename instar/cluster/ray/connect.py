@@ -1,4 +1,4 @@
-"""Connects to a Ray cluster, or starts one on this machine."""
+"""Connect to a Ray cluster, or start one on this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def connect(address: str) -> Any:
     if address.startswith("ray://"):
         raise ConfigError(
             f"cluster.address: {address!r} is a Ray client address, which is not supported; start Instar on "
-            "a node of the cluster and set the address to `auto` or host:port"
+            "a node in the cluster and set the address to `auto` or host:port"
         )
     await _check_reachable(address)
     env = {name: os.environ[name] for name in FORWARDED_VARIABLES if os.environ.get(name)}
@@ -53,8 +53,8 @@ async def connect(address: str) -> Any:
             await run_in_daemon_thread(lambda: ray.init(**options), keep_thread=True)
     except TimeoutError as error:
         raise InstarError(
-            f"cluster.address: the Ray cluster at {address} did not answer in {CONNECT_TIMEOUT_SECONDS:g} s; "
-            "check that it is running"
+            f"cluster.address: the Ray cluster at {address} did not answer within "
+            f"{CONNECT_TIMEOUT_SECONDS:g} s; check that it is running"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(

@@ -30,19 +30,19 @@ WORKER_VARIABLES = (
     "RAY_LD_PRELOAD_ON_WORKERS",
     "RAY_RAYLET_PID",
 )
-"""Variables that Ray sets for its worker and that would be wrong in the role's process."""
+"""Variables that Ray sets for its worker but that would be wrong in the role's process."""
 ROLES_USING_RAY = ("engine", "teacher", "trainer")
 """Roles that may use the cluster themselves, to transfer weights."""
 CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-"""Variables that give access to the cluster. Processes of agents must not inherit them."""
+"""Variables that give access to the cluster. Agent processes must not inherit them."""
 ALWAYS_FORWARDED_VARIABLES = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
 POLL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """The role that an actor runs. It contains keys, so the driver passes it only as an argument of a
-    call."""
+    """The role that an actor runs. It contains keys, so it must only be passed as a method argument, never in
+    `runtime_env`, which Ray displays."""
 
     role: str
     name: str
@@ -60,7 +60,7 @@ class RoleSpec:
     """Address to listen on. If there are several machines, the node's address replaces a loopback address."""
     is_single_machine: bool
     driver_timeout: float
-    """Seconds without a call of `RoleHost.report` after which the role is killed."""
+    """The role is killed if `RoleHost.report` is not called for this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PlacedRole:
 @dataclass(frozen=True)
 class RoleReport:
     generation: int
-    """1 at first, and one more after each call of `RoleHost.restart`. Restarts after a crash do not count."""
+    """Starts at 1 and is incremented by `RoleHost.restart`, but not by restarts after a crash."""
     restarts: int
     exit_code: int | None
     failure: str | None
@@ -102,7 +102,7 @@ class RoleHost:
         self._last_call = time.monotonic()
         self._background_tasks.add(asyncio.create_task(self._exit_when_driver_is_lost(spec.driver_timeout)))
         self._name, self._folder = spec.name, RunFolder(spec.folder)
-        shares = self._prepare_folder(spec)
+        shares_folder = self._prepare_folder(spec)
         os.chdir(spec.cwd if spec.cwd.is_dir() else spec.folder)
         self._supervisor = Supervisor(self._folder, log=self._events.append, host=host)
         ray_context = import_module("ray").get_runtime_context()
@@ -118,10 +118,11 @@ class RoleHost:
             exclude_env=spec.exclude_env | withheld,
             listen=listen,
         )
-        return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares)
+        return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares_folder)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
-        """Return True if the run's folder is the driver's own. Otherwise write the config to it."""
+        """Set the umask, and return True if the run's folder is the driver's own. If it is not, create it and
+        write the config to it."""
         os.umask(PRIVATE_UMASK)
         token_file = spec.folder / "driver"
         if token_file.is_file() and token_file.read_text() == spec.driver_token:
@@ -133,7 +134,7 @@ class RoleHost:
         return False
 
     async def report(self) -> RoleReport:
-        """Return the state of the role and its events since the last call. The driver polls this method."""
+        """Return the role's state and the events since the last call. The driver polls this method."""
         self._last_call = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
@@ -177,7 +178,7 @@ class RoleHost:
 
     async def _exit_when_driver_is_lost(self, timeout: float) -> None:
         """Kill the role and exit if the driver does not call `report` for ``timeout`` seconds."""
-        while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - set by calls of the driver
+        while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - updated by `report`
             await asyncio.sleep(POLL_SECONDS)
         try:
             if self._supervisor is not None:
@@ -222,18 +223,18 @@ def _variable_names(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 class MetricsMirror:
-    """Copies the lines that roles on other nodes append to their metrics file into the file of this node."""
+    """Copies the lines that roles on other nodes append to their metrics files to the file on this node."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
         self._lines = set(self._path.read_bytes().splitlines()) if self._path.is_file() else set[bytes]()
         self._offsets: dict[str, int] = {}
-        """The number of bytes that were copied from the file of each host."""
+        """The number of bytes that were copied from each host's file."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:
-        """Append the host's new complete lines. ``read`` returns the content of the host's file after an
-        offset."""
+        """Append the host's new complete lines. ``read`` returns the content of the host's file from an
+        offset on."""
         # Two roles on one host write to the same file.
         async with self._locks.setdefault(host, asyncio.Lock()):
             offset = self._offsets.get(host, 0)

@@ -1,4 +1,4 @@
-"""Computes the resources that Ray reserves for the actor of each role."""
+"""Compute the resources that Ray reserves for the actor of each role."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -
     engine_count, teacher_count = len(engine_names(config)), len(teacher_names(config))
     process_count = engine_count + teacher_count + 3 + has_rewards_role  # 3: gateway, trainer and rollout
     total_cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
-    gpu_share = _count_gpus(role, config)
+    gpus = _count_gpus(role, config)
     total_gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)
     requested_gpus = engine_count * _count_gpus("engine", config)
     requested_gpus += teacher_count * _count_gpus("teacher", config) + _count_gpus("trainer", config)
     if requested_gpus > total_gpus:
-        gpu_share = _round_down(gpu_share * total_gpus / requested_gpus)
-    return PlacementConfig(cpus=min(1.0, _round_down(total_cores / (2 * process_count))), gpus=gpu_share)
+        gpus = _round_down(gpus * total_gpus / requested_gpus)
+    return PlacementConfig(cpus=min(1.0, _round_down(total_cores / (2 * process_count))), gpus=gpus)
 
 
 def _count_gpus(role: str, config: RunConfig) -> float:
@@ -78,10 +78,9 @@ def _count_engine_gpus(engine: EngineConfig) -> float:
     return float(engine.tensor_parallel) if isinstance(engine, VllmEngineConfig) else 1.0
 
 
-def _round_down(share: float) -> float:
-    """Return the share rounded down: to an integer if it is at least 1, as Ray requires, else to
-    hundredths."""
-    return float(int(share)) if share >= 1 else int(share * RESOURCE_PRECISION) / RESOURCE_PRECISION
+def _round_down(amount: float) -> float:
+    """Round down to an integer if the amount is at least 1, as Ray requires, else to hundredths."""
+    return float(int(amount)) if amount >= 1 else int(amount * RESOURCE_PRECISION) / RESOURCE_PRECISION
 
 
 def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
@@ -90,7 +89,7 @@ def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[Cluste
         if all(node.resources.get(name, 0.0) >= amount for name, amount in requested.items()):
             return
     listed = ", ".join(f"{name}: {amount:g}" for name, amount in requested.items())
-    raise ConfigError(f"cluster.placement.{role}: no node of the cluster has {listed}; request less")
+    raise ConfigError(f"cluster.placement.{role}: no node in the cluster has {listed}; lower the request")
 
 
 def requested_resources(placement: PlacementConfig) -> dict[str, float]:

@@ -51,8 +51,8 @@ async def run_teacher(context: RoleContext) -> None:
     await engine.bring_up(context.folder.log(context.name), logger.info)
     if not engine.info.can_score:
         raise ConfigError(
-            f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute the logprobs of a "
-            "prompt, which a teacher must do; use local or vllm"
+            f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute prompt logprobs, "
+            "which a teacher needs; use local or vllm"
         )
     await _serve_engine(context, store, engine, "engine", process_count=len(names))
 
@@ -110,8 +110,8 @@ async def _serve_engine(
 
 
 def _is_loadable(policy: Policy) -> bool:
-    """Return True if an engine can load the policy itself when it starts. It cannot if only the trainer has
-    the weights, if the folder is not visible here, or if a cloud sampler has expired. The trainer then sends
+    """Return True if a new engine can load the policy itself. It cannot if only the trainer has the weights,
+    if the folder does not exist on this machine, or if a cloud sampler has expired. The trainer then sends
     the policy."""
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):

@@ -16,14 +16,16 @@ from instar.types import Policy
 
 async def run_gateway(context: RoleContext) -> None:
     store = await context.open_store()
-    await context.announce(store, "waiting for the engine")
+    await context.announce(store, "waiting for the engine" if engine_names(context.config) else "starting")
 
-    async def get_head() -> Policy:
+    async def get_newest_policy() -> Policy:
         return await store.latest_policy(context.policy_id)
 
     engine, watch_endpoints = None, wait_forever
     if engine_names(context.config):
-        engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=get_head)
+        engine, watch_endpoints = await connect_to_engines(
+            context, store, "engine", newest_policy=get_newest_policy
+        )
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV]) as app:

@@ -13,7 +13,7 @@ from instar.rewards.factory import create_background_scorers
 from instar.rewards.runner import ScoringRunner
 
 STOP_GRACE_SECONDS = 5.0
-"""Time that scores in progress have to finish when the role is stopped."""
+"""Seconds that scores in progress have to finish when the role is stopped."""
 
 
 async def run_rewards(context: RoleContext) -> None:
@@ -55,4 +55,4 @@ async def run_rewards(context: RoleContext) -> None:
 
 async def _wait_for_stop(context: RoleContext) -> None:
     await context.stop.wait()
-    await asyncio.sleep(STOP_GRACE_SECONDS)  # scores that take longer are repeated by the next run
+    await asyncio.sleep(STOP_GRACE_SECONDS)  # longer scoring attempts are repeated by the next run

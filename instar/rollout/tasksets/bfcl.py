@@ -27,7 +27,7 @@ JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "str
 
 
 def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
-    """Return tasks with `messages` and `tools` in the format of the chat API, and fields for the checker."""
+    """Return tasks with `messages` and `tools` in the chat API's format, and fields for the checker."""
     folder = find_package_folder("bfcl_eval", "bfcl", INSTALL_COMMAND) / "data"
     file_name = f"BFCL_v4_{config.category}.json"
     answers = {
@@ -99,7 +99,7 @@ def _convert_schema(value: Any) -> Any:
 
 @lru_cache(1)
 def _load_checker() -> tuple[Callable[..., Json], Any]:
-    """Return the package's checker, and its constant for the language Python."""
+    """Return the package's checker and its enum value for Python."""
     # The checker imports the SDKs of all vendors to read a single flag, which is True if the tool names of a
     # model contain underscores instead of dots. A stub replaces the module with the flag during the import.
     import_package("bfcl_eval", "bfcl", INSTALL_COMMAND)

@@ -20,7 +20,7 @@ def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
 
 
 def score(task: Task, text: str) -> float:
-    """Return 1 if the final number of the text equals the task's final number, else 0."""
+    """Return 1 if the final number in the text equals the task's final number, else 0."""
     number = final_number(text)
     return float(number is not None and abs(number - float(task.data["final"])) < 1e-6)
 

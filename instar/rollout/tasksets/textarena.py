@@ -1,5 +1,4 @@
-"""Games of TextArena. A task is a game and a seed, and the agent `instar.agents.textarena:play` plays the
-game."""
+"""TextArena games. A task is a game with a seed, which the agent `instar.agents.textarena:play` plays."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
 
 
 class TextArenaGame:
-    """One game with its own random generator. TextArena uses Python's global generator, so the state of the
-    global generator is replaced during the start and each move."""
+    """One game with its own random generator. TextArena uses Python's global generator, so that generator's
+    state is replaced while the game starts and during each move."""
 
     def __init__(self, name: str, seed: int, args: Json) -> None:
         arena = import_package("textarena", "textarena")
@@ -60,13 +59,13 @@ class TextArenaGame:
         return player, "\n".join(text for sender, text, kind in messages if (sender, kind) != own_action)
 
     def move(self, text: str) -> None:
-        """Make the move that ``text`` contains in brackets. Text without brackets is itself the move. The
-        second invalid move of a player loses the game."""
+        """Make the move in brackets in ``text``. If there are no brackets, the whole text is the move. A
+        player's second invalid move loses the game."""
         with self._isolated_rng():
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
     def rewards(self) -> dict[int, float] | None:
-        """Close the game and return the rewards by player, or return None if the game is not over."""
+        """Close the game and return the rewards by player, or None if the game is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager

@@ -1,5 +1,5 @@
-"""Environments of `verifiers`. A task is a row of the environment's dataset. The agent
-`instar.agents.verifiers:run` runs the environment on this row."""
+"""Tasks from `verifiers` environments. A task is a row of the environment's dataset, on which the agent
+`instar.agents.verifiers:run` runs the environment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
         rows: list[Json] = load_dataset(limit).to_list()
     except ValueError as error:
         raise ConfigError(
-            f"tasks.split: cannot load {config.split!r} of {config.environment}: {error}"
+            f"tasks.split: cannot load the {config.split!r} split of {config.environment}: {error}"
         ) from error
     common: Json = {"environment": config.environment, "args": config.args}
     data = [{**common, "input": to_json(row)} for row in rows]
@@ -36,8 +36,8 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Return the environment, which all sessions share. Raises ConfigError if it cannot be loaded or can only
-    score groups of sessions."""
+    """Return the environment, which all sessions share. Raises ConfigError if it cannot be loaded or requires
+    group rollouts."""
     return _load(name, msgspec.json.encode(args))
 
 
@@ -59,14 +59,15 @@ def _load(name: str, args: bytes) -> Any:
         )
     if environment.requires_group_rollouts:
         raise ConfigError(
-            f"tasks.environment: {name} scores groups of sessions, but Instar scores each session separately"
+            f"tasks.environment: {name} requires group rollouts, which are not supported; choose an "
+            "environment that scores each rollout separately"
         )
     return environment
 
 
 @contextmanager
 def _preserve_signal_handlers() -> Generator[None]:
-    """Restore the run's signal handlers after the body, because loading an environment replaces them."""
+    """Restore the run's signal handlers after the block, because loading an environment replaces them."""
     handlers = {signum: signal.getsignal(signum) for signum in REPLACED_SIGNALS}
     try:
         yield

@@ -1,7 +1,7 @@
-"""Generates word problems with one or two steps in GSM8K's format.
+"""Generate one-step and two-step word problems in GSM8K's format.
 
 A problem is identified by its kind and its numbers, not by the names and objects in its text. A hash of the
-problem determines whether it is held out, so that the training set and the held-out set share no problem.
+problem determines whether it is held out, so the training set and the held-out set never share a problem.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ProblemMaker = Callable[[random.Random], WordProblem]
 
 
 def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) -> list[Json]:
-    """Return distinct problems of the split. The kinds alternate, so that they are mixed evenly."""
+    """Return ``size`` distinct problems from the split, rotating through the kinds of problems."""
     rng = random.Random(f"gsm8k/{seed}/{split}")
     makers = [PROBLEM_MAKERS[index % len(PROBLEM_MAKERS)] for index in range(size)]
     return [problem.to_record() for problem in generate_problems(rng, makers, held_out=split == "heldout")]
@@ -56,8 +56,8 @@ def make_problems(split: Literal["train", "heldout"], size: int, seed: int = 0) 
 def generate_problems(
     rng: random.Random, makers: Iterable[ProblemMaker], *, held_out: bool
 ) -> list[WordProblem]:
-    """Return one problem from each of the ``makers``. The problems are distinct. All are held out if
-    ``held_out`` is True, else none."""
+    """Return one problem from each of the ``makers``. The problems are distinct. If ``held_out`` is True, all
+    of them are held out, otherwise none."""
     problems: dict[str, WordProblem] = {}
     for make in makers:
         problem = make(rng)
