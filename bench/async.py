@@ -2,19 +2,20 @@
 
     python bench/async.py [--device cpu|gpu] [--json] [--out FILE] [--only sync|async] [--steps N] [--scale S]
 
-The bench starts `instar train` twice, with YAML files that differ only in `trainer.mode` and
+The benchmark runs `instar train` twice, with YAML files that differ only in `trainer.mode` and
 `trainer.max_staleness`. The agents replay bench/workloads/agents.jsonl (see the README there) in shortened
-time. `mode: sync` starts all sessions of a step at once and trains when the last one has ended; `async` keeps
-sampling while the trainer works.
+time. `mode: sync` starts all sessions of a step together and trains when the last one has ended; `async`
+keeps sampling while the trainer works.
 
-gpu: vLLM and the trainer on one GPU, SmolLM2. cpu: the local engine and a tiny model with random weights.
+gpu: vLLM and the trainer share a GPU, with SmolLM2. cpu: the local engine, with a tiny model with random
+weights.
 
-`samples_per_hour` counts from the moment the trainer is ready to the end of the last step. This includes the
-start, when there is nothing to train on yet, and the end, when no further sessions are started. `bound` is
-the upper limit that `instar simulate --from` computes from the async run for any schedule with the same
-engine, trainer and number of concurrent sessions; `of_bound` is the share of it that async reached.
-`predicted` is the simulator's result for each run, based on what was measured in that run. `reward_sync` and
-`reward_async` are the rewards on held-out tasks after training.
+`samples_per_hour` is measured from the moment the trainer is ready to the end of the last step. This
+includes the start, when there is nothing to train on yet, and the end, when no further sessions are started.
+`bound` is the upper bound that `instar simulate --from` computes from the async run for any schedule with
+the same engine, trainer and number of concurrent sessions, and `of_bound` the fraction of it that async
+reached. `predicted` is the simulator's result for each run, based on measurements from that run.
+`reward_sync` and `reward_async` are the rewards on held-out tasks after training.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from instar.simulate.sessions import read_workload, write_workload
 
 WORKLOAD = Path(__file__).resolve().parent / "workloads" / "agents.jsonl"
 REWARD_NOISE_FACTOR = 3.0
-"""The number of standard errors by which two rewards may differ and still count as equal."""
+"""Two rewards count as equal if they differ by at most this many standard errors."""
 
 console = Console(stderr=True)
 
@@ -51,7 +52,7 @@ GPU = RunPlan(
     engine={"type": "vllm", "policy": "merged", "max_batch": 32, "gpu_memory": 0.4},
     model={"name": "smollm2-135m", "dtype": "bf16"},
     backend={"type": "local", "lora": {"rank": 16, "alpha": 32}},
-    kind="digits",
+    characters="digits",
     lr=3e-5,
     steps=64,
     group_size=4,
@@ -62,13 +63,13 @@ GPU = RunPlan(
     speed=250.0,
     context=8192,
     eval_tasks=128,
-    limit=570.0,
+    timeout=570.0,
 )
 CPU = RunPlan(
     engine={"type": "local", "threads": 1, "max_batch": 64},
     model={"name": "", "dtype": "fp32", "device": "cpu"},
     backend={"type": "local", "threads": 1, "lora": {"rank": 8, "alpha": 16}},
-    kind="letters and digits",
+    characters="letters and digits",
     lr=2e-2,
     steps=24,
     group_size=4,
@@ -79,7 +80,7 @@ CPU = RunPlan(
     speed=60.0,
     context=4096,
     eval_tasks=128,
-    limit=540.0,
+    timeout=540.0,
 )
 
 
@@ -87,7 +88,7 @@ def log(text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
 
 
-def plan_from_arguments(arguments: argparse.Namespace, folder: Path) -> RunPlan:
+def make_plan(arguments: argparse.Namespace, folder: Path) -> RunPlan:
     plan = GPU if arguments.device == "gpu" else CPU
     if arguments.device == "cpu":
         model = make_tiny_model(folder / "model", hidden=32, context=plan.context)
@@ -98,14 +99,14 @@ def plan_from_arguments(arguments: argparse.Namespace, folder: Path) -> RunPlan:
         plan = replace(plan, engine={**plan.engine, **json.loads(arguments.engine)})
     overrides = {
         name: value
-        for name in ("steps", "scale", "concurrency", "max_staleness", "speed", "limit")
+        for name in ("steps", "scale", "concurrency", "max_staleness", "speed", "timeout")
         if (value := getattr(arguments, name)) is not None
     }
     return replace(plan, **overrides)
 
 
 def predict_run(folder: Path, mode: Mode) -> dict[str, Any]:
-    """Return the simulator's result for a run, based on what was measured in it."""
+    """Return the simulator's result for a run, based on measurements from that run."""
     config = load_config(folder / f"{mode}.yaml")
     workload = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
     cluster = cluster_from_config(config)
@@ -127,17 +128,17 @@ def measure(plan: RunPlan, folder: Path, only: str | None, seed: int, out: Path 
         runs[mode]["predicted"] = predict_run(folder, mode)
         log(f"{mode}: {runs[mode]['samples']} samples in {runs[mode]['seconds']:.1f} s")
         if out is not None:
-            out.write_text(json.dumps({"runs": runs}))  # keeps this run's figures if the next one fails
+            out.write_text(json.dumps({"runs": runs}))  # keep this result if the next run fails
     return runs
 
 
 def load_previous_runs(out: Path | None) -> dict[str, Any]:
-    """Return the runs in the output file, so that `--only` can measure one mode after the other."""
+    """Return the runs in the output file, so that `--only` can measure one mode at a time."""
     return json.loads(out.read_text())["runs"] if out is not None and out.is_file() else {}
 
 
 def summarize(runs: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures that compare the two runs, with the runs themselves under `runs`."""
+    """Return metrics that compare the two runs, with the runs themselves under `runs`."""
     result: dict[str, Any] = {"runs": runs}
     async_run, sync_run = runs.get("async"), runs.get("sync")
     if async_run:
@@ -173,8 +174,8 @@ def show_tables(result: dict[str, Any]) -> None:
         "seconds": "seconds",
         "samples": "samples",
         "trainer idle": "trainer_idle",
-        "seconds of a step": "train_seconds",
-        "staleness, mean": "staleness_mean",
+        "seconds per step": "train_seconds",
+        "mean staleness": "staleness_mean",
         "dropped as stale": "stale_dropped",
         "reward before": "reward_before",
         "reward after": "reward",
@@ -196,28 +197,30 @@ def show_tables(result: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare the async and sync training modes.")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
-    parser.add_argument("--out", type=Path, help="file for the figures, written after each run")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
+    parser.add_argument("--out", type=Path, help="output file, written after each run")
     parser.add_argument(
         "--only",
         choices=("sync", "async"),
-        help="measure one mode; the figures of the other are read from --out if the file has them",
+        help="measure only this mode; use the other mode's result in --out if there is one",
     )
-    parser.add_argument("--folder", type=Path, help="folder in which the runs are kept")
-    parser.add_argument("--model", help="folder or name of another model")
-    parser.add_argument("--engine", help="additional engine settings, as JSON")
+    parser.add_argument("--folder", type=Path, help="folder in which to keep the runs")
+    parser.add_argument("--model", help="name or folder of the model to use")
+    parser.add_argument("--engine", help="additional engine settings as JSON")
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--scale", type=float, help="factor applied to the workload's times")
-    parser.add_argument("--speed", type=float, help="tokens per second of a reply on this engine")
+    parser.add_argument("--scale", type=float, help="factor by which the workload's times are multiplied")
+    parser.add_argument(
+        "--speed", type=float, help="decode speed of a reply on this engine, in tokens per second"
+    )
     parser.add_argument("--concurrency", type=int)
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--limit", type=float, help="time limit of one run in seconds")
+    parser.add_argument("--limit", dest="timeout", type=float, help="time limit of a run, in seconds")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = (arguments.folder or Path(scratch)).resolve()
         folder.mkdir(parents=True, exist_ok=True)
-        plan = plan_from_arguments(arguments, folder)
+        plan = make_plan(arguments, folder)
         try:
             runs = measure(plan, folder, arguments.only, arguments.seed, arguments.out)
         except RuntimeError as error:

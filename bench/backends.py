@@ -2,11 +2,11 @@
 
     python bench/backends.py [--quick] [--mint PYTHON] [--device cuda] [--json]
 
-Every backend runs in its own process, which holds one batch and runs ``forward_backward`` on it on request:
-the local backend, and the adapter of each SDK against a protocol server on this machine that uses the same
-local backend. The processes take turns, so that other load on the machine affects all of them. ``overhead``
-is measured on the default model (4k tokens, 16k on a GPU), ``overhead_ms`` on a one-layer model with the same
-batch.
+Every backend runs in its own process, which runs ``forward_backward`` on a fixed batch on request. One
+process has the local backend. The others have the backend of one SDK each, connected to a protocol server on
+this machine that uses the same local backend. The processes take turns, so that other load on the machine
+affects all of them. ``overhead`` is relative to the local backend on the default model (4k tokens, 16k on a
+GPU), and ``overhead_ms`` is measured on a one-layer model with the same batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BackendClient:
         self.name = name
         self.process = process
         self.seconds: list[float] = []
-        self._read_line()  # the line "ready"
+        self._read_line()  # "ready"
 
     def measure(self) -> float:
         assert self.process.stdin is not None
@@ -55,7 +55,7 @@ class BackendClient:
     def _read_line(self) -> str:
         assert self.process.stdout is not None
         if not (line := self.process.stdout.readline()):
-            raise SystemExit(f"{self.name}: the client process ended unexpectedly; see its output above")
+            raise SystemExit(f"{self.name}: the client process exited unexpectedly; see its output above")
         return line
 
 
@@ -64,14 +64,14 @@ def start_client(
     name: str,
     model: ModelConfig,
     section: dict[str, Any],
-    load: dict[str, int],
+    batch_args: dict[str, int],
     folder: Path,
     python: str,
     env: dict[str, str],
 ) -> Generator[BackendClient]:
     job = folder / f"{name}.json"
     config = {"model": model.model_dump(mode="json"), "backend": section}
-    job.write_text(json.dumps({"config": config, "load": load}))
+    job.write_text(json.dumps({"config": config, "batch_args": batch_args}))
     process = subprocess.Popen(
         [python, str(CLIENT), str(job)],
         stdin=subprocess.PIPE,
@@ -87,25 +87,27 @@ def start_client(
 
 
 def measure(
-    model: ModelConfig, load: dict[str, int], rounds: int, pythons: dict[str, str], folder: Path
+    model: ModelConfig, batch_args: dict[str, int], rounds: int, pythons: dict[str, str], folder: Path
 ) -> dict[str, list[float]]:
-    """Return the seconds of each round, per backend."""
+    """Return the duration of each round in seconds, by backend."""
     with ExitStack() as stack:
         section = {"type": "local", "lora": {"rank": RANK, "alpha": 32.0}}
         clients = [
-            stack.enter_context(start_client("local", model, section, load, folder, sys.executable, {}))
+            stack.enter_context(start_client("local", model, section, batch_args, folder, sys.executable, {}))
         ]
         for name, python in pythons.items():
             server = stack.enter_context(run_server(PROTOCOLS[name], model, folder / name))
             section = {"type": name, "rank": RANK, "base_url": server.url}
             env = {SERVICES[name].key_env: server.key}
-            clients.append(stack.enter_context(start_client(name, model, section, load, folder, python, env)))
-        seconds_by_backend: dict[str, list[float]] = {running_client.name: [] for running_client in clients}
-        for running_client in clients:
-            running_client.measure()  # compiles, allocates, connects
+            clients.append(
+                stack.enter_context(start_client(name, model, section, batch_args, folder, python, env))
+            )
+        seconds_by_backend: dict[str, list[float]] = {client.name: [] for client in clients}
+        for client in clients:
+            client.measure()  # warm-up: compile, allocate, connect
         for number in range(rounds):
-            for running_client in clients:
-                seconds_by_backend[running_client.name].append(running_client.measure())
+            for client in clients:
+                seconds_by_backend[client.name].append(client.measure())
             console.print(
                 f"  round {number + 1}: "
                 + ", ".join(f"{k} {v[-1]:.3f} s" for k, v in seconds_by_backend.items())
@@ -114,7 +116,8 @@ def measure(
 
 
 def compute_overheads(seconds_by_backend: dict[str, list[float]]) -> dict[str, float]:
-    """Return each protocol's median difference from the local backend in the same round, in seconds."""
+    """Return the median difference in seconds between each protocol and the local backend in the same
+    round."""
     local = seconds_by_backend["local"]
     return {
         name: statistics.median(
@@ -130,18 +133,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="small batches and few rounds, to check that the bench runs"
+        "--quick",
+        action="store_true",
+        help="use small batches and few rounds, to check that the benchmark works",
     )
-    parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT; MinT is skipped without it")
+    parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT (default: skip MinT)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=0, help="number of rounds on the default model")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
+    parser.add_argument("--rounds", type=int, default=0, help="number of rounds with the default model")
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     options = parser.parse_args(arguments)
     pythons = {"tinker": sys.executable, "weaver": sys.executable}
     if options.mint:
         pythons["mint"] = options.mint
     tokens = 512 if options.quick else 16384 if options.device == "cuda" else 4096
-    load = {"sequences": tokens // 512, "length": 512, "vocab": 300}
+    batch_args = {"sequences": tokens // 512, "length": 512, "vocab": 300}
     with tempfile.TemporaryDirectory(prefix="instar-bench-") as scratch:
         folder = Path(scratch)
         full_config = ModelConfig(
@@ -151,33 +156,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
             full_config = ModelConfig(
                 name=str(make_tiny_model(folder / "big")), dtype="fp32", device=options.device
             )
-        console.print(f"{tokens} tokens, the default model")
+        console.print(f"{tokens} tokens, default model")
         (folder / "a").mkdir()
-        # On a GPU a call is short, so the overhead is small compared with the variance between rounds.
+        # Calls are short on a GPU, so the overhead is small compared with the variance between rounds.
         rounds = options.rounds or (2 if options.quick else 15 if options.device == "cuda" else 7)
-        full_model = measure(full_config, load, rounds, pythons, folder / "a")
+        full_model_seconds = measure(full_config, batch_args, rounds, pythons, folder / "a")
         small = make_tiny_model(folder / "small", layers=1, context=1024)
         one_layer_config = ModelConfig(name=str(small), dtype="fp32", device=options.device, max_context=1024)
-        console.print(f"{tokens} tokens, one layer")
+        console.print(f"{tokens} tokens, one-layer model")
         (folder / "b").mkdir()
-        one_layer_seconds = measure(one_layer_config, load, 3 if options.quick else 20, pythons, folder / "b")
-    report(full_model, one_layer_seconds, tokens, as_json=options.json)
+        one_layer_rounds = 3 if options.quick else 20
+        one_layer_seconds = measure(one_layer_config, batch_args, one_layer_rounds, pythons, folder / "b")
+    report(full_model_seconds, one_layer_seconds, tokens, as_json=options.json)
 
 
 def report(
-    full_model: dict[str, list[float]],
+    full_model_seconds: dict[str, list[float]],
     one_layer_seconds: dict[str, list[float]],
     tokens: int,
     *,
     as_json: bool,
 ) -> None:
-    local_seconds = statistics.median(full_model["local"])
-    shares = {name: extra / local_seconds for name, extra in compute_overheads(full_model).items()}
+    local_seconds = statistics.median(full_model_seconds["local"])
+    fractions = {name: extra / local_seconds for name, extra in compute_overheads(full_model_seconds).items()}
     milliseconds = {name: extra * 1000 for name, extra in compute_overheads(one_layer_seconds).items()}
     table = Table("backend", f"{tokens} tokens, s", "overhead", "one layer, ms", "overhead, ms")
-    for name in full_model:
-        row = [name, f"{statistics.median(full_model[name]):.3f}"]
-        row += [f"{shares[name]:+.1%}" if name in shares else ""]
+    for name in full_model_seconds:
+        row = [name, f"{statistics.median(full_model_seconds[name]):.3f}"]
+        row += [f"{fractions[name]:+.1%}" if name in fractions else ""]
         row += [f"{statistics.median(one_layer_seconds[name]) * 1000:.1f}"]
         row += [f"{milliseconds[name]:+.1f}" if name in milliseconds else ""]
         table.add_row(*row)
@@ -186,9 +192,9 @@ def report(
         print(
             json.dumps(
                 {
-                    "overhead": max(shares.values()),
+                    "overhead": max(fractions.values()),
                     "overhead_ms": max(milliseconds.values()),
-                    "overheads": shares,
+                    "overheads": fractions,
                     "overheads_ms": milliseconds,
                     "tokens": tokens,
                     "local_seconds": local_seconds,

@@ -2,10 +2,10 @@
 
     python bench/engine.py [--quick] [--json]
 
-Throughput: concurrent clients send requests of mixed length. Static batches go through ``model.generate`` and
-each runs until its longest reply is complete; only requested tokens count. Neither side stops at an
-end-of-sequence token. Time to first token: a second turn that extends a session is compared with the same
-prompt and an empty cache.
+Throughput: concurrent clients send requests of mixed length. It is compared with static batches in
+``model.generate``, each of which runs until its longest reply is complete; only requested tokens count.
+Neither side stops at an end-of-sequence token. Time to first token: a second turn that extends a session is
+compared with the same prompt and an empty cache.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def make_load(tokenizer: Any, quick: bool) -> RequestLoad:
 
 
 def make_adapter(folder: Path, target: Path) -> None:
-    """Save an adapter of rank 16 on every linear layer, with small random weights."""
+    """Save a rank 16 adapter for all linear layers, with small random weights."""
     torch.manual_seed(0)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
@@ -81,23 +81,23 @@ def make_adapter(folder: Path, target: Path) -> None:
 
 
 async def run_local_engine(engine: LocalEngine, load: RequestLoad) -> float:
-    """Return the seconds for all requests, with a fixed number of clients that each take the next one."""
-    waiting = list(reversed(list(zip(load.prompts, load.lengths, strict=True))))
+    """Return the seconds for all requests with ``load.clients`` concurrent clients."""
+    remaining = list(reversed(list(zip(load.prompts, load.lengths, strict=True))))
 
-    async def client() -> None:
-        while waiting:
-            prompt, length = waiting.pop()
+    async def run_client() -> None:
+        while remaining:
+            prompt, length = remaining.pop()
             count = 0
             async for chunk in engine.generate(prompt, SamplingParams(max_tokens=length)):
                 count += len(chunk.token_ids)
             assert count == length
 
     start = time.perf_counter()
-    await asyncio.gather(*[client() for _ in range(load.clients)])
+    await asyncio.gather(*[run_client() for _ in range(load.clients)])
     return time.perf_counter() - start
 
 
-async def time_to_first_token(engine: LocalEngine, prompt: list[int]) -> float:
+async def measure_first_token(engine: LocalEngine, prompt: list[int]) -> float:
     start = time.perf_counter()
     stream = engine.generate(prompt, SamplingParams(max_tokens=4))
     await anext(stream)
@@ -108,29 +108,29 @@ async def time_to_first_token(engine: LocalEngine, prompt: list[int]) -> float:
 
 
 async def measure_second_turns(engine: LocalEngine, load: RequestLoad, policy: Policy) -> tuple[float, float]:
-    """Return the median seconds to the first token of a second turn, with a warm and with an empty cache."""
+    """Return the median time to the first token of a second turn, with a warm and with an empty cache."""
     warm: list[float] = []
     cold: list[float] = []
     for n in range(load.repeats):
         history = [(17 * i + n) % 20000 + 100 for i in range(load.session_tokens - 32)]
         reply = [c.token_ids[0] async for c in engine.generate(history, SamplingParams(max_tokens=32))]
         turn = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
-        warm.append(await time_to_first_token(engine, turn))
+        warm.append(await measure_first_token(engine, turn))
         await engine.load(policy)
-        cold.append(await time_to_first_token(engine, turn))
+        cold.append(await measure_first_token(engine, turn))
     return statistics.median(warm), statistics.median(cold)
 
 
-def sampling_config() -> GenerationConfig:
-    """Return the settings for temperature 1, the full vocabulary and no end-of-sequence token."""
+def make_generation_config() -> GenerationConfig:
+    """Return settings that sample at temperature 1 from the full vocabulary and never stop early."""
     return GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, pad_token_id=0, eos_token_id=None
     )
 
 
-def run_static(model: Any, load: RequestLoad) -> float:
-    """Return the seconds for all requests in left-padded batches with one request per client."""
-    config = sampling_config()
+def run_static_batches(model: Any, load: RequestLoad) -> float:
+    """Return the seconds for all requests in left-padded batches of ``load.clients`` requests."""
+    config = make_generation_config()
     seconds = 0.0
     for start in range(0, len(load.prompts), load.clients):
         log(f"model.generate: requests {start + 1} to {start + load.clients} of {len(load.prompts)}")
@@ -147,8 +147,8 @@ def run_static(model: Any, load: RequestLoad) -> float:
 
 
 def run_transformers_continuous(model: Any, load: RequestLoad) -> float:
-    """Return the seconds for all requests with the continuous batching of transformers."""
-    config = sampling_config()
+    """Return the seconds for all requests with transformers' continuous batching."""
+    config = make_generation_config()
     config.max_new_tokens, config.eos_token_id = max(load.lengths), -1
     batching = ContinuousBatchingConfig(
         page_size=32,
@@ -165,7 +165,7 @@ def run_transformers_continuous(model: Any, load: RequestLoad) -> float:
         tokens = 0
         for _ in load.prompts:
             result = manager.get_result(timeout=300)
-            assert result is not None, "the continuous batching of transformers stopped"
+            assert result is not None, "transformers' continuous batching stopped"
             assert result.error is None, result.error
             tokens += len(result.generated_tokens)
         seconds = time.perf_counter() - start
@@ -182,7 +182,7 @@ def measure(quick: bool) -> dict[str, float]:
     folder = resolve_model(config.name)
     device, dtype = device_and_dtype(config)
     load = make_load(AutoTokenizer.from_pretrained(folder), quick)
-    figures: dict[str, float] = {
+    metrics: dict[str, float] = {
         "requests": len(load.prompts),
         "tokens": load.tokens,
         "clients": load.clients,
@@ -190,30 +190,30 @@ def measure(quick: bool) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as scratch:
         make_adapter(folder, Path(scratch))
         log("measuring the local engine")
-        figures |= asyncio.run(measure_local_engine(config, load, Path(scratch)))
+        metrics |= asyncio.run(measure_local_engine(config, load, Path(scratch)))
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
-        # The adapter uses the precision of the base model: peft's default, fp32, is slower.
+        # Keep the adapter in the precision of the base model, because peft's default (fp32) is slower.
         model: Any = PeftModel.from_pretrained(base, scratch, autocast_adapter_dtype=False)
-    figures["static_tokens_per_second"] = load.tokens / run_static(model, load)
+    metrics["static_tokens_per_second"] = load.tokens / run_static_batches(model, load)
     try:
-        # Only a quarter of the requests: this is slow on a CPU and only a point of reference.
-        log("measuring the continuous batching of transformers")
+        # A quarter of the requests is enough for a point of reference, and this is slow on a CPU.
+        log("measuring transformers' continuous batching")
         subset = load.take(max(load.clients, len(load.prompts) // 4))
         seconds = run_transformers_continuous(model.get_base_model(), subset)
-        figures["transformers_cb_tokens_per_second"] = subset.tokens / seconds
+        metrics["transformers_cb_tokens_per_second"] = subset.tokens / seconds
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         # This API changes between transformers releases, and the main comparison does not need it.
-        warnings.warn(f"the continuous batching of transformers did not run: {error}", stacklevel=1)
-    figures["ratio_static"] = figures["tokens_per_second"] / figures["static_tokens_per_second"]
-    figures["ratio_warm_turn"] = figures["cold_turn_seconds"] / figures["warm_turn_seconds"]
-    return figures
+        warnings.warn(f"transformers' continuous batching did not run: {error}", stacklevel=1)
+    metrics["ratio_static"] = metrics["tokens_per_second"] / metrics["static_tokens_per_second"]
+    metrics["ratio_warm_turn"] = metrics["cold_turn_seconds"] / metrics["warm_turn_seconds"]
+    return metrics
 
 
 async def measure_local_engine(config: ModelConfig, load: RequestLoad, adapter: Path) -> dict[str, float]:
     engine = LocalEngine(config, LocalEngineConfig(), stop_at_eos=False)
     policy = Policy("bench", 1, Artifact("adapter", str(adapter)))
     await engine.load(policy)
-    await time_to_first_token(engine, load.prompts[0])
+    await measure_first_token(engine, load.prompts[0])
     await engine.load(policy)
     seconds = await run_local_engine(engine, load)
     warm, cold = await measure_second_turns(engine, load, policy)
@@ -225,40 +225,42 @@ async def measure_local_engine(config: ModelConfig, load: RequestLoad, adapter: 
     }
 
 
-def show(figures: dict[str, float]) -> None:
-    title = "{requests:.0f} requests, {tokens:.0f} tokens, {clients:.0f} clients".format(**figures)
-    table = Table("engine", "tokens/s", "against static", title=title)
-    static = figures["static_tokens_per_second"]
+def show(metrics: dict[str, float]) -> None:
+    title = "{requests:.0f} requests, {tokens:.0f} tokens, {clients:.0f} clients".format(**metrics)
+    table = Table("engine", "tokens/s", "relative to static", title=title)
+    static = metrics["static_tokens_per_second"]
     rows = {
         "instar local": "tokens_per_second",
         "model.generate, static batches": "static_tokens_per_second",
         "transformers continuous batching": "transformers_cb_tokens_per_second",
     }
     for name, key in rows.items():
-        value = figures.get(key)
+        value = metrics.get(key)
         table.add_row(
             name, *(("did not run", "") if value is None else (f"{value:.0f}", f"{value / static:.2f}×"))
         )
     console = Console()
     console.print(table)
     turns = Table("second turn of a long session", "seconds to first token")
-    turns.add_row("cold", f"{figures['cold_turn_seconds']:.3f}")
-    turns.add_row("warm", f"{figures['warm_turn_seconds']:.3f}")
-    turns.add_row("ratio", f"{figures['ratio_warm_turn']:.1f}×")
+    turns.add_row("cold", f"{metrics['cold_turn_seconds']:.3f}")
+    turns.add_row("warm", f"{metrics['warm_turn_seconds']:.3f}")
+    turns.add_row("ratio", f"{metrics['ratio_warm_turn']:.1f}×")
     console.print(turns)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the local engine.")
     parser.add_argument(
-        "--quick", action="store_true", help="a few short requests, to check that the bench runs"
+        "--quick",
+        action="store_true",
+        help="send only a few short requests, to check that the benchmark works",
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
     arguments = parser.parse_args()
-    figures = measure(arguments.quick)
-    show(figures)
+    metrics = measure(arguments.quick)
+    show(metrics)
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

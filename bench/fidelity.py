@@ -1,20 +1,20 @@
-"""Measure how much of what agents do becomes exact training data, by client, dialect and model family.
+"""Measure how much agent traffic becomes exact training data, by client, dialect and model family.
 
     python bench/fidelity.py [--json] [--clients openai,langgraph,codex] [--families SmolLM2,Qwen3]
 
-Every client holds conversations with tool calls through a running gateway, whose scripted engine replies in
-the format of the model family, encoded by its real tokenizer. Each conversation is held twice: in a session
-that was opened for it, and by a live agent, whose calls the gateway has to group into sessions. The bench
-counts
+Every client holds conversations with tool calls through a running gateway. The gateway's scripted engine
+replies in the format of the model family and uses its real tokenizer. Each conversation is held twice: in a
+session that was opened for it, and by a live agent whose calls the gateway has to group into sessions. The
+metrics are the fractions of
 
     linked        calls that were recorded in their conversation's session
-    exact prefix  turns whose prompt begins with the previous prompt and the tokens sampled for it, as a share
-                  of the turns that extend their history. A turn that changes earlier messages extends nothing
-    trained       sampled tokens that a training sample's mask includes, as a share of all sampled tokens
+    exact prefix  turns whose prompt starts with the previous prompt and the tokens sampled for it. Turns that
+                  change earlier messages are not counted
+    trained       sampled tokens that the mask of a training sample includes
 
 Python clients are installed once under .cache/clients, tokenizers under .cache/tokenizers. Command-line
-agents are measured if they are installed in .cache/agents (`python -m tests.integration.agents.cli` installs
-them).
+agents are measured if they are installed in .cache/agents (run `python -m tests.integration.agents.cli` to
+install them).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Row:
     def to_json(self) -> dict[str, object]:
         counts = {**asdict(self.score), "reasons": dict(self.score.reasons)}
         key = {"client": self.client, "dialect": self.dialect, "family": self.family}
-        return {**key, **self.score.shares, "counts": counts}
+        return {**key, **self.score.fractions, "counts": counts}
 
 
 def log(text: str) -> None:
@@ -66,7 +66,7 @@ def log(text: str) -> None:
 
 
 async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Row]:
-    """Measure all clients, one after the other, against one gateway."""
+    """Measure the named clients, one after another, with one gateway."""
     script = f"fidelity_parts.script:{family.script}"
     async with start_gateway(family, script, folder / "store.db") as gateway:
         conversations: list[ClientConversation] = []
@@ -82,14 +82,14 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
         for conversation in conversations:
             key = conversation.client, conversation.dialect
             row = rows.setdefault(key, Row(*key, family.name, Score()))
-            if conversation.failed:
-                row.score.reasons[f"the client failed: {conversation.failed}"] += 1
+            if conversation.error:
+                row.score.reasons[f"the client failed: {conversation.error}"] += 1
                 continue
             candidates = [session for session in all_sessions if may_contain_calls(session, conversation)]
             sessions = select_calls_with_question(candidates, conversation.prompt_marker, gateway.decode)
             row.score += score(
                 sessions,
-                session=conversation.endpoint.session,
+                session_id=conversation.endpoint.session_id,
                 drops_reasoning=family.drops_reasoning,
                 is_text_completion=conversation.dialect == "completions",
             )
@@ -97,33 +97,37 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
 
 
 def may_contain_calls(candidate: RecordedSession, conversation: ClientConversation) -> bool:
-    """True for the sessions of the live agent's key, or for every session that was opened explicitly."""
-    if conversation.endpoint.session:
+    """True if the session may contain calls of this conversation.
+
+    A live agent's calls are in the sessions of its agent id, all others in sessions that were opened
+    explicitly.
+    """
+    if conversation.endpoint.session_id:
         return candidate.session.channel is Channel.TRAIN
     return candidate.session.agent_id == conversation.endpoint.agent_id
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table("client", "dialect", "family", "linked", "exact prefix", "trained", "turns", "why not 100%")
+    table = Table("client", "dialect", "family", "linked", "exact prefix", "trained", "turns", "reasons")
     for row in rows:
-        shares = ["-" if share is None else f"{share:.1%}" for share in row.score.shares.values()]
+        fractions = ["-" if value is None else f"{value:.1%}" for value in row.score.fractions.values()]
         turns = f"{row.score.turns}" + (f" + {row.score.rewritten} rewritten" if row.score.rewritten else "")
-        table.add_row(row.client, row.dialect, row.family, *shares, turns, "; ".join(row.score.reasons))
+        table.add_row(row.client, row.dialect, row.family, *fractions, turns, "; ".join(row.score.reasons))
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def parse_names(names: str | None, available: Sequence[str]) -> list[str]:
     selected = names.split(",") if names else list(available)
     if unknown := set(selected) - set(available):
-        raise SystemExit(f"unknown name: {', '.join(sorted(unknown))}; available: {', '.join(available)}")
+        raise SystemExit(f"Unknown name: {', '.join(sorted(unknown))}. Available: {', '.join(available)}")
     return selected
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
-    parser.add_argument("--clients", help="comma-separated names of the clients to measure; default: all")
-    parser.add_argument("--families", help="comma-separated names of the model families; default: all")
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
+    parser.add_argument("--clients", help="comma-separated clients to measure (default: all)")
+    parser.add_argument("--families", help="comma-separated model families (default: all)")
     options = parser.parse_args()
     installed_agents = [agent.name for agent in AGENTS.values() if agent.folder.exists()]
     names = parse_names(
@@ -137,10 +141,10 @@ def main() -> None:
                 try:
                     rows += asyncio.run(measure(family, names, Path(folder)))
                 except TokenizerUnavailable as error:
-                    log(f"{family.name} is skipped: {error}")
+                    log(f"skipping {family.name}: {error}")
     show(rows)
     if options.json:
-        overall = add_scores(row.score for row in rows).shares
+        overall = add_scores(row.score for row in rows).fractions
         print(json.dumps({**overall, "rows": [row.to_json() for row in rows]}))
     if any(row.score.unexplained for row in rows):
         raise SystemExit(1)

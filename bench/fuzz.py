@@ -1,21 +1,21 @@
-"""Send a million malformed, hostile and valid requests to a gateway, over all its routes and dialects.
+"""Send a million malformed, hostile and valid requests to all routes and dialects of a gateway.
 
     python bench/fuzz.py [--json] [--full] [--seed N] [--replay SEED]
 
-The gateway runs as a process with a scripted engine and a SQLite store. Three generators send requests:
-random changes to valid requests of every route (*grammar*), connections that break the rules of HTTP or stop
-in the middle (*raw*), and Schemathesis over the gateway's own OpenAPI description (*schema*), which is
-installed into its own environment under .cache/bench on the first run.
+The gateway runs in its own process, with a scripted engine and a SQLite store. There are three request
+generators: random changes to valid requests (*grammar*), connections that violate HTTP or stop halfway
+(*raw*), and Schemathesis with the gateway's OpenAPI description (*schema*). Schemathesis is installed into
+its own environment under .cache/bench on the first run.
 
-These count as failures: a status of 500 or more except the documented 502, 503 and 504 (`server_errors`, with
-tracebacks in the log and responses that are not HTTP or not JSON), a request without a response or an end of
-the connection (`hangs`), and memory that grows after the first fifth of the requests (`rss_growth`). A
-well-behaved client in its own process sends a call from time to time: `bystander_ratio` is its latency during
-the fuzzing divided by its latency while as many connections send only valid requests, at the median or at the
-95th percentile, whichever is larger.
+Failures are counted in three metrics. `server_errors`: statuses of 500 and above except the documented 502,
+503 and 504, errors in the log, and responses that are not valid HTTP or JSON. `hangs`: requests that neither
+get a response nor have their connection closed. `rss_growth`: memory growth after the first fifth of the
+requests. In addition, a well-behaved client in its own process makes a call from time to time.
+`bystander_ratio` is its latency during fuzzing divided by its latency while as many connections send only
+valid requests (the larger of the ratios at the median and at the 95th percentile).
 
-By default the run ends after 15 minutes and reports the share of the full figure that it covered. `--full`
-sends everything and continues an interrupted run. Every failing request is written to a file with its seed,
+By default, the run ends after 15 minutes and reports the fraction of the requests that it sent. `--full`
+sends all of them and continues an interrupted run. Every failing request is written to a file with its seed,
 and `--replay SEED` sends it again to a new gateway.
 """
 
@@ -39,31 +39,23 @@ from typing import Any
 import uvloop
 from fuzz_parts.cases import Pool, Route, list_routes
 from fuzz_parts.client import connect
-from fuzz_parts.fuzzer import (
-    SESSIONS,
-    FailureLog,
-    Fuzzer,
-    find_problem,
-    keep_pool_open,
-    open_session,
-    send,
-)
+from fuzz_parts.fuzzer import SESSIONS, FailureLog, Fuzzer, find_problem, open_session, refresh_pool, send
 from fuzz_parts.schema import Schemathesis
-from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.processes import MeasurementError, read_usage
 from gateway_parts.servers import GatewayProcess, start_gateway
 from rich.console import Console
 from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
 FULL = 1_000_000
-SCHEMA_SHARE = 0.005
-"""Schemathesis needs about 50 ms for each request, a hundred times as long as the other generators."""
+SCHEMA_FRACTION = 0.005
+"""Small, because Schemathesis takes about 50 ms per request, a hundred times as long as the others."""
 STATE = CACHE / "fuzz-state.json"
-"""The progress of the last run, with which `--full` continues."""
-ROUND = 20_000
-VALID_ROUND = 1_500
-"""The number of valid requests before each round, during which the well-behaved client's usual latency is
-measured. They are not counted."""
+"""The progress of an interrupted run, from which `--full` continues."""
+ROUND_SIZE = 20_000
+VALID_ROUND_SIZE = 1_500
+"""The number of valid requests before each round. They measure the well-behaved client's normal latency and
+do not count as fuzzing requests."""
 MAX_RSS_GROWTH = 0.05
 MAX_BYSTANDER_RATIO = 2.0
 REPLIES = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
@@ -74,7 +66,7 @@ console = Console(stderr=True)
 
 @dataclass
 class Progress:
-    """The result so far, which is saved after each round."""
+    """The results so far. Saved after each round."""
 
     base: int
     next_case: int = 0
@@ -102,33 +94,32 @@ def log(text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
 
 
-def percentile(values: list[float], share: float) -> float:
+def percentile(values: list[float], fraction: float) -> float:
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-def rss_growth(samples: list[float]) -> float:
-    """Return the growth from the first fifth of the samples to the last tenth."""
+def measure_growth(samples: list[float]) -> float:
+    """Return the relative growth from just after the first fifth of the samples to the last tenth."""
     if len(samples) < 5:
         return 0.0
     start = statistics.median(samples[len(samples) // 5 : len(samples) // 5 + max(1, len(samples) // 10)])
     return statistics.median(samples[-max(1, len(samples) // 10) :]) / start - 1
 
 
-def compute_figures(progress: Progress) -> dict[str, Any]:
+def compute_metrics(progress: Progress) -> dict[str, Any]:
     valid, fuzz = progress.latencies_ms["valid"], progress.latencies_ms["fuzz"]
-    shares = {"p50": 0.5, "p95": 0.95}
-    ratios = {
-        name: percentile(fuzz, share) / percentile(valid, share) if valid and fuzz else 0.0
-        for name, share in shares.items()
-    }
+    ratios = [
+        percentile(fuzz, fraction) / percentile(valid, fraction) if valid and fuzz else 0.0
+        for fraction in (0.5, 0.95)
+    ]
     return {
         "requests": progress.total,
         "share": round(min(1.0, progress.total / FULL), 4),
         "server_errors": progress.server_errors,
         "hangs": progress.hangs,
-        "rss_growth": round(max((rss_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
-        "bystander_ratio": round(max(ratios.values()), 3),
+        "rss_growth": round(max((measure_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
+        "bystander_ratio": round(max(ratios), 3),
         "bystander_p50_ms": round(percentile(fuzz, 0.5), 2) if fuzz else None,
         "bystander_p95_ms": round(percentile(fuzz, 0.95), 2) if fuzz else None,
         "bystander_max_ms": round(max(fuzz), 1) if fuzz else None,
@@ -140,38 +131,38 @@ def compute_figures(progress: Progress) -> dict[str, Any]:
     }
 
 
-def is_failure(figures: dict[str, Any]) -> bool:
+def is_failure(metrics: dict[str, Any]) -> bool:
     return bool(
-        figures["server_errors"]
-        or figures["hangs"]
-        or figures["mismatches"]
-        or figures["rss_growth"] > MAX_RSS_GROWTH
-        or figures["bystander_ratio"] > MAX_BYSTANDER_RATIO
+        metrics["server_errors"]
+        or metrics["hangs"]
+        or metrics["mismatches"]
+        or metrics["rss_growth"] > MAX_RSS_GROWTH
+        or metrics["bystander_ratio"] > MAX_BYSTANDER_RATIO
     )
 
 
 # --- the well-behaved client ---------------------------------------------------------------------
 
 
-class Bystander:
-    """Assigns the latencies of the well-behaved client to what else was sent at the time."""
+class BystanderLog:
+    """Reads the latencies that the well-behaved client records."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
 
     def read(self, start: float, end: float) -> list[float]:
-        """Return the latencies of the calls that began and ended in this period."""
+        """Return the latencies of new calls that began and ended in this period."""
         with self._path.open() as file:
             file.seek(self._position)
             lines = file.read().splitlines()
             self._position = file.tell()
         pairs = [tuple(map(float, line.split())) for line in lines if line.count(" ") == 1]
-        return [ms for at, ms in pairs if at >= start and at + ms / 1000 <= end]
+        return [ms for began, ms in pairs if began >= start and began + ms / 1000 <= end]
 
 
 @contextlib.contextmanager
-def start_bystander(folder: Path, address: tuple[str, int], admin_key: str) -> Generator[Bystander]:
+def start_bystander(folder: Path, address: tuple[str, int], admin_key: str) -> Generator[BystanderLog]:
     output, host = folder / "latencies", address[0]
     output.touch()
     command = [sys.executable, "-m", "fuzz_parts.bystander", host, str(address[1]), str(output)]
@@ -183,9 +174,9 @@ def start_bystander(folder: Path, address: tuple[str, int], admin_key: str) -> G
     process.stdin.write(admin_key + "\n")
     process.stdin.close()
     try:
-        yield Bystander(output)
+        yield BystanderLog(output)
         if process.poll() is not None:
-            raise MeasurementError(f"the well-behaved client ended: {process.stderr.read()[-500:]}")
+            raise MeasurementError(f"the well-behaved client exited: {process.stderr.read()[-500:]}")
     finally:
         process.kill()
         process.wait()
@@ -219,37 +210,37 @@ async def prepare_target(gateway: GatewayProcess) -> Target:
 async def run_rounds(
     target: Target, progress: Progress, count: int, stop_at: float, folder: Path, failures: FailureLog
 ) -> None:
-    """Send the cases up to number ``count`` in rounds, until the time ``stop_at`` of ``time.monotonic``."""
+    """Send cases in rounds until there are ``count`` or ``time.monotonic()`` reaches ``stop_at``."""
     fuzzer = Fuzzer(target.address, progress.base, target.routes, target.pool, failures)
-    keeper = asyncio.create_task(keep_pool_open(target.address, target.pool))
+    refresher = asyncio.create_task(refresh_pool(target.address, target.pool))
     samples: list[float] = []
     progress.rss_mb.append(samples)
     with start_bystander(folder, target.address, target.gateway.admin_key) as bystander:
         while progress.next_case < count and time.monotonic() < stop_at:
-            size = min(ROUND, count - progress.next_case)
-            for kind, number in (("valid", min(VALID_ROUND, size // 2)), ("fuzz", size)):
+            size = min(ROUND_SIZE, count - progress.next_case)
+            for kind, number in (("valid", min(VALID_ROUND_SIZE, size // 2)), ("fuzz", size)):
                 start = time.time()
                 await fuzzer.run(progress.next_case, number, is_valid=kind == "valid")
                 progress.latencies_ms[kind] += await asyncio.to_thread(bystander.read, start, time.time())
             progress.next_case += size
-            samples.append(process_usage(target.gateway.pid).rss_mb)
+            samples.append(read_usage(target.gateway.pid).rss_mb)
             add_counts(progress, fuzzer)
             progress.save()
             problems = f"{progress.server_errors} server errors, {progress.hangs} hangs"
             log(f"{progress.total:,} requests, {problems}, {samples[-1]:.0f} MB")
-            if keeper.done():
-                keeper.result()
+            if refresher.done():
+                refresher.result()
         await fuzzer.drain()
-    keeper.cancel()
-    await asyncio.wait([keeper])
+    refresher.cancel()
+    await asyncio.wait([refresher])
     add_counts(progress, fuzzer)
-    if stuck := await count_stuck(target):
+    if stuck := await count_stuck_calls(target):
         progress.hangs += stuck
         failures.add("", f"{stuck} requests", "still in flight at the end")
 
 
 def add_counts(progress: Progress, fuzzer: Fuzzer) -> None:
-    """Add the fuzzer's counts to the progress, and reset them."""
+    """Add the fuzzer's counts to the progress and reset them."""
     counts = fuzzer.counts
     progress.requests["grammar and raw"] += counts.requests
     progress.server_errors += counts.server_errors
@@ -259,9 +250,9 @@ def add_counts(progress: Progress, fuzzer: Fuzzer) -> None:
     fuzzer.reset()
 
 
-async def count_stuck(target: Target, seconds: float = 30.0) -> int:
-    """Return the number of calls that are still in flight after all clients left."""
-    deadline = time.monotonic() + seconds
+async def count_stuck_calls(target: Target, timeout: float = 30.0) -> int:
+    """Return the number of calls that are still in flight after all clients have disconnected."""
+    deadline = time.monotonic() + timeout
     while True:
         connection = await connect(*target.address)
         stats = await send(connection, "GET", "/stats", target.pool.admin_key)
@@ -274,7 +265,7 @@ async def count_stuck(target: Target, seconds: float = 30.0) -> int:
 def run_schema(
     target: Target, progress: Progress, count: int, stop_at: float, failures: FailureLog, environment: Path
 ) -> None:
-    """Let Schemathesis send requests in batches, until there are ``count``."""
+    """Make Schemathesis send batches of requests until there are ``count``."""
     keys = (target.pool.admin_key, target.pool.agent_key)
     with Schemathesis(environment, target.gateway.url, keys, target.pool.sessions) as schemathesis:
         while progress.requests["schema"] < count and time.monotonic() < stop_at:
@@ -283,14 +274,18 @@ def run_schema(
             progress.requests["schema"] += batch["requests"]
             progress.statuses = dict(Counter(progress.statuses) + Counter(batch["statuses"]))
             for problem in batch["problems"]:
-                kind = "mismatches" if problem["is_mismatch"] else "hangs" if problem["is_hang"] else ""
-                setattr(progress, kind or "server_errors", getattr(progress, kind or "server_errors") + 1)
+                if problem["is_mismatch"]:
+                    progress.mismatches += 1
+                elif problem["is_hang"]:
+                    progress.hangs += 1
+                else:
+                    progress.server_errors += 1
                 failures.add(batch["seed"], batch["operation"], problem["text"], problem["request"].encode())
             progress.save()
 
 
-def count_tracebacks(folder: Path, failures: FailureLog) -> int:
-    """Return the number of errors in the logs of the gateway's processes."""
+def record_log_errors(folder: Path, failures: FailureLog) -> int:
+    """Add every traceback or ERROR line in the logs to ``failures`` and return their number."""
     count = 0
     for path in sorted(folder.rglob("*.log")):
         lines = path.read_text(errors="replace").splitlines()
@@ -298,7 +293,7 @@ def count_tracebacks(folder: Path, failures: FailureLog) -> int:
             if "Traceback (most recent call last)" in line or " ERROR " in line:
                 count += 1
                 failures.add(
-                    "", path.name, "an error in the log", "\n".join(lines[number : number + 40]).encode()
+                    "", path.name, "error in the log", "\n".join(lines[number : number + 40]).encode()
                 )
     return count
 
@@ -314,9 +309,9 @@ def load_progress(base: int) -> Progress:
 
 
 def run_bench(
-    progress: Progress, total: int, seconds: float, failures: FailureLog, *, has_schema: bool
+    progress: Progress, total: int, seconds: float, failures: FailureLog, *, use_schema: bool
 ) -> None:
-    schema_count = round(total * SCHEMA_SHARE) if has_schema else 0
+    schema_count = round(total * SCHEMA_FRACTION) if use_schema else 0
     environment = Schemathesis.install(CACHE, log) if schema_count else None
     begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
@@ -327,15 +322,17 @@ def run_bench(
             if environment is not None:
                 stop_at = begin + 0.15 * seconds
                 run_schema(target, progress, schema_count, stop_at, failures, environment)
-                log(f"{progress.requests['schema']:,} requests by Schemathesis")
+                log(f"{progress.requests['schema']:,} requests from Schemathesis")
             count = total - schema_count
             uvloop.run(run_rounds(target, progress, count, begin + seconds, folder, failures))
-        progress.server_errors += count_tracebacks(folder, failures)
+        progress.server_errors += record_log_errors(folder, failures)
 
 
 async def replay(seed: str, failures: FailureLog) -> None:
-    """Send the request with this seed to a new gateway, and print the responses. Schemathesis sends the batch
-    with this seed."""
+    """Send the request with this seed to a new gateway and print the responses.
+
+    A seed from Schemathesis stands for a whole batch, which is sent again.
+    """
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
         engine = {"type": "scripted", "replies": REPLIES}
         with start_gateway(Path(name) / "gateway", engine, max_context=4096, **LIMITS) as gateway:
@@ -351,43 +348,47 @@ async def replay(seed: str, failures: FailureLog) -> None:
                 for reply in await fuzzer.replay(int(number)):
                     problem = find_problem(reply)
                     console.print(f"{reply.status} {problem or ''}", reply.body[:2000], highlight=False)
-        count_tracebacks(Path(name), failures)
+        record_log_errors(Path(name), failures)
     for line in failures.path.read_text().splitlines():
         row = json.loads(line)
         console.print(f"[red]{row['problem']}[/red] {row['case']}", row["request"][:4000], highlight=False)
 
 
-def show(figures: dict[str, Any], failures: FailureLog) -> None:
-    table = Table("figure", "value", "limit")
+def show(metrics: dict[str, Any], failures: FailureLog) -> None:
+    table = Table("metric", "value", "limit")
     limits = {
         "server_errors": "0",
         "hangs": "0",
+        "mismatches": "0",
         "rss_growth": "0.05",
         "bystander_ratio": "2",
-        "mismatches": "0",
     }
-    for name, value in figures.items():
+    for name, value in metrics.items():
         table.add_row(name, str(value), limits.get(name, ""))
     console.print(table)
     for name, count in failures.names.most_common(30):
         console.print(f"{count:6} {name}", highlight=False)
     console.print(
-        f"{figures['requests']:,} of {FULL:,} requests ({figures['share']:.1%} of the full figure). "
-        f"Failures: {failures.path}",
+        f"{metrics['requests']:,} of {FULL:,} requests ({metrics['share']:.1%} of a full run). "
+        f"Failures are in {failures.path}.",
         highlight=False,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fuzz the gateway.")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
-    parser.add_argument("--full", action="store_true", help="send all requests; continues an interrupted run")
-    parser.add_argument("--requests", type=int, default=FULL, help="the number of requests to send")
-    parser.add_argument("--minutes", type=float, default=15.0, help="the time limit without --full")
-    parser.add_argument("--seed", type=int, default=1, help="the base of all seeds")
-    parser.add_argument("--no-schema", action="store_true", help="leave Schemathesis out")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
+    parser.add_argument(
+        "--full", action="store_true", help="send all requests, or continue an interrupted run"
+    )
+    parser.add_argument("--requests", type=int, default=FULL, help="number of requests to send")
+    parser.add_argument("--minutes", type=float, default=15.0, help="time limit (without --full)")
+    parser.add_argument("--seed", type=int, default=1, help="base of all seeds")
+    parser.add_argument("--no-schema", action="store_true", help="do not use Schemathesis")
     parser.add_argument("--replay", metavar="SEED", help="send the request with this seed again")
-    parser.add_argument("--failures", type=Path, default=CACHE / "fuzz-failures.jsonl")
+    parser.add_argument(
+        "--failures", type=Path, default=CACHE / "fuzz-failures.jsonl", help="file for failures"
+    )
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
     if arguments.replay:
@@ -402,17 +403,17 @@ def main() -> None:
     failures = FailureLog(arguments.failures)
     seconds = float("inf") if arguments.full else 60 * arguments.minutes
     try:
-        run_bench(progress, arguments.requests, seconds, failures, has_schema=not arguments.no_schema)
+        run_bench(progress, arguments.requests, seconds, failures, use_schema=not arguments.no_schema)
     except MeasurementError as error:
         parser.exit(1, f"{error}\n")
     finally:
         failures.close()
     STATE.unlink(missing_ok=True)
-    figures = compute_figures(progress)
-    show(figures, failures)
+    metrics = compute_metrics(progress)
+    show(metrics, failures)
     if arguments.json:
-        print(json.dumps(figures))
-    sys.exit(is_failure(figures))
+        print(json.dumps(metrics))
+    sys.exit(is_failure(metrics))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,18 @@
-"""Compare the gateway with its peers, each as one process in front of the same stub.
+"""Compare the gateway with its peers. Each is a single process in front of the same stub.
 
     python bench/gateway.py [--quick] [--json] [--only rates|turns|memory] [--peers litellm,rllm,metaclaw]
 
 Requires nginx with its Lua module, and wrk: apt-get install nginx libnginx-mod-http-lua wrk. The peers are
-installed into their own environments under .cache/bench on the first run, which takes some minutes.
+installed into their own environments under .cache/bench on the first run, which takes a few minutes.
 
-Rates: nginx responds at once with a fixed reply; wrk sends unique requests of 1 KB and of 400 KB (turn 100 of
-a session, which extends a recorded call). *proxy* is the gateway in front of nginx; *exact* renders the
-messages to tokens and calls a scripted engine, which replies with 32 tokens. The floor is a minimal forwarder
-that commits one row per call. Within a cell the servers take turns, so that other load on the machine affects
-all of them.
+Rates: nginx responds immediately with a fixed reply; wrk sends unique requests of 1 KB and of 400 KB (turn
+100 of a session, which extends a recorded call). *proxy* is the gateway in front of nginx. *exact* is the
+gateway with a scripted engine: it renders the messages to tokens and replies with 32 tokens. The floor is a
+minimal proxy that commits one row per call. Within a cell the servers take turns, so that other load on the
+machine affects all of them.
 
-Turns: in sessions of 100 turns, the CPU time of the gateway's process for the 100th turn and for the 10th,
-each minus the floor's for the same bodies. Memory: with many open sessions and many recorded calls.
+Turns: the gateway's CPU time for turns 10 and 100 of a session, each minus the floor's CPU time for the same
+bodies. Memory: the gateway's memory with many open sessions and many recorded calls.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from gateway_parts.load import (
     start_long_sessions,
 )
 from gateway_parts.peers import PEERS, install_peer, start_peer
-from gateway_parts.processes import MeasurementError, process_usage
-from gateway_parts.servers import exact_engine, proxy_engine, start_floor, start_gateway
+from gateway_parts.processes import MeasurementError, read_usage
+from gateway_parts.servers import make_exact_engine, make_proxy_engine, start_floor, start_gateway
 from gateway_parts.sessions import measure_memory, measure_turns
 from gateway_parts.stub import start_stub
 from rich.console import Console
@@ -59,7 +59,7 @@ Cells = dict[str, dict[RequestKind, Cell]]
 class GatewayPlan:
     seconds: float
     rounds: int
-    """The number of rounds for the cells used in the ratios; the others are measured once."""
+    """How often the cells that are used in ratios are measured. The others are measured once."""
     concurrency: tuple[int, ...]
     turn_sessions: int
     sessions: int
@@ -81,20 +81,22 @@ def log(text: str) -> None:
 def start_servers(
     folder: Path, stub_url: str, peers: Sequence[str], failed: dict[str, str]
 ) -> Generator[list[Target]]:
-    """Start all servers. Those that cannot be started are added to ``failed`` with the reason."""
+    """Start all servers. Add those that cannot be started to ``failed``, with the reason."""
     with contextlib.ExitStack() as stack:
 
-        def proxy() -> Target:
-            gateway = stack.enter_context(start_gateway(folder / "proxy", proxy_engine(stub_url)))
-            return gateway.target("proxy")
+        def start_proxy() -> Target:
+            gateway = stack.enter_context(start_gateway(folder / "proxy", make_proxy_engine(stub_url)))
+            return gateway.make_target("proxy")
 
-        def exact() -> Target:
-            return stack.enter_context(start_gateway(folder / "exact", exact_engine())).target("exact")
+        def start_exact() -> Target:
+            return stack.enter_context(start_gateway(folder / "exact", make_exact_engine())).make_target(
+                "exact"
+            )
 
         starts: dict[str, Callable[[], Target]] = {
             "floor": lambda: stack.enter_context(start_floor(folder / "floor", stub_url)),
-            "proxy": proxy,
-            "exact": exact,
+            "proxy": start_proxy,
+            "exact": start_exact,
         }
         for peer in PEERS:
             if peer.name in peers:
@@ -130,24 +132,25 @@ def measure_rates(
     cells: Cells = {target.name: {} for target in targets}
     for size in (SMALL, LARGE):
         for stream in (False, True):
-            ready = [target for target in targets if can_answer(target, size, stream, failed)]
+            ready = [target for target in targets if prepare_target(target, size, stream, failed)]
             for concurrency in plan.concurrency:
                 kind = RequestKind(size, concurrency, stream)
                 log(kind.name)
                 rounds = plan.rounds if kind in HEADLINES else 1
                 measured: dict[str, list[Cell]] = {target.name: [] for target in ready}
-                for turn in range(rounds):
+                for number in range(rounds):
                     for target in ready:
                         seconds = choose_seconds(plan.seconds, kind, cells[target.name])
-                        seed = f"{kind.name}-{turn}-"
+                        seed = f"{kind.name}-{number}-"
                         measured[target.name].append(measure_cell(target, kind, seconds, folder, seed))
                         wait_until_idle(target.pid)
-                for name, rounds_measured in measured.items():
-                    cells[name][kind] = median_cell(rounds_measured)
+                for name, measured_cells in measured.items():
+                    cells[name][kind] = median_cell(measured_cells)
     return cells
 
 
-def can_answer(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
+def prepare_target(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
+    """Check that the server replies. If it does not, add the reason to ``failed`` and return False."""
     try:
         if size == LARGE and not stream and target.has_sessions:
             start_long_sessions(target)
@@ -159,18 +162,18 @@ def can_answer(target: Target, size: int, stream: bool, failed: dict[str, str]) 
 
 
 def choose_seconds(seconds: float, kind: RequestKind, before: dict[RequestKind, Cell]) -> float:
-    """Give a slow server enough time to answer every connection twice, so that it can be measured at all."""
+    """Return the duration of a measurement, long enough for a slow server to reply twice per connection."""
     rates = [c.rate for k, c in before.items() if k.size == kind.size and k.stream == kind.stream and c.rate]
     return min(20.0, max(seconds, 2 * kind.concurrency / rates[-1])) if rates else seconds
 
 
-def wait_until_idle(pid: int, limit: float = 20.0) -> None:
-    """Wait until the server has finished the requests that wrk aborted, so that they do not slow others."""
-    deadline = time.monotonic() + limit
-    before = process_usage(pid).cpu_s
+def wait_until_idle(pid: int, timeout: float = 20.0) -> None:
+    """Wait until the server has finished the requests that wrk aborted, so they do not slow other servers."""
+    deadline = time.monotonic() + timeout
+    before = read_usage(pid).cpu_s
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        cpu_s = process_usage(pid).cpu_s
+        cpu_s = read_usage(pid).cpu_s
         if cpu_s - before <= 0.03:
             return
         before = cpu_s
@@ -179,19 +182,19 @@ def wait_until_idle(pid: int, limit: float = 20.0) -> None:
 def compute_ratios(cells: Cells) -> dict[str, float | None]:
     small, large = HEADLINES
 
-    def ratio(ours: str, other: str, kind: RequestKind) -> float | None:
+    def compute_ratio(ours: str, other: str, kind: RequestKind) -> float | None:
         pair = [cells.get(name, {}).get(kind) for name in (ours, other)]
         if not all(cell and cell.rate and not cell.error for cell in pair):
             return None
         return pair[0].rate / pair[1].rate  # pyright: ignore[reportOptionalMemberAccess]
 
     return {
-        "ratio_litellm": ratio("proxy", "litellm", small),
-        "ratio_litellm_exact": ratio("exact", "litellm", small),
-        "ratio_rllm": ratio("proxy", "rllm", small),
-        "ratio_metaclaw": ratio("proxy", "metaclaw", small),
-        "share_of_floor": ratio("proxy", "floor", small),
-        "ratio_litellm_400k": ratio("proxy", "litellm", large),
+        "ratio_litellm": compute_ratio("proxy", "litellm", small),
+        "ratio_litellm_exact": compute_ratio("exact", "litellm", small),
+        "ratio_rllm": compute_ratio("proxy", "rllm", small),
+        "ratio_metaclaw": compute_ratio("proxy", "metaclaw", small),
+        "share_of_floor": compute_ratio("proxy", "floor", small),
+        "ratio_litellm_400k": compute_ratio("proxy", "litellm", large),
     }
 
 
@@ -202,8 +205,8 @@ def run_bench(plan: GatewayPlan, parts: Sequence[str], peers: Sequence[str]) -> 
     find_wrk()
     CACHE.mkdir(parents=True, exist_ok=True)
     failed = install_peers(peers) if "rates" in parts else {}
-    figures: dict[str, Any] = {}
-    # Next to the environments: in a temporary folder in memory, commits would cost nothing.
+    metrics: dict[str, Any] = {}
+    # Not in /tmp, which may be in memory, where commits are free.
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="run-") as name:
         folder = Path(name)
         with start_stub(folder / "stub") as stub_url:
@@ -211,24 +214,24 @@ def run_bench(plan: GatewayPlan, parts: Sequence[str], peers: Sequence[str]) -> 
                 with start_servers(folder, stub_url, peers, failed) as targets:
                     cells = measure_rates(folder, targets, plan, failed)
                 show_rates(targets, cells)
-                figures |= compute_ratios(cells)
-                figures["cells"] = {
+                metrics |= compute_ratios(cells)
+                metrics["cells"] = {
                     name: {kind.name: asdict(cell) for kind, cell in by_kind.items()}
                     for name, by_kind in cells.items()
                 }
             for part in ("turns", "memory"):
                 if part in parts:
-                    figures |= measure_sessions(part, folder / part, stub_url, plan, failed)
-    figures["failed"] = failed
-    return figures
+                    metrics |= measure_sessions(part, folder / part, stub_url, plan, failed)
+    metrics["failed"] = failed
+    return metrics
 
 
 def measure_sessions(
     part: str, folder: Path, stub_url: str, plan: GatewayPlan, failed: dict[str, str]
 ) -> dict[str, Any]:
-    """Measure one of the parts that hold conversations, with its own gateway."""
+    """Measure one of the parts that run conversations, with its own gateway."""
     try:
-        with start_gateway(folder / "gateway", exact_engine()) as gateway:
+        with start_gateway(folder / "gateway", make_exact_engine()) as gateway:
             if part == "memory":
                 return measure_memory(gateway, plan.sessions, plan.calls, log)
             with start_floor(folder / "floor", stub_url) as floor:
@@ -266,8 +269,8 @@ def format_row(cell: Cell) -> list[str]:
     return [rate, *times, f"{cell.rss_mb:.0f}"]
 
 
-def show_figures(figures: dict[str, Any]) -> None:
-    table = Table("figure", "value", "to reach")
+def show_metrics(metrics: dict[str, Any]) -> None:
+    table = Table("metric", "value", "goal")
     goals = {
         "ratio_litellm": "≥ 25",
         "ratio_litellm_exact": "≥ 8",
@@ -278,23 +281,23 @@ def show_figures(figures: dict[str, Any]) -> None:
         "rss_mb": "< 400",
         "loop_lag_p99_ms": "< 50",
     }
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if not isinstance(value, dict):
             table.add_row(name, "not measured" if value is None else f"{value:,.2f}", goals.get(name, ""))
     console.print(table)
-    for name, reason in figures["failed"].items():
+    for name, reason in metrics["failed"].items():
         console.print(f"[red]{name}[/red]: {reason}", highlight=False)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the gateway against its peers.")
+    parser = argparse.ArgumentParser(description="Compare the gateway with its peers.")
     parser.add_argument(
-        "--quick", action="store_true", help="a short run, without peers unless --peers names them"
+        "--quick", action="store_true", help="short run, without peers unless --peers is given"
     )
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object at the end")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     parser.add_argument(
-        "--peers", help="comma-separated: " + ",".join(peer.name for peer in PEERS) + "; or none"
+        "--peers", help="comma-separated peers (" + ", ".join(peer.name for peer in PEERS) + ") or none"
     )
     parser.add_argument("--seconds", type=int, help="duration of one measurement")
     arguments = parser.parse_args()
@@ -304,17 +307,17 @@ def main() -> None:
         peer_option = "none" if arguments.quick else ",".join(peer_names)
     peers = [name for name in peer_option.split(",") if name not in ("", "none")]
     if unknown := set(peers) - set(peer_names):
-        parser.error(f"--peers: unknown {', '.join(sorted(unknown))}; available: {', '.join(peer_names)}")
+        parser.error(f"Unknown peers: {', '.join(sorted(unknown))}. Available: {', '.join(peer_names)}")
     plan = QUICK if arguments.quick else FULL
     if arguments.seconds:
         plan = GatewayPlan(**{**asdict(plan), "seconds": arguments.seconds})
     try:
-        figures = run_bench(plan, [arguments.only] if arguments.only else PARTS, peers)
+        metrics = run_bench(plan, [arguments.only] if arguments.only else PARTS, peers)
     except MeasurementError as error:
         parser.exit(1, f"{error}\n")
-    show_figures(figures)
+    show_metrics(metrics)
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
-"""Measure scoring in the background against the capacity of the judge's endpoint.
+"""Measure background scoring relative to the capacity of the judge's endpoint.
 
     python bench/rewards.py [--sessions 10000] [--slots 16] [--service 0.1] [--faults 0.2] [--kills 0]
         [--json]
 
-An SQLite store is filled with sessions of one short call each. A judge's endpoint in its own process answers
-``--slots`` requests at once, each in ``--service`` seconds; a share of them fails: no response, status 429,
-an invalid reply or a broken connection. The runner scores every session in another process, which is killed
-``--kills`` times. ``ratio_limit`` is the share of the endpoint's capacity that was used between the first
-request and the last response; ``mib_early`` and ``mib_late`` are the runner's memory after its process has
-scored a fifth of all sessions, and at its end.
+A SQLite store is filled with sessions of one short call each. A judge's endpoint in its own process handles
+up to ``--slots`` concurrent requests, each in ``--service`` seconds. A fraction ``--faults`` of the requests
+fails: no response, status 429, an invalid reply or a broken connection. Another process runs the scoring
+runner until every session is scored, and is killed ``--kills`` times. ``ratio_limit`` is the fraction of the
+endpoint's capacity that was used between the first request and the last response. ``mib_early`` and
+``mib_late`` are the memory of the last scoring process after it has scored a fifth of all sessions, and at
+its end.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ console = Console(stderr=True)
 
 
 async def fill_store(path: Path, sessions: int) -> None:
-    """Add completed live sessions, all of them different."""
+    """Create a store with completed live sessions, each with a different text."""
     store = SqliteStore(path)
     await store.put_run(Run(RUN, RUN, {}))
 
     async def add_session(number: int) -> None:
-        name = f"session-{number:06d}"
-        await store.add_calls([make_call(name)], new_session=Session(name, RUN, "agent", RUN, Channel.LIVE))
-        await store.end_session(name, SessionStatus.COMPLETED)
+        session = Session(f"session-{number:06d}", RUN, "agent", RUN, Channel.LIVE)
+        await store.add_calls([make_call(session.session_id)], new_session=session)
+        await store.end_session(session.session_id, SessionStatus.COMPLETED)
 
     for start in range(0, sessions, INSERT_BATCH):
         await asyncio.gather(
@@ -56,21 +57,21 @@ async def fill_store(path: Path, sessions: int) -> None:
     await store.close()
 
 
-def make_call(session: str) -> Call:
+def make_call(session_id: str) -> Call:
     sampled = np.arange(16, dtype=np.int32)
     return Call(
-        call_id=f"call-{session}",
-        session_id=session,
+        call_id=f"call-{session_id}",
+        session_id=session_id,
         run_id=RUN,
         agent_id="agent",
         policy_id=RUN,
-        request_id=f"request-{session}",
+        request_id=f"request-{session_id}",
         prompt_ids=np.arange(64, dtype=np.int32),
         sampled_ids=sampled,
         logprobs=np.full(len(sampled), -0.5, np.float32),
         versions=np.zeros(len(sampled), np.int32),
-        messages=({"role": "user", "content": f"What is your number, {session}?"},),
-        reply={"role": "assistant", "content": f"It is {session}."},
+        messages=({"role": "user", "content": f"What is your number, {session_id}?"},),
+        reply={"role": "assistant", "content": f"It is {session_id}."},
         finish_reason="stop",
     )
 
@@ -90,7 +91,7 @@ def start_endpoint(arguments: argparse.Namespace) -> Generator[str]:
 
 
 def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the scorer until all sessions are scored, killing it after equal shares of the sessions."""
+    """Run the scorer until all sessions are scored. Kill and restart it at regular intervals."""
     command = [sys.executable, str(PARTS / "scorer.py"), str(store), url, str(arguments.sessions)]
     command += ["--concurrency", str(arguments.concurrency or 2 * arguments.slots)]
     kill_counts = [
@@ -103,8 +104,8 @@ def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str
         first_progress = early_mib = None
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for text in process.stdout:
-                progress = json.loads(text)
+            for line in process.stdout:
+                progress = json.loads(line)
                 first_progress = first_progress or progress
                 if (
                     early_mib is None
@@ -112,11 +113,11 @@ def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str
                 ):
                     early_mib = progress["mib"]
                 if kill_at is not None and progress["scored"] >= kill_at:
-                    console.print(f"killed at {progress['scored']} scored")
+                    console.print(f"killed the scorer after {progress['scored']} sessions")
                     process.kill()
                     break
         if kill_at is None and process.returncode != 0:
-            raise SystemExit(f"the scorer process ended with code {process.returncode}")
+            raise SystemExit(f"the scorer process exited with code {process.returncode}")
     return {"mib_early": early_mib, "mib_late": progress["mib"]}
 
 
@@ -160,18 +161,20 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=16)
     parser.add_argument("--service", type=float, default=0.1)
     parser.add_argument("--faults", type=float, default=0.2)
-    parser.add_argument("--concurrency", type=int, help="concurrent judge requests; default: twice the slots")
+    parser.add_argument(
+        "--concurrency", type=int, help="concurrent judge requests (default: twice the slots)"
+    )
     parser.add_argument("--kills", type=int, default=0)
     parser.add_argument(
-        "--dir", type=Path, help="folder in which the store is kept; default: a temporary folder"
+        "--dir", type=Path, help="folder in which to keep the store (default: a temporary folder)"
     )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        figures = measure(arguments, arguments.dir or Path(scratch))
-    console.print(figures)
+        metrics = measure(arguments, arguments.dir or Path(scratch))
+    console.print(metrics)
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

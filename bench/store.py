@@ -1,15 +1,16 @@
-"""Measure how fast the store records calls, lists sessions and makes batches.
+"""Measure how fast the store records calls, lists sessions and builds batches.
 
     python bench/store.py [--json] [--calls 1000000] [--rounds 20] [--dir FOLDER]
 
-Recording: calls per second on disk from 32 concurrent agents, with calls of 4 KB and of 400 KB, compared with
-bare inserts of the same rows into the same tables with the same pragmas and rows per transaction. The two
-alternate in slices, in a process set up like a gateway's. ``ratio_raw`` is the lower of the two ratios.
-``ratio_heap`` is the same comparison with tables that have neither indexes nor constraints, so that rows
-could not be looked up.
+Recording: calls per second committed by 32 concurrent agents, with calls of 4 KB and of 400 KB, compared
+with bare inserts of the same rows into the same tables, with the same pragmas and rows per transaction. The
+two alternate in slices, in a process set up like a gateway. ``ratio_raw`` is the lower of the ratios for the
+two sizes. ``ratio_heap`` is the same comparison with tables that have neither indexes nor constraints and
+therefore allow no lookups.
 
-Reading, in a store of a million calls: ``page_ms`` is the slowest page of `sessions ls` over several filters,
-and ``batch_s`` the time from a trainer's start to its first batch of 512 samples. Each is a median.
+Reading, in a store with a million calls: ``page_ms`` is the time of a page of `sessions ls` with the slowest
+of several filters, and ``batch_s`` the time from a trainer's start to its first batch of 512 samples. Both
+are medians.
 """
 
 from __future__ import annotations
@@ -42,74 +43,72 @@ async def measure_recording(folder: Path, rounds: int) -> list[recording.Rates]:
     rates: list[recording.Rates] = []
     for load in recording.LOADS:
         for insert_target in recording.INSERT_TARGETS:
-            log(f"recording calls of {load.name}, and bare inserts into {insert_target.name}")
+            log(f"recording {load.name} calls, compared with bare inserts into {insert_target.name}")
             rates.append(await recording.measure(load, insert_target, folder, rounds))
     return rates
 
 
 async def measure_reading(folder: Path, calls: int) -> dict[str, Any]:
     path = folder / "million.db"
-    log(f"creating a store of {calls} calls")
+    log(f"creating a store with {calls} calls")
     shape = await million.make_store(path, calls)
     log(f"{path.stat().st_size / 1e9:.2f} GB; listing and filtering")
     store = SqliteStore(path)
     try:
-        pages = await reading.page_milliseconds(store, shape)
-        log("making batches")
+        pages = await reading.measure_page_times(store, shape)
+        log("building batches")
         return {
             "pages": pages,
-            "batch_s": await reading.batch_seconds(store),
+            "batch_s": await reading.measure_batch_time(store),
             "gigabytes": path.stat().st_size / 1e9,
         }
     finally:
         await store.close()
 
 
-def show(rates: list[recording.Rates], reading_figures: dict[str, Any]) -> None:
+def show(rates: list[recording.Rates], reading_metrics: dict[str, Any]) -> None:
     out = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table(
-        "calls of", "against inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit"
-    )
+    table = Table("call size", "bare inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit")
     for rate in rates:
         speeds = (f"{rate.store:.0f}", f"{rate.raw:.0f}", f"{rate.ratio:.0%}", f"{rate.rows_per_commit:.0f}")
         table.add_row(rate.load, rate.bare, *speeds)
     out.print(table)
     table = Table("page of 50 sessions", "ms")
-    for name, milliseconds in reading_figures["pages"].items():
+    for name, milliseconds in reading_metrics["pages"].items():
         table.add_row(name, f"{milliseconds:.1f}")
     out.print(table)
-    out.print(f"batch of 512 samples: {reading_figures['batch_s']:.2f} s", highlight=False)
+    out.print(f"batch of 512 samples: {reading_metrics['batch_s']:.2f} s", highlight=False)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     parser.add_argument(
-        "--calls", type=int, default=1_000_000, help="calls in the store that is read; at least 10000"
+        "--calls", type=int, default=1_000_000, help="number of calls in the store to read (at least 10000)"
     )
     parser.add_argument(
         "--rounds", type=int, default=20, help="number of slices in each recording measurement"
     )
-    parser.add_argument("--dir", type=Path, default=Path(".cache"), help="folder on the disk to be measured")
+    parser.add_argument("--dir", type=Path, default=Path(".cache"), help="folder on the disk to measure")
     options = parser.parse_args()
     options.dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
         tune_gc()
         rates = uvloop.run(measure_recording(Path(folder), options.rounds))
-        reading_figures = uvloop.run(measure_reading(Path(folder), options.calls))
-    show(rates, reading_figures)
+        reading_metrics = uvloop.run(measure_reading(Path(folder), options.calls))
+    show(rates, reading_metrics)
     if options.json:
         ratios = {
             target.key: min(rate.ratio for rate in rates if rate.bare == target.name)
             for target in recording.INSERT_TARGETS
         }
-        figures = {
+        metrics = {
             **ratios,
-            "page_ms": max(reading_figures["pages"].values()),
-            "batch_s": reading_figures["batch_s"],
+            "page_ms": max(reading_metrics["pages"].values()),
+            "batch_s": reading_metrics["batch_s"],
         }
         recorded = [asdict(rate) for rate in rates]
-        print(json.dumps({**figures, "recording": recorded, "reading": reading_figures}))
+        print(json.dumps({**metrics, "recording": recorded, "reading": reading_metrics}))
 
 
 if __name__ == "__main__":

@@ -3,22 +3,22 @@
     python bench/torture.py [--json] [--full] [--only kills|simulation] [--minutes 8] [--state FOLDER]
     python bench/torture.py --repeat "random 17"
 
-Kills: runs with real processes get SIGKILLs of random roles, many of them in the middle of a training step,
-SIGSTOPs, full disks and jumps of the clock (tests/torture), on SQLite and PostgreSQL, local and on Ray.
-``kills_in_step`` counts the kills that ended a trainer between the claim and the commit of a step, ``lost``
-the replies that an agent received and that are not in the store, ``twice`` the samples that are in the final
-weights twice, and ``wrong_runs`` all runs that ended otherwise than an undisturbed one; in sync mode with
-another adapter hash. With ``--bug``, a bug is planted in the processes, so that these figures are not 0.
+Kills: real runs on SQLite and PostgreSQL, local and on Ray, are hit by SIGKILLs to random roles (many of
+them in the middle of a training step), SIGSTOPs, full disks and clock jumps (see tests/torture).
+``kills_in_step`` counts the kills that ended a trainer while a step was in progress, ``lost`` the replies
+that an agent received but that are not in the store, ``twice`` the samples that were trained twice, and
+``wrong_runs`` the runs whose result differs from an undisturbed run (in sync mode, this includes the
+adapter's hash). With ``--bug``, a bug is planted in the processes; these metrics must then not be 0.
 
-Simulation: it runs the real trainer, rollout, scoring and session services as processes over one database,
-with virtual time and a scheduler that decides which of them continues (bench/torture_parts). It kills the
-process at every gate of the undisturbed schedules (each query, reply and file that a process waits for), and
-in random schedules up to four times, or replaces it while it still runs. ``interleavings`` is the number of
-schedules, ``violations`` the number of broken invariants, and ``bugs_found`` the number of planted bugs that
-the simulation finds.
+Simulation: the real trainer, rollout, scoring and session services run as simulated processes over one
+database, with virtual time and a scheduler that decides which of them continues (see bench/torture_parts). A
+process is killed at every gate (each query, reply or file that it waits for) of the undisturbed schedules.
+In random schedules, up to four processes are killed or replaced while they are still running.
+``interleavings`` is the number of schedules, ``violations`` the number of broken invariants, and
+``bugs_found`` the number of planted bugs that the simulation finds.
 
-By default, each part stops after ``--minutes`` and prints which share it covered. ``--full`` runs all of
-them, and continues interrupted ones from ``--state``.
+By default, each part stops after ``--minutes`` and prints the fraction that it covered. ``--full`` runs both
+parts to the end and continues an interrupted campaign from ``--state``.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from torture_parts.campaign import (
 )
 from torture_parts.kills import (
     CONCURRENT_RUNS,
+    KILL_FRACTIONS,
     KILLS,
     KILLS_PER_RUN,
-    SHARES,
     STEPS,
     KillCampaign,
     KillRunner,
-    list_possible_setups,
+    list_available_setups,
 )
 from torture_parts.state import StateFile
 
 from tests.torture.planted_bugs import BUGS as PROCESS_BUGS
-from tests.torture.tortured_run import Torture
+from tests.torture.tortured_run import TortureConfig
 
 console = Console(stderr=True)
 
@@ -65,13 +65,13 @@ def log(text: str) -> None:
 
 
 def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
-    """Run the simulation, print its results and return its figures."""
-    last_line = time.monotonic()
+    """Run the simulation, print its results and return its metrics."""
+    logged_at = time.monotonic()
 
-    def show_progress(campaign: Campaign, seconds: float) -> None:
-        nonlocal last_line
-        if time.monotonic() - last_line > 10:
-            last_line = time.monotonic()
+    def log_progress(campaign: Campaign, seconds: float) -> None:
+        nonlocal logged_at
+        if time.monotonic() - logged_at > 10:
+            logged_at = time.monotonic()
             log(
                 f"{campaign.interleavings} of {campaign.total} schedules, {len(campaign.violations)} "
                 f"violations, {len(campaign.bugs)} of {len(BUGS)} planted bugs, {seconds:.0f} s"
@@ -82,13 +82,13 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
         seconds=None if options.full else 60 * options.minutes,
         processes=options.processes,
         state=StateFile(options.state / "simulation.jsonl" if options.full else None),
-        on_progress=show_progress,
+        on_progress=log_progress,
     )
     show_simulation(campaign)
     return {
         "interleavings": campaign.interleavings,
         "violations": len(campaign.violations),
-        "simulation_share": campaign.share,
+        "simulation_share": campaign.coverage,
         "crash_points": campaign.count("crash"),
         "all_crash_points": campaign.crash_points,
         "random_schedules": campaign.count("random"),
@@ -111,12 +111,12 @@ def show_simulation(campaign: Campaign) -> None:
         out.print(violation, highlight=False)
     out.print(
         f"{campaign.count('crash')} of {campaign.crash_points} crash points and {campaign.count('random')} "
-        f"random schedules, {len(campaign.violations)} violations: {campaign.share:.0%} of the full figure",
+        f"random schedules, {len(campaign.violations)} violations, {campaign.coverage:.0%} of a full run",
         highlight=False,
     )
 
 
-def show_repeated(name: str) -> None:
+def repeat_and_show(name: str) -> None:
     outcome = repeat_schedule(name)
     for line in (*outcome.crashes, *(f"violation: {violation}" for violation in outcome.violations)):
         console.print(line, highlight=False)
@@ -124,14 +124,14 @@ def show_repeated(name: str) -> None:
 
 
 def run_kills(options: argparse.Namespace) -> dict[str, Any]:
-    """Torture runs, print the results and return the figures."""
-    os.environ.pop("RAY_ADDRESS", None)  # runs must not share a cluster, because it is killed with them
+    """Run the kill campaign, print its results and return its metrics."""
+    os.environ.pop("RAY_ADDRESS", None)  # runs must not share a Ray cluster, because it is killed with them
     started = time.monotonic()
-    setups = list_possible_setups(options.setup, log)
-    campaign = KillCampaign({setup: options.kills * SHARES[setup] for setup in setups})
-    runner = KillRunner(Torture(STEPS, KILLS_PER_RUN, bug=options.bug), options.state / "wrong", log)
+    setups = list_available_setups(options.setup, log)
+    campaign = KillCampaign({setup: options.kills * KILL_FRACTIONS[setup] for setup in setups})
+    runner = KillRunner(TortureConfig(STEPS, KILLS_PER_RUN, bug=options.bug), options.state / "wrong", log)
     state = StateFile(options.state / "kills.jsonl" if options.full else None)
-    earlier = sum(sum(row["result"]["kills"].values()) for row in state.rows)
+    previous_kills = sum(sum(row["result"]["kills"].values()) for row in state.rows)
     seconds = None if options.full else 60 * options.minutes
     runner.run(campaign, state, seconds=seconds, concurrent_runs=options.runs)
     show_kills(campaign)
@@ -141,24 +141,24 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
         "kills": campaign.kills,
         "kills_in_step": campaign.kills_in_step,
         "lost": sum(len(result.lost) for result in results),
-        "twice": sum(len(result.twice) for result in results),
+        "twice": sum(len(result.trained_twice) for result in results),
         "wrong_runs": sum(not result.is_correct for result in results),
         "runs": len(results),
         "acknowledged": sum(result.acknowledged for result in results),
         "stops": faults["stop"],
         "full_disks": faults["full disk"],
         "clock_jumps": faults["clock jump"],
-        "kills_by_victim": dict(campaign.count_victims()),
+        "kills_by_victim": dict(campaign.count_targets()),
         "kills_by_setup": {setup.name: campaign.count_kills(setup.name) for setup in setups},
-        "kills_per_minute": (campaign.kills - earlier) / minutes,
-        "kills_share": campaign.share,
+        "kills_per_minute": (campaign.kills - previous_kills) / minutes,
+        "kills_share": campaign.coverage,
         "problems": [result.problem for result in results if result.problem][:MAX_REPORTED],
     }
 
 
 def show_kills(campaign: KillCampaign) -> None:
     out = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("setup", "runs", "kills", "acknowledged", "lost", "twice", "wrong runs")
+    table = Table("setup", "runs", "kills", "acknowledged", "lost", "trained twice", "wrong runs")
     for setup in campaign.quotas:
         results = [run.result for run in campaign.runs if run.setup == setup.name]
         table.add_row(
@@ -167,18 +167,18 @@ def show_kills(campaign: KillCampaign) -> None:
             str(campaign.count_kills(setup.name)),
             str(sum(result.acknowledged for result in results)),
             str(sum(len(result.lost) for result in results)),
-            str(sum(len(result.twice) for result in results)),
+            str(sum(len(result.trained_twice) for result in results)),
             str(sum(not result.is_correct for result in results)),
         )
     out.print(table)
     for run in campaign.runs:
         if run.result.problem:
             out.print(f"{run.setup} {run.number}: {run.result.problem[:500]}", highlight=False, markup=False)
-    victims = ", ".join(f"{count} of the {name}" for name, count in campaign.count_victims().most_common())
-    faults = ", ".join(f"{count} times {name}" for name, count in campaign.count_faults().most_common())
+    targets = ", ".join(f"{name}: {count}" for name, count in campaign.count_targets().most_common())
+    faults = ", ".join(f"{name}: {count}" for name, count in campaign.count_faults().most_common())
     out.print(
-        f"{campaign.kills} kills ({victims}), {campaign.kills_in_step} of them in a step; {faults}: "
-        f"{campaign.share:.0%} of the full figure",
+        f"{campaign.kills} kills ({targets}), {campaign.kills_in_step} of them in a step, "
+        f"other faults: {faults or 'none'}, {campaign.coverage:.0%} of a full run",
         highlight=False,
     )
 
@@ -187,52 +187,51 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kills": run_kills,
     "simulation": run_simulation,
 }
-"""The parts of the command, by the value of ``--only``. Each returns its keys of the JSON line."""
+"""The parts of the benchmark by the value of ``--only``. Each returns its part of the JSON output."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
-    parser.add_argument("--full", action="store_true", help="run everything, however long it takes")
-    parser.add_argument("--only", choices=sorted(PARTS), help="run one part only")
-    parser.add_argument("--minutes", type=float, default=8, help="time limit of each part without --full")
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
+    parser.add_argument("--full", action="store_true", help="run without a time limit")
+    parser.add_argument("--only", choices=sorted(PARTS), help="run only this part")
+    parser.add_argument("--minutes", type=float, default=8, help="time limit per part (without --full)")
     parser.add_argument(
         "--schedules",
         type=int,
         default=RANDOM_SCHEDULES,
-        help="random schedules of the full figure",
+        help="random schedules in a full run",
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="worker processes")
-    parser.add_argument("--kills", type=int, default=KILLS, help="kills of the full figure")
-    parser.add_argument("--runs", type=int, default=CONCURRENT_RUNS, help="concurrent runs that are killed")
+    parser.add_argument("--kills", type=int, default=KILLS, help="kills in a full run")
+    parser.add_argument("--runs", type=int, default=CONCURRENT_RUNS, help="number of concurrent runs")
     parser.add_argument(
         "--setup",
         action="append",
         default=[],
-        choices=[setup.name for setup in SHARES],
-        help="a setup of the runs that are killed; may be repeated (default: all)",
+        choices=[setup.name for setup in KILL_FRACTIONS],
+        help="setup of the runs to kill; may be repeated (default: all)",
     )
-    parser.add_argument("--bug", choices=sorted(PROCESS_BUGS), help="plant a bug in the runs that are killed")
+    parser.add_argument("--bug", choices=sorted(PROCESS_BUGS), help="plant a bug in the runs to kill")
     parser.add_argument(
         "--state",
         type=Path,
         default=Path(".cache/torture"),
-        help="folder from which --full continues, and to which wrong runs are copied",
+        help="folder for wrong runs and for the progress that --full continues from",
     )
-    parser.add_argument("--repeat", metavar="NAME", help='run one schedule again, such as "random 17"')
+    parser.add_argument("--repeat", metavar="NAME", help='repeat one schedule, such as "random 17"')
     options = parser.parse_args()
     if options.repeat:
-        show_repeated(options.repeat)
+        repeat_and_show(options.repeat)
         return
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     for name, run in PARTS.items():
         if options.only in (None, name):
-            log(f"running the {name}")
-            figures |= run(options)
-    shares = [figures[name] for name in ("kills_share", "simulation_share") if name in figures]
-    figures["share"] = min(shares)
+            log(f"running {name}")
+            metrics |= run(options)
+    metrics["share"] = min(metrics[name] for name in ("kills_share", "simulation_share") if name in metrics)
     if options.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
 
 
 if __name__ == "__main__":

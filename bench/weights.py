@@ -1,15 +1,16 @@
-"""Measure how long it takes to load new weights into a running vLLM server, and the pauses of live streams.
+"""Measure how long it takes to load new weights into a running vLLM server, and how long live streams pause.
 
     python bench/weights.py [--shape 0.6B --shape 4B] [--python VLLM_PYTHON] [--updates 20] [--eager] [--json]
 
-For each shape the bench writes a model with random weights, creates a training backend with a LoRA adapter of
-rank 16 on all linear layers on the same device, and starts two servers: one that serves adapters, and one
-whose own weights are replaced. Every update follows a training step. ``lora_seconds`` is the time from the
-trained adapter to the server serving it, through files. ``full_seconds`` is the same for all weights, with
-the adapter merged in and without files (`sync.route: ipc`). A separate process reads the streams.
-``pause_ms`` is the longest time between two tokens of a stream around an update, as median and maximum over
-the updates; ``gap_ms`` is the time between two tokens without an update. At the end the server's logprobs are
-compared with the trainer's: ``off`` is the mean difference, ``moved`` how far training has moved them.
+For each shape, the benchmark creates a model with random weights and, on the same device, a training backend
+with a rank 16 LoRA adapter on all linear layers. It starts two servers: one serves adapters, and in the
+other one all weights are replaced. Every update follows a training step. ``lora_seconds`` is the time from
+the end of the step until the server serves the new adapter, which it reads from files. ``full_seconds`` is
+the same for all weights, with the adapter merged in and without files (`sync.route: ipc`). A separate
+process reads the streams. ``pause_ms`` is the longest time between two tokens of a stream around an update
+(median and maximum over the updates), and ``gap_ms`` the time between two tokens without an update. At the
+end, the server's logprobs are compared with the trainer's: ``off`` is their mean difference, and ``moved``
+how far training has moved them.
 """
 
 from __future__ import annotations
@@ -46,15 +47,15 @@ from instar.types import Artifact, Floats, Policy, Sample
 
 PARTS = Path(__file__).parent / "weights_parts"
 QUIET_SECONDS = 4.0
-"""The time in which the streams are observed without an update."""
+"""How long the streams are observed before the first update."""
 UPDATE_MARGIN = 0.3
-"""The seconds after an update that still count as part of it."""
+"""A pause that begins within this many seconds after an update is attributed to it."""
 START_SECONDS = 420.0
 console = Console(stderr=True)
 
 
 class MeasurementError(Exception):
-    """Raised if a server or the streams fail, so that nothing can be measured."""
+    """A server or the streams failed."""
 
 
 @dataclass
@@ -69,18 +70,19 @@ class Update:
 
 @dataclass
 class UpdateSeries:
-    """The updates of one kind, pushed to one server."""
+    """The updates that were pushed to one server."""
 
     first_seconds: float = 0.0
     updates: list[Update] = field(default_factory=list[Update])
     replies: list[list[float]] = field(default_factory=list[list[float]])
     off: float = 0.0
 
-    def _gaps(self) -> list[tuple[float, float]]:
+    def _list_gaps(self) -> list[tuple[float, float]]:
         return [pair for times in self.replies for pair in pairwise(times)]
 
-    def pause_seconds(self) -> list[float]:
-        gaps = self._gaps()
+    def measure_pauses(self) -> list[float]:
+        """Return the longest gap between two tokens around each update, in seconds."""
+        gaps = self._list_gaps()
         return [
             max(
                 (b - a for a, b in gaps if b > update.started_at and a < update.ended_at + UPDATE_MARGIN),
@@ -89,15 +91,15 @@ class UpdateSeries:
             for update in self.updates
         ]
 
-    def figures(self) -> dict[str, float]:
-        quiet = [b - a for a, b in self._gaps() if b < self.updates[0].started_at]
-        pause_seconds = self.pause_seconds()
+    def compute_metrics(self) -> dict[str, float]:
+        quiet = [b - a for a, b in self._list_gaps() if b < self.updates[0].started_at]
+        pauses = self.measure_pauses()
         return {
             "seconds": statistics.median(update.seconds for update in self.updates),
             "seconds_max": max(update.seconds for update in self.updates),
             "first_seconds": self.first_seconds,
-            "pause_ms_p50": 1e3 * statistics.median(pause_seconds),
-            "pause_ms_max": 1e3 * max(pause_seconds),
+            "pause_ms_p50": 1e3 * statistics.median(pauses),
+            "pause_ms_max": 1e3 * max(pauses),
             "gap_ms_p50": 1e3 * statistics.median(quiet),
             "gap_ms_max": 1e3 * max(quiet),
             "off": self.off,
@@ -111,7 +113,7 @@ class EngineHost:
 
 
 class Trainer:
-    """A backend that trains one step on one sample before each update."""
+    """Trains one step on a single sample before each update."""
 
     def __init__(self, config: RunConfig, vocab: int) -> None:
         assert isinstance(config.backend, LocalBackendConfig)
@@ -127,56 +129,56 @@ class Trainer:
 
     async def step(self) -> None:
         if self.initial_logprobs is None:
-            self.initial_logprobs = await self.logprobs()
+            self.initial_logprobs = await self.compute_logprobs()
         await self.backend.forward_backward([self.sample], LossConfig(name="cross_entropy"))
         await self.backend.optim_step(AdamConfig(lr=1e-3))
         self.version += 1
 
-    async def logprobs(self) -> Floats:
+    async def compute_logprobs(self) -> Floats:
         (logprobs,) = await self.backend.forward([self.sample])
         return logprobs[1:]
 
-    async def logprob_change(self) -> float:
+    async def compute_logprob_change(self) -> float:
         assert self.initial_logprobs is not None
-        return float(np.abs(await self.logprobs() - self.initial_logprobs).mean())
+        return float(np.abs(await self.compute_logprobs() - self.initial_logprobs).mean())
 
 
 async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     device, _ = device_and_dtype(RunConfig().model)
-    console.print(f"[bold]{shape}[/bold]: writing a model of this shape")
+    console.print(f"[bold]{shape}[/bold]: creating a model of this shape")
     model = await asyncio.to_thread(make_model, folder / "model", SHAPES[shape], device)
-    configs = {kind: _config(model, device, kind, options) for kind in ("adapter", "merged")}
+    configs = {policy: _make_config(model, device, policy, options) for policy in ("adapter", "merged")}
     console.print(f"{shape}: starting two vLLM servers")
     async with contextlib.AsyncExitStack() as stack:
         hosts = await asyncio.gather(
             *(
-                stack.enter_async_context(_start_host(config, folder, kind))
-                for kind, config in configs.items()
+                stack.enter_async_context(_start_host(config, folder, policy))
+                for policy, config in configs.items()
             )
         )
         trainer = await asyncio.to_thread(Trainer, configs["merged"], SHAPES[shape].vocab)
         stack.push_async_callback(trainer.backend.close)
-        figures: dict[str, float] = {}
-        for name, kind, host in zip(("lora", "full"), configs, hosts, strict=True):
-            console.print(f"{shape}: {options.updates} updates of {name}")
-            sync = await create_sync_route(configs[kind], trainer.backend, [host.engine])
+        metrics: dict[str, float] = {}
+        for name, policy, host in zip(("lora", "full"), configs, hosts, strict=True):
+            console.print(f"{shape}: {options.updates} {name} updates")
+            sync = await create_sync_route(configs[policy], trainer.backend, [host.engine])
             console.print(f"{shape}: {sync.description}")
             updates = await _measure_updates(trainer, sync, host, options, folder, SHAPES[shape].vocab)
-            pauses = " ".join(f"{1e3 * pause:.0f}" for pause in updates.pause_seconds())
+            pauses = " ".join(f"{1e3 * pause:.0f}" for pause in updates.measure_pauses())
             console.print(f"{shape}: pauses in ms: {pauses}")
-            figures |= {f"{name}_{key}": value for key, value in updates.figures().items()}
-        figures["moved"] = await trainer.logprob_change()
-    return figures
+            metrics |= {f"{name}_{key}": value for key, value in updates.compute_metrics().items()}
+        metrics["moved"] = await trainer.compute_logprob_change()
+    return metrics
 
 
-def _config(model: Path, device: str, kind: str, options: argparse.Namespace) -> RunConfig:
+def _make_config(model: Path, device: str, policy: str, options: argparse.Namespace) -> RunConfig:
     dtype = "bf16" if device == "cuda" else device_and_dtype(RunConfig().model)[1]
-    engine: dict[str, Any] = {"type": "vllm", "policy": kind, "python": options.python, "lora_rank": 16}
+    engine: dict[str, Any] = {"type": "vllm", "policy": policy, "python": options.python, "lora_rank": 16}
     engine |= {"start_timeout": START_SECONDS, "max_batch": 16}
     if options.eager:
         engine["eager"] = True
     if device == "cuda":
-        # Two servers and the trainer share the GPU; a cache of fixed size does not depend on the free memory.
+        # Two servers and the trainer share the GPU, so the cache size must not depend on the free memory.
         engine |= {"gpu_memory": 0.25, "args": ["--kv-cache-memory-bytes", str(4 * 2**30)]}
     else:
         engine["kv_gib"] = 0.25
@@ -185,14 +187,14 @@ def _config(model: Path, device: str, kind: str, options: argparse.Namespace) ->
             "model": {"name": str(model), "dtype": dtype, "device": device, "max_context": 1024},
             "engine": engine,
             "backend": {"type": "local", "lora": {"rank": 16}},
-            "sync": {"route": "files" if kind == "adapter" else "ipc"},
+            "sync": {"route": "files" if policy == "adapter" else "ipc"},
         }
     )
 
 
 @contextlib.asynccontextmanager
-async def _start_host(config: RunConfig, folder: Path, kind: str) -> AsyncGenerator[EngineHost]:
-    job = folder / f"{kind}.json"
+async def _start_host(config: RunConfig, folder: Path, policy: str) -> AsyncGenerator[EngineHost]:
+    job = folder / f"{policy}.json"
     job.write_text(config.model_dump_json())
     process = await asyncio.create_subprocess_exec(
         sys.executable, str(PARTS / "host.py"), str(job), stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -204,7 +206,7 @@ async def _start_host(config: RunConfig, folder: Path, kind: str) -> AsyncGenera
         async with asyncio.timeout(START_SECONDS):
             url = (await process.stdout.readline()).decode().strip()
         if not url:
-            raise MeasurementError(f"the {kind} server did not start:\n{_read_logs(folder, kind)}")
+            raise MeasurementError(f"the {policy} server did not start:\n{_read_logs(folder, policy)}")
         engine = await RemoteEngine.connect(url)
         yield EngineHost(url, engine)
     finally:
@@ -214,8 +216,8 @@ async def _start_host(config: RunConfig, folder: Path, kind: str) -> AsyncGenera
         await asyncio.wait_for(process.wait(), 60)
 
 
-def _read_logs(folder: Path, kind: str) -> str:
-    texts = [path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob(f"{kind}*.log"))]
+def _read_logs(folder: Path, policy: str) -> str:
+    texts = [path.read_text(errors="replace")[-4000:] for path in sorted(folder.glob(f"{policy}*.log"))]
     return "\n".join(texts)
 
 
@@ -246,7 +248,7 @@ async def _measure_updates(
         raise MeasurementError("the streams failed; see the output above")
     updates.replies = json.loads(output)
     served = await engine.logprobs(trainer.sample.token_ids)
-    updates.off = float(np.abs(served[1:] - await trainer.logprobs()).mean())
+    updates.off = float(np.abs(served[1:] - await trainer.compute_logprobs()).mean())
     await sync.close()
     return updates
 
@@ -260,19 +262,19 @@ async def _push_update(trainer: Trainer, sync: SyncRoute, engine: RemoteEngine, 
     (failure,) = await sync.push(Policy("bench", version, artifact), [engine])
     update = Update(started_at, time.monotonic())
     if failure is not None:
-        raise MeasurementError(f"version {version} was not loaded by the server: {failure}")
+        raise MeasurementError(f"the server did not load version {version}: {failure}")
     assert (await engine.status()).version == version
     return update
 
 
 async def _wait_for_streams(engine: RemoteEngine, streams: int) -> None:
     async with asyncio.timeout(60):
-        while (await engine.status()).running < streams:  # noqa: ASYNC110 - in another process
+        while (await engine.status()).running < streams:  # noqa: ASYNC110 - another process changes this
             await asyncio.sleep(0.1)
 
 
-def scratch_folder(shapes: Sequence[str]) -> Path | None:
-    """Return a folder in memory if it has enough space; otherwise the disk would be measured."""
+def choose_scratch_folder(shapes: Sequence[str]) -> Path | None:
+    """Return a folder in memory, so that the disk is not measured, or None if there is not enough space."""
     shared_memory = Path("/dev/shm")
     needed_bytes = 2**30 * (24 if "4B" in shapes else 6)
     if shared_memory.is_dir() and shutil.disk_usage(shared_memory).free > needed_bytes:
@@ -280,13 +282,13 @@ def scratch_folder(shapes: Sequence[str]) -> Path | None:
     return None
 
 
-def show(figures_by_shape: dict[str, dict[str, float]]) -> None:
-    table = Table(title="New weights into a running vLLM server")
+def show(metrics_by_shape: dict[str, dict[str, float]]) -> None:
+    table = Table(title="Weight updates of a running vLLM server")
     for title in ("shape", "weights", "seconds", "max", "pause p50 / max, ms", "gap p50 / max, ms", "off"):
         table.add_column(title, justify="left" if title in ("shape", "weights") else "right")
-    for shape, figures in figures_by_shape.items():
+    for shape, metrics in metrics_by_shape.items():
         for name in ("lora", "full"):
-            row = {key.removeprefix(f"{name}_"): value for key, value in figures.items()}
+            row = {key.removeprefix(f"{name}_"): value for key, value in metrics.items()}
             table.add_row(
                 shape,
                 name,
@@ -300,21 +302,21 @@ def show(figures_by_shape: dict[str, dict[str, float]]) -> None:
 
 
 async def main(options: argparse.Namespace) -> int:
-    figures_by_shape: dict[str, dict[str, float]] = {}
+    metrics_by_shape: dict[str, dict[str, float]] = {}
     for shape in options.shape:
         with tempfile.TemporaryDirectory(
-            prefix="instar-weights-", dir=scratch_folder(options.shape)
+            prefix="instar-weights-", dir=choose_scratch_folder(options.shape)
         ) as folder:
-            figures_by_shape[shape] = await measure(shape, options, Path(folder))
-    show(figures_by_shape)
+            metrics_by_shape[shape] = await measure(shape, options, Path(folder))
+    show(metrics_by_shape)
     mismatches = [
         f"{shape}: {name}"
-        for shape, figures in figures_by_shape.items()
+        for shape, metrics in metrics_by_shape.items()
         for name in ("lora", "full")
-        if figures[f"{name}_off"] > max(0.1, figures["moved"] / 4)
+        if metrics[f"{name}_off"] > max(0.1, metrics["moved"] / 4)
     ]
     if options.json:
-        print(json.dumps(figures_by_shape))
+        print(json.dumps(metrics_by_shape))
     if mismatches:
         console.print(f"[red]the server's logprobs differ from the trainer's: {', '.join(mismatches)}")
     return int(bool(mismatches))
@@ -324,14 +326,21 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", action="append", choices=list(SHAPES), help="default: 0.6B and 4B")
-    parser.add_argument("--python", help="interpreter that has vLLM; default: the running one")
+    parser.add_argument(
+        "--shape",
+        action="append",
+        choices=list(SHAPES),
+        help="model shape; may be repeated (default: 0.6B and 4B)",
+    )
+    parser.add_argument("--python", help="interpreter with vLLM (default: the current one)")
     parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--every", type=float, default=0.7, help="seconds between two updates")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=256, help="tokens per reply")
-    parser.add_argument("--eager", action="store_true", help="servers start faster but sample more slowly")
-    parser.add_argument("--json", action="store_true", help="print the figures as one JSON line at the end")
+    parser.add_argument(
+        "--eager", action="store_true", help="start the servers faster, but sample more slowly"
+    )
+    parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     arguments = parser.parse_args()
     arguments.shape = arguments.shape or ["0.6B", "4B"]
     arguments.python = arguments.python and str(Path(arguments.python).absolute())

@@ -1,4 +1,4 @@
-"""An environment for `verifiers`: word problems, a calculator, and a rubric that checks the last number."""
+"""A `verifiers` environment with word problems, a calculator, and a rubric that checks the last number."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ async def calc(expression: str) -> str:
 
 
 async def score_answer(completion: list[Any], answer: str) -> float:
-    """Return 1 if the last number of the last reply is the answer, else 0."""
+    """Return 1 if the last number in the last reply is the answer, else 0."""
     return float(final_number(completion[-1].content or "") == final_number(answer))
 
 
 def make_dataset(split: Any, size: int) -> Dataset:
-    """Return the problems. Each prompt begins with the demo's worked examples."""
+    """Return the problems as a dataset. Each prompt starts with the demo's worked examples."""
     return Dataset.from_list(
         [
             {

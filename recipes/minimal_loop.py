@@ -1,8 +1,8 @@
-"""The complete loop in one file: an agent with a tool learns to answer questions better.
+"""The complete training loop in one file: an agent with a tool learns to answer questions.
 
     python recipes/minimal_loop.py [MODEL]
 
-Everything runs in this process, one step after the other. `instar train` runs each part in its own process,
+Everything runs in this process, one step after another. `instar train` runs each part in its own process,
 asynchronously, and resumes after a crash.
 """
 
@@ -52,7 +52,7 @@ LOSS, ADAM = LossConfig(name="importance_sampling"), AdamConfig(lr=3e-4)
 
 
 async def agent(task: Json, session: AgentSession) -> str:
-    """Any program that calls a model; it contains no training code."""
+    """Answer the question with the help of the tool. An agent is any program that calls a model."""
     messages: list[Any] = [*make_prompt(), {"role": "user", "content": task["question"]}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
         for max_tokens in (44, 16):
@@ -70,7 +70,7 @@ async def agent(task: Json, session: AgentSession) -> str:
 
 
 def score_answer(task: Json, answer: str) -> float:
-    """Return 1 if the last number in the answer is the correct one, else 0."""
+    """Return 1 if the last number in the answer is correct, else 0."""
     numbers = re.findall(r"-?\d+", answer)
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])
 
@@ -101,7 +101,7 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = score_a
     gateway = GatewayClient(f"http://127.0.0.1:{listener.getsockname()[1]}", admin_key)
 
     async def attempt(task: Json, seed: int) -> tuple[float, list[Sample]]:
-        """Run one session. Return its reward, and its calls as flat samples."""
+        """Run one session. Return its reward and its calls as samples."""
         opened = await gateway.open_session(OpenSession(channel=Channel.TRAIN, seed=seed))
         value = reward(task, await agent(task, opened))
         rewards = [Reward(opened.session_id, value, RewardSource.RULE)]

@@ -5,11 +5,10 @@
 Exits with 1 if a package has a known vulnerability that is not listed with a reason in
 ``tools/audit_allow.txt``.
 
-pip-audit asks OSV or, if OSV does not answer, PyPI. A mirror of PyPI may have the page of each project, which
-lists the vulnerabilities of its latest version, but not the pages of versions, which pip-audit needs: it
-skips packages without one and still succeeds. This script looks such packages up on the pages of their
-projects, and names those that were not audited at all. Without network it only reports that. Results are kept
-for a day in ``.cache/audit.json``.
+pip-audit queries OSV or, if OSV is unreachable, PyPI. It silently skips packages that have no version page,
+and a PyPI mirror may have only project pages, which list the vulnerabilities of the latest version. For
+skipped packages, this script uses the project pages, and it names those that could not be audited at all.
+Without network access, it only reports that. Results are cached for a day in ``.cache/audit.json``.
 """
 
 from __future__ import annotations
@@ -35,33 +34,33 @@ ROOT = Path(__file__).resolve().parent.parent
 ALLOW_LIST = ROOT / "tools" / "audit_allow.txt"
 CACHE = ROOT / ".cache" / "audit.json"
 CACHE_SECONDS = 24 * 3600.0
-ANSWER_SECONDS = 4.0
+TIMEOUT_SECONDS = 4.0
 OWN_PACKAGE = "instar"
-TLS = ssl.create_default_context()  # Shared, because reading the certificates takes longer than a request.
+TLS = ssl.create_default_context()  # shared, because loading the certificates takes longer than a request
 Vulnerabilities = dict[str, list[str]]
-"""The ids of the known vulnerabilities by package; a package that was not found has no entry."""
+"""The ids of the known vulnerabilities by package. A package that was not found has no entry."""
 
 
 def list_packages(folder: str) -> dict[str, str]:
-    """Return the version of each package that is installed in the folder."""
+    """Return the versions of the packages installed in the folder."""
     versions = {canonicalize_name(item.name): item.version for item in distributions(path=[folder])}
     versions.pop(canonicalize_name(OWN_PACKAGE), None)
     return versions
 
 
 def fetch_json(url: str, body: Any = None) -> Any:
-    """Return the decoded response, or None if there is none or it is an error."""
+    """Return the decoded response, or None if the request fails."""
     data = None if body is None else json.dumps(body).encode()
     try:
         request = urllib.request.Request(url, data)
-        with urllib.request.urlopen(request, timeout=ANSWER_SECONDS, context=TLS) as response:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS, context=TLS) as response:
             return json.load(response)
     except (OSError, ValueError):
         return None
 
 
 def find_service(packages: dict[str, str], index: str, osv: str) -> str | None:
-    """Return the first service of pip-audit that answers a query, or None."""
+    """Return the first pip-audit service that is reachable, or None."""
     name, version = next(iter(packages.items()))
     query = {"package": {"name": name, "ecosystem": "PyPI"}, "version": version}
     if fetch_json(osv, query) is not None:
@@ -86,12 +85,12 @@ def run_pip_audit(service: str, folder: str, osv: str) -> Vulnerabilities:
     }
 
 
-def look_up_latest(packages: dict[str, str], index: str) -> Vulnerabilities:
-    """Return the vulnerabilities of the packages that are installed in the latest version."""
+def look_up_projects(packages: dict[str, str], index: str) -> Vulnerabilities:
+    """Return the vulnerabilities of packages whose latest version is installed."""
 
     def look_up(name: str) -> list[str] | None:
         project = fetch_json(f"{index}/pypi/{name}/json")
-        # A local version such as 2.0+cpu is a build of the version before the plus sign.
+        # A local version such as 2.0+cpu is a build of 2.0.
         if not project or Version(project["info"]["version"]) != Version(Version(packages[name]).public):
             return None
         entries = project.get("vulnerabilities", ())
@@ -103,22 +102,22 @@ def look_up_latest(packages: dict[str, str], index: str) -> Vulnerabilities:
 
 
 def audit(packages: dict[str, str], folder: str, index: str, osv: str) -> tuple[Vulnerabilities, list[str]]:
-    """Return the vulnerabilities, and a line for each way in which packages were looked up."""
+    """Return the vulnerabilities, and lines that report how the packages were looked up."""
     service = find_service(packages, index, osv)
     by_version = run_pip_audit(service, folder, osv) if service else {}
     rest = {name: version for name, version in packages.items() if name not in by_version}
-    latest = look_up_latest(rest, index) if rest else {}
+    by_project = look_up_projects(rest, index) if rest else {}
     if service:
         lines = [f"{len(by_version)} packages were audited by pip-audit with {service}"]
     else:
-        lines = [f"pip-audit was not run: neither {osv} nor the versions at {index} can be reached"]
+        lines = [f"pip-audit was not run: neither {osv} nor the version pages at {index} are reachable"]
     if rest:
-        lines.append(f"{len(latest)} packages were audited by the pages of their projects")
-    return by_version | latest, lines
+        lines.append(f"{len(by_project)} packages were audited using their project pages")
+    return by_version | by_project, lines
 
 
 def read_allowed() -> set[tuple[str, str]]:
-    """Return the accepted pairs of package and vulnerability."""
+    """Return the accepted (package, vulnerability) pairs."""
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     pairs = [row.partition(" -- ")[0].split() for row in rows]
     return {(name, identifier) for name, identifier in pairs}
@@ -135,8 +134,10 @@ def load_cached(key: dict[str, Any]) -> tuple[Vulnerabilities, list[str]] | None
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--path", default=sysconfig.get_path("purelib"), help="folder of installed packages")
-    parser.add_argument("--index", default="https://pypi.org", help="URL of PyPI or a mirror of it")
+    parser.add_argument(
+        "--path", default=sysconfig.get_path("purelib"), help="folder with the installed packages"
+    )
+    parser.add_argument("--index", default="https://pypi.org", help="URL of PyPI or a PyPI mirror")
     parser.add_argument("--osv", default="https://api.osv.dev/v1/query", help="URL of the OSV service")
     options = parser.parse_args()
     packages = list_packages(options.path)
@@ -144,7 +145,7 @@ def main() -> None:
     result = load_cached(key)
     if result is None:
         result = audit(packages, options.path, options.index, options.osv)
-        if result[0]:  # Otherwise nothing could be reached.
+        if result[0]:  # empty if no service was reachable
             CACHE.parent.mkdir(exist_ok=True)
             CACHE.write_text(
                 json.dumps(
@@ -152,9 +153,9 @@ def main() -> None:
                 )
             )
     vulnerabilities, lines = result
-    unknown = sorted(f"{name} {packages[name]}" for name in packages.keys() - vulnerabilities.keys())
-    if unknown:
-        lines = [*lines, f"NOT AUDITED: {len(unknown)} of {len(packages)} packages: {', '.join(unknown)}"]
+    unaudited = sorted(f"{name} {packages[name]}" for name in packages.keys() - vulnerabilities.keys())
+    if unaudited:
+        lines = [*lines, f"NOT AUDITED: {len(unaudited)} of {len(packages)} packages: {', '.join(unaudited)}"]
     allowed = read_allowed()
     problems = [
         f"{name} {packages[name]} has the known vulnerability {identifier}; update it, or list it with a "

@@ -1,7 +1,7 @@
-"""List code of ``instar/`` that nothing uses, by vulture.
+"""Find unused code in ``instar/`` with vulture.
 
-Names that are only used through a string (registry entries, module paths in YAML files) count as used, and so
-do the patterns in ``tools/dead_code_allow.txt``, one per line with a reason.
+Names that appear in a string (registry entries, module paths in YAML files) count as used, and so do names
+that match a pattern in ``tools/dead_code_allow.txt``, which has one pattern per line, with a reason.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SOURCES = ("instar", "bench", "tools", "recipes", "tests")
 DECORATORS = ["@app.*", "@*_validator*", "@functools.*", "@pytest.*"]
 
 
-def words_in_strings() -> set[str]:
-    """Return the words of every string in Python files, and of every YAML and TOML file."""
+def find_words_in_strings() -> set[str]:
+    """Return all words in the strings of Python files and in YAML and TOML files."""
     words: set[str] = set()
     for path in (path for folder in SOURCES for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -40,7 +40,7 @@ def read_allowed() -> list[str]:
 def main() -> None:
     vulture = Vulture(ignore_decorators=DECORATORS)
     vulture.scavenge([str(ROOT / folder) for folder in SOURCES])
-    words, allowed = words_in_strings(), read_allowed()
+    words, allowed = find_words_in_strings(), read_allowed()
     unused: list[str] = []
     for item in vulture.get_unused_code(min_confidence=60):
         file = Path(item.filename).resolve().relative_to(ROOT).as_posix()

@@ -1,9 +1,9 @@
-"""Count the files that one chat call executes in the gateway, the record, the engines and the store.
+"""Count the files in ``PACKAGES`` that a single chat call executes.
 
     python tools/hops.py [--json]
 
-Runs a gateway on a socket in this process, with the scripted engine and a SQLite store. After a warm-up call,
-a second non-streamed call is traced in all threads. A file counts if a line of one of its functions runs.
+Runs a gateway in this process, with the scripted engine and a SQLite store. After a warm-up call, a second
+non-streamed call is traced in all threads. A file counts if a line in one of its functions runs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("gateway", "record", "engines", "store")
 ADMIN_KEY = "sk-instar-hops-admin"
-TIMERS = ("LoopLagMonitor.run",)
-"""Functions that run periodically, whether or not there is a call."""
+PERIODIC_FUNCTIONS = ("LoopLagMonitor.run",)
+"""Functions that run periodically and are not part of a call."""
 
 
 class FileTracer:
-    """Records the files of the packages whose functions run while recording is on, in every thread."""
+    """Records the files in ``PACKAGES`` whose functions run while ``is_recording`` is set."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -38,7 +38,7 @@ class FileTracer:
 
     @contextmanager
     def installed(self) -> Generator[None]:
-        """Trace this thread and those that start meanwhile; threads that run already cannot be traced."""
+        """Trace this thread and all threads that start inside the block."""
         threading.settrace(self._trace)
         sys.settrace(self._trace)
         try:
@@ -48,7 +48,10 @@ class FileTracer:
             threading.settrace(None)  # type: ignore[arg-type]
 
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(self._prefixes) or frame.f_code.co_qualname in TIMERS:
+        if (
+            not frame.f_code.co_filename.startswith(self._prefixes)
+            or frame.f_code.co_qualname in PERIODIC_FUNCTIONS
+        ):
             return None
         if self.is_recording and event == "line" and frame.f_code.co_name != "<module>":
             self.files.add(frame.f_code.co_filename.removeprefix(f"{ROOT}/"))
@@ -56,7 +59,7 @@ class FileTracer:
 
 
 async def _trace_call(folder: Path, tracer: FileTracer) -> None:
-    # The gateway's threads must start under the tracer, so everything is imported and built here.
+    # Import and create everything here, because only threads that start under the tracer are traced.
     from transformers import LlamaConfig
 
     from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
@@ -105,11 +108,11 @@ def _post(port: int, text: str) -> None:
     content = response.read()
     connection.close()
     if response.status != 200:
-        raise RuntimeError(f"the gateway responded with {response.status}: {content.decode()}")
+        raise RuntimeError(f"the gateway responded with status {response.status}: {content.decode()}")
 
 
 def list_hops() -> list[str]:
-    """Return the files that one chat call executes."""
+    """Return the files that a chat call executes."""
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))
     tracer = FileTracer()

@@ -1,10 +1,11 @@
-"""Compare the licences of the installed packages with ``tools/licences_allow.txt``.
+"""Check the licences of the installed packages against ``tools/licences_allow.txt``.
 
     python tools/licences.py [--path FOLDER] [--list]
 
-A licence is read from the metadata: the SPDX expression, else the classifiers, else the text. Every part of
-an expression must be allowed. The allow-list has a line ``licence -- reason`` for each licence that any
-package may have, and ``package: licence -- reason`` for one that only this package may have.
+A package's licences are read from its metadata: from the SPDX expression, else the classifiers, else the
+licence text. Every part of an expression must be allowed. The allow-list has a line ``licence -- reason``
+for each licence that any package may have, and ``package: licence -- reason`` for a licence that only this
+package may have.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ ALIASES = {
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
     "python software foundation license": "PSF-2.0",
 }
-"""The SPDX names of classifiers and texts. «BSD» without a number of clauses is read as BSD-3-Clause."""
+"""SPDX names of licences in classifiers and texts. "BSD" without a number of clauses means BSD-3-Clause."""
 NOT_A_LICENCE = {"dfsg approved", "osi approved"}
 
 
 def find_licences(package: Distribution) -> set[str]:
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):
-        expression = re.sub(r" WITH [\w.-]+", "", expression)  # An exception only adds permissions.
+        expression = re.sub(r" WITH [\w.-]+", "", expression)  # exceptions only add permissions
         return {part for part in re.split(r"\s+AND\s+|\s+OR\s+|[()\s]+", expression) if part}
     classifiers = [line.split(" :: ") for line in metadata.get_all("Classifier", [])]
     names = [parts[-1] for parts in classifiers if parts[0] == "License"]
@@ -55,16 +56,18 @@ def find_licences(package: Distribution) -> set[str]:
 
 
 def read_allowed() -> set[str]:
-    """Return the allowed licences, and those of single packages as `package: licence`."""
+    """Return the allowed licences. Those allowed for one package only are returned as `package: licence`."""
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     if missing := [row for row in rows if not row.partition(" -- ")[2]]:
-        sys.exit(f"{ALLOW_LIST.name}: no reason is given in {missing[0]!r}; write `licence -- reason`")
+        sys.exit(f"{ALLOW_LIST.name}: {missing[0]!r} has no reason; write `licence -- reason`")
     return {row.partition(" -- ")[0].strip() for row in rows}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--path", default=sysconfig.get_path("purelib"), help="folder of installed packages")
+    parser.add_argument(
+        "--path", default=sysconfig.get_path("purelib"), help="folder with the installed packages"
+    )
     parser.add_argument("--list", action="store_true", help="print the licences of every package")
     options = parser.parse_args()
     allowed = read_allowed()

@@ -1,10 +1,10 @@
-"""Measure how the code reads: sizes, docstring fragments, vague names, wide constructors, patched classes,
-and the number of files that one chat call executes (``hops``).
+"""Measure code style: sizes, docstring fragments, vague names, wide constructors, broad excepts, prints,
+patched classes, and the number of files that a chat call executes (``hops``).
 
     python tools/style.py [--json] [--list] [PATH ...]
 
-Without PATH it measures ``instar/`` and ``tests/`` and fails when a limit is exceeded. With PATH it only
-reports those files. ``--list`` prints each finding. Exceptions are in ``tools/style_allow.txt``, one per line
+Without PATH, measures ``instar/`` and ``tests/`` and fails if a limit is exceeded. With PATH, only reports on
+those files. ``--list`` prints each finding. Exceptions are listed in ``tools/style_allow.txt``, one per line
 with a reason.
 """
 
@@ -32,7 +32,7 @@ FRAGMENT = re.compile(r"(Of|What|Whether|Whose|Whatever|As|Its|Theirs)\b")
 VAGUE_NAMES = {"found", "given", "asked", "told", "wanted", "said", "there", "whole", "once"}
 
 LIMITS = {
-    # A change that needs more lines raises this limit and gives its reason in the commit message.
+    # To add more lines, raise this limit and give the reason in the commit message.
     "lines": 55_500,
     "files_over_400": 0,
     "functions_over_60": 0,
@@ -54,12 +54,12 @@ class Finding:
 
     @property
     def key(self) -> str:
-        """The finding without its line number, as the allow-list names it."""
+        """The finding without its line number, as it is written in the allow-list."""
         return f"{self.metric} {self.location.rsplit(':', 1)[0]} {self.detail}"
 
 
 def measure_source(path: Path) -> Iterator[Finding]:
-    """Yield the findings of one file of ``instar/``."""
+    """Yield the findings in a file of ``instar/``."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text()
     lines = text.splitlines()
@@ -72,21 +72,21 @@ def measure_source(path: Path) -> Iterator[Finding]:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES:
                     yield Finding("functions_over_60", line, f"{node.name} ({size} lines)")
-                if node.name == "__init__" and _parameter_count(node) > MAX_CONSTRUCTOR_PARAMETERS:
-                    yield Finding("wide_constructors", line, f"{_parameter_count(node)} parameters")
+                if node.name == "__init__" and _count_parameters(node) > MAX_CONSTRUCTOR_PARAMETERS:
+                    yield Finding("wide_constructors", line, f"{_count_parameters(node)} parameters")
             case ast.Name(id=identifier, ctx=ast.Store()) if identifier in VAGUE_NAMES:
                 yield Finding("odd_names", line, identifier)
             case ast.Expr(value=ast.Constant(value=str() as docstring)) if FRAGMENT.match(docstring.strip()):
                 yield Finding("fragments", line, docstring.strip().splitlines()[0][:90])
             case ast.ExceptHandler() if _is_broad(node) and not _is_explained(node, lines):
-                yield Finding("broad_excepts", line, "no comment says what is tolerated")
+                yield Finding("broad_excepts", line, "no comment names what is tolerated")
             case ast.Call(func=ast.Name(id="print")) if not name.startswith(("instar/cli/", "instar/demo/")):
                 yield Finding("prints", line, "print outside the CLI")
             case _:
                 pass
 
 
-def _parameter_count(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+def _count_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     arguments = function.args
     return len(arguments.posonlyargs) + len(arguments.args) + len(arguments.kwonlyargs) - 1
 
@@ -96,19 +96,21 @@ def _is_broad(handler: ast.ExceptHandler) -> bool:
 
 
 def _is_explained(handler: ast.ExceptHandler, lines: list[str]) -> bool:
-    """True if the handler's line or a neighbouring line has a comment besides ``noqa``."""
+    """True if the handler's line or an adjacent line has a comment other than ``noqa``."""
     nearby = lines[handler.lineno - 2 : handler.lineno + 1]
     return any(re.search(r"#\s*(?!noqa: \w+\s*$)\S", line) for line in nearby)
 
 
 def measure_test(path: Path) -> Iterator[Finding]:
-    """Yield the places in one test file that replace an attribute of our own code."""
+    """Yield the places in a test file that replace an attribute of our own code."""
     name = path.relative_to(ROOT).as_posix()
     tree = ast.parse(path.read_text())
-    ours = _names_imported_from_instar(tree)
+    ours = _find_instar_imports(tree)
     for node in ast.walk(tree):
         match node:
-            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *_]) if _root(target) in ours:
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *_]) if (
+                _get_root_name(target) in ours
+            ):
                 yield Finding("monkeypatches", f"{name}:{node.lineno}", ast.unparse(target))
             case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str() as target), *_]):
                 if target.startswith("instar."):
@@ -117,7 +119,7 @@ def measure_test(path: Path) -> Iterator[Finding]:
                 pass
 
 
-def _names_imported_from_instar(tree: ast.Module) -> set[str]:
+def _find_instar_imports(tree: ast.Module) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "instar":
@@ -129,7 +131,7 @@ def _names_imported_from_instar(tree: ast.Module) -> set[str]:
     return names
 
 
-def _root(node: ast.expr) -> str:
+def _get_root_name(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
@@ -142,11 +144,11 @@ def read_allow_list() -> dict[str, str]:
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     allowed = dict(row.split(" -- ", 1) for row in rows)
     if len(allowed) > MAX_ALLOWED:
-        sys.exit(f"{ALLOW_LIST.name}: {len(allowed)} exceptions; at most {MAX_ALLOWED} are allowed.")
+        sys.exit(f"{ALLOW_LIST.name} has {len(allowed)} exceptions; at most {MAX_ALLOWED} are allowed")
     return allowed
 
 
-def python_files(paths: list[Path]) -> Iterator[Path]:
+def list_python_files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
         yield from sorted(path.rglob("*.py")) if path.is_dir() else [path]
 
@@ -156,32 +158,32 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", type=Path, metavar="PATH")
-    parser.add_argument("--json", action="store_true", help="end with the figures as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object")
     parser.add_argument("--list", action="store_true", help="print each finding")
     arguments = parser.parse_args()
     paths = [path.resolve() for path in arguments.paths] or [ROOT / "instar", ROOT / "tests"]
     allowed = read_allow_list()
-    figures = dict.fromkeys(LIMITS, 0)
+    metrics = dict.fromkeys(LIMITS, 0)
     findings: list[Finding] = []
-    for path in python_files(paths):
+    for path in list_python_files(paths):
         if path.is_relative_to(ROOT / "tests"):
             findings += measure_test(path)
         else:
             findings += measure_source(path)
-            figures["lines"] += len(path.read_text().splitlines())
+            metrics["lines"] += len(path.read_text().splitlines())
     if not arguments.paths:
-        figures["hops"] = count_hops()
+        metrics["hops"] = count_hops()
     findings = [finding for finding in findings if finding.key not in allowed]
     for finding in findings:
-        figures[finding.metric] += 1
-    failures = [metric for metric, limit in LIMITS.items() if figures[metric] > limit]
+        metrics[finding.metric] += 1
+    failures = [metric for metric, limit in LIMITS.items() if metrics[metric] > limit]
     if arguments.list or (failures and not arguments.paths and not arguments.json):
         for finding in findings:
             print(f"{finding.location}: {finding.metric}: {finding.detail}")
     if arguments.json:
-        print(json.dumps(figures))
+        print(json.dumps(metrics))
     else:
-        for metric, value in figures.items():
+        for metric, value in metrics.items():
             print(f"{metric:20} {value:>7,}   limit {LIMITS[metric]:,}")
     if failures and not arguments.paths:
         sys.exit(f"Style limits exceeded: {', '.join(failures)}")

@@ -1,8 +1,9 @@
-"""The agent of the bench, which replays a session of the workload against the model.
+"""An agent that replays the sessions of the workload.
 
-In each turn it sends a message as long as the workload's prompt, requests as many tokens as the workload's
-reply has (a reply that the model ends early is continued), and then sleeps for the duration of the workload's
-tool call. The reward is the share of characters of one kind in the replies, which any model can learn.
+In each turn, it sends a message of the recorded prompt length and requests a reply of the recorded length.
+If the model ends the reply early, the agent asks for more. Then it sleeps for the duration of the recorded
+tool call. The reward is the fraction of the reply's characters that are of the rewarded kind, which any
+model can learn.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ OPENING_MESSAGES: list[Json] = [
     {"role": "user", "content": "Next: 31"},
     {"role": "assistant", "content": "4 1 5 9"},
 ]
-"""The messages that start every conversation; after them SmolLM2 writes digits half of the time."""
-CHARACTER_KINDS = {"digits": string.digits, "letters and digits": string.ascii_letters + string.digits}
+"""The first messages of every conversation. After them, SmolLM2 writes digits half of the time."""
+CHARACTER_SETS = {"digits": string.digits, "letters and digits": string.ascii_letters + string.digits}
 MIN_REPLY_TOKENS = 8
-"""The smallest number of tokens that a reply counts for, and for which another reply is requested."""
+"""A shorter reply counts as this many tokens. If fewer tokens are missing, no further reply is requested."""
 FREE_CONTEXT_TOKENS = 96
-"""The number of context tokens that are kept free."""
-EVAL_PROMPT, EVAL_TOKENS = 12, 32
+"""The number of context tokens to keep free."""
+EVAL_PROMPT_TOKENS, EVAL_REPLY_TOKENS = 12, 32
 TRAINER_START_TIMEOUT = 120.0
 
 
 def make_tasks(workload: str, group_size: int, groups: int, run_dir: str) -> list[Json]:
     """Return groups of sessions in file order, starting over at the end of the file.
 
-    This waits until the trainer is ready, because its startup time is not measured, and writes the time at
-    which it became ready to `began` in the run's folder.
+    Waits until the trainer is ready, because startup is not measured, and writes the time at which it became
+    ready to `began` in the run's folder.
     """
     _wait_for_trainer(Path(run_dir))
     sessions = read_workload(Path(workload))
@@ -57,7 +58,10 @@ def make_tasks(workload: str, group_size: int, groups: int, run_dir: str) -> lis
 
 
 def make_heldout_tasks(size: int) -> list[Json]:
-    return [{"index": -1 - index, "sessions": [[[EVAL_PROMPT, EVAL_TOKENS, 0.0]]]} for index in range(size)]
+    return [
+        {"index": -1 - index, "sessions": [[[EVAL_PROMPT_TOKENS, EVAL_REPLY_TOKENS, 0.0]]]}
+        for index in range(size)
+    ]
 
 
 class WorkloadAgent:
@@ -65,14 +69,14 @@ class WorkloadAgent:
         self._http: aiohttp.ClientSession | None = None
         self._attempts: Counter[int] = Counter()
 
-    async def __call__(self, task: Json, session: AgentSession, *, context: int, kind: str) -> float:
+    async def __call__(self, task: Json, session: AgentSession, *, context: int, characters: str) -> float:
         sessions = task["sessions"]
         turns = sessions[self._attempts[task["index"]] % len(sessions)]
         self._attempts[task["index"]] += 1
         replies: list[str] = []
         messages = [*OPENING_MESSAGES]
         context_used = 0
-        for prompt_tokens, reply_tokens, tool in turns:
+        for prompt_tokens, reply_tokens, tool_seconds in turns:
             messages.append({"role": "user", "content": f"Next: 27{' a' * int(prompt_tokens)}"})
             tokens_left = int(reply_tokens)
             limit = context - FREE_CONTEXT_TOKENS
@@ -84,14 +88,14 @@ class WorkloadAgent:
                 if tokens_left < MIN_REPLY_TOKENS:
                     break
                 messages.append({"role": "user", "content": "Go on."})
-            await asyncio.sleep(tool)
+            await asyncio.sleep(tool_seconds)
         text = "".join("".join(replies).split())
-        return sum(char in CHARACTER_KINDS[kind] for char in text) / max(1, len(text))
+        return sum(char in CHARACTER_SETS[characters] for char in text) / max(1, len(text))
 
     async def _complete(
         self, session: AgentSession, messages: list[Json], max_tokens: int
     ) -> tuple[str, int, int]:
-        """Return the reply, the tokens of the conversation and the tokens of the reply."""
+        """Return the reply, the token count of the conversation and the token count of the reply."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=300)

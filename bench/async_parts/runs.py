@@ -1,4 +1,4 @@
-"""One run of the bench: write its YAML, run `instar train` on it and compute its figures."""
+"""Run `instar train` in one mode and compute the metrics of the run."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ from instar.types import Channel
 BENCH = Path(__file__).resolve().parent.parent
 Mode = Literal["async", "sync"]
 DECODE_SPEED = 40.2
-"""The tokens per second of the models with which the workload was recorded."""
-PROMPT_SHARE = 0.25
-"""An additional factor for prompts: no model used here has a context of tens of thousands of tokens."""
+"""Tokens per second of the models with which the workload was recorded."""
+PROMPT_SCALE = 0.25
+"""An additional factor for prompts, because no model used here has a context of tens of thousands of
+tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class RunPlan:
     engine: dict[str, Any]
     model: dict[str, Any]
     backend: dict[str, Any]
-    kind: str
-    """The kind of characters that is rewarded: the untrained model writes some, but not all of them."""
+    characters: str
+    """The rewarded characters. The untrained model must write some of them, but not only them."""
     lr: float
     steps: int
     group_size: int
@@ -45,28 +46,28 @@ class RunPlan:
     concurrency: int
     max_staleness: int
     scale: float
-    """The factor applied to all times of the workload."""
+    """The factor by which all times of the workload are multiplied."""
     speed: float
-    """Tokens per second of a reply on this engine. Replies are scaled so that they take their scaled time."""
+    """Decode speed of a reply on this engine, in tokens per second. Reply lengths are chosen so that decoding
+    takes ``scale`` times the recorded time."""
     context: int
     eval_tasks: int
-    limit: float
-    """The time limit of a run in seconds."""
+    timeout: float
+    """The time limit of a run, in seconds."""
 
 
 def scale_workload(sessions: list[SimulatedSession], plan: RunPlan) -> list[SimulatedSession]:
-    """Return the workload in shortened time. The agent ends a session that outgrows the model's context."""
-    share = plan.scale * plan.speed / DECODE_SPEED
-    return [_scale_session(session, share, plan) for session in sessions]
+    """Return the workload with scaled tool times, reply lengths and prompt lengths."""
+    token_scale = plan.scale * plan.speed / DECODE_SPEED
+    return [_scale_session(session, token_scale, plan) for session in sessions]
 
 
-def _scale_session(session: SimulatedSession, share: float, plan: RunPlan) -> SimulatedSession:
+def _scale_session(session: SimulatedSession, token_scale: float, plan: RunPlan) -> SimulatedSession:
     turns: list[SimulatedTurn] = []
     for turn in session.turns:
-        tokens = min(plan.context // 4, max(1, round(share * turn.generated)))
-        turns.append(
-            SimulatedTurn(round(PROMPT_SHARE * share * turn.prompt), tokens, plan.scale * turn.tool_seconds)
-        )
+        prompt_tokens = round(PROMPT_SCALE * token_scale * turn.prompt)
+        reply_tokens = min(plan.context // 4, max(1, round(token_scale * turn.generated)))
+        turns.append(SimulatedTurn(prompt_tokens, reply_tokens, plan.scale * turn.tool_seconds))
     return SimulatedSession(tuple(turns))
 
 
@@ -102,11 +103,11 @@ def make_run_settings(plan: RunPlan, mode: Mode, folder: Path, workload: Path, s
             "agent": {
                 "type": "function",
                 "function": "async_parts.agent:agent",
-                "args": {"context": plan.context, "kind": plan.kind},
+                "args": {"context": plan.context, "characters": plan.characters},
             },
             "group_size": plan.group_size,
             "concurrency": plan.concurrency,
-            "timeout": plan.limit,
+            "timeout": plan.timeout,
             "shuffle": False,
         },
         "eval": {
@@ -121,7 +122,7 @@ def make_run_settings(plan: RunPlan, mode: Mode, folder: Path, workload: Path, s
 
 
 def run_training(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
-    """Run `instar train` to its end and return the figures; raise RuntimeError if it fails or times out."""
+    """Run `instar train` and return its metrics. Raises RuntimeError if it fails or times out."""
     config_path = folder / f"{mode}.yaml"
     settings = make_run_settings(plan, mode, folder, workload, seed)
     config_path.write_text(yaml.safe_dump(settings, sort_keys=False))
@@ -130,32 +131,34 @@ def run_training(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: 
         "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")]),
     }
     log = folder / f"{mode}.log"
-    with log.open("wb") as out:
+    with log.open("wb") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "instar.cli.main", "train", str(config_path), "--json"],
             stdout=subprocess.PIPE,
-            stderr=out,
+            stderr=log_file,
             env=environment,
             cwd=folder,
         )
         try:
-            printed, _ = process.communicate(timeout=plan.limit)
+            output, _ = process.communicate(timeout=plan.timeout)
         except subprocess.TimeoutExpired:
             stop_process(process)
-            raise RuntimeError(f"{mode}: the run did not end within {plan.limit:.0f} s; see {log}") from None
-        except BaseException:  # includes Ctrl-C, after which the run would continue
+            raise RuntimeError(
+                f"{mode}: the run did not end within {plan.timeout:.0f} s; see {log}"
+            ) from None
+        except BaseException:  # including Ctrl-C, after which the run would continue
             stop_process(process)
             raise
     if process.returncode != 0:
         last_lines = log.read_text(errors="replace").strip().splitlines()[-15:]
         raise RuntimeError(
-            f"{mode}: the run ended with code {process.returncode}; see {log}\n" + "\n".join(last_lines)
+            f"{mode}: the run exited with code {process.returncode}; see {log}\n" + "\n".join(last_lines)
         )
-    return compute_figures(folder / mode, json.loads(printed.decode().strip().splitlines()[-1]))
+    return compute_metrics(folder / mode, json.loads(output.decode().strip().splitlines()[-1]))
 
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """Terminate `instar train`, which ends the roles that it started."""
+    """Terminate `instar train`, which then stops its roles."""
     process.terminate()
     try:
         process.wait(20)
@@ -164,8 +167,8 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
         process.wait(10)
 
 
-def compute_figures(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures from the moment the trainer was ready to the end of the last step."""
+def compute_metrics(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the metrics from the moment the trainer was ready to the end of the last step."""
     steps = read_steps(run_dir)
     began = float((run_dir / "began").read_text())
     seconds = steps[-1]["time"] - began
@@ -194,7 +197,7 @@ def compute_figures(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_final_rewards(run_dir: Path) -> list[float]:
-    """Return the rewards of the held-out tasks, each of which was attempted once after training."""
+    """Return the rewards of the held-out tasks after training. Each task was attempted once."""
 
     async def read() -> list[float]:
         async with open_run_store(run_dir, read_only=True) as (config, store):

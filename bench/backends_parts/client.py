@@ -1,9 +1,10 @@
-"""A process with one backend that trains on the same batch on request.
+"""Run one backend in its own process, and train on the same batch on request.
 
     python bench/backends_parts/client.py JOB
 
-JOB is a JSON file with the run's settings and the length and number of the sequences. Each line on stdin
-requests one ``forward_backward``; its duration in seconds is written to stdout. The process ends with stdin.
+JOB is a JSON file with the run's settings (`config`) and the arguments of `make_batch` (`batch_args`). The
+process prints "ready" when the backend has started. Then each line on stdin requests one
+``forward_backward``, whose duration in seconds is printed. The process exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from instar.types import Sample
 
 
 def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> list[Sample]:
-    """Return sequences without shared prefixes, which are trained on after a short prompt."""
+    """Return random sequences without shared prefixes, each with a short prompt that is not trained on."""
     rng = np.random.default_rng(0)
     samples: list[Sample] = []
     for number in range(sequences):
@@ -44,10 +45,10 @@ def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> lis
     return samples
 
 
-async def serve(config: RunConfig, load: dict[str, Any]) -> None:
+async def serve(config: RunConfig, batch_args: dict[str, Any]) -> None:
     backend: Backend = resolve_section("backends", config.backend)(config.model, config.backend, seed=0)
     await backend.start()
-    batch = make_batch(**load)
+    batch = make_batch(**batch_args)
     print("ready", flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
         started_at = time.perf_counter()
@@ -60,7 +61,7 @@ async def serve(config: RunConfig, load: dict[str, Any]) -> None:
 
 def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
-    asyncio.run(serve(RunConfig.model_validate(job["config"]), job["load"]))
+    asyncio.run(serve(RunConfig.model_validate(job["config"]), job["batch_args"]))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from tests.integration.clients.script import THANKS, make_question
 from tests.integration.clients.supported_clients import Client
 
 DIALECTS = {"claude-code": "messages", "codex": "responses"}
-"""The dialects of command-line agents; agents not listed use chat."""
+"""The dialects of command-line agents. Agents that are not listed use chat."""
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class ClientConversation:
     client: str
     dialect: str
     prompt_marker: str
-    """A text that only the prompts of this conversation contain."""
+    """Text that occurs only in the prompts of this conversation."""
     endpoint: AgentEndpoint
-    failed: str = ""
-    """The client's error message, if it failed."""
+    error: str | None = None
+    """The client's error message, or None if it succeeded."""
 
 
 async def run_python_client(
     gateway: FidelityGateway, client: Client, number: int, folder: Path
 ) -> list[ClientConversation]:
-    """Run every mode of a client, in an opened session and as a live agent at the same time."""
+    """Run every variant of a client, both in an opened session and as a live agent, concurrently."""
     live_endpoint = await gateway.create_live_agent(f"{client.name}-{number}")
     conversations: list[ClientConversation] = []
     jobs: list[ClientJob] = []
@@ -46,13 +46,13 @@ async def run_python_client(
             jobs.append(ClientJob(endpoint.url, endpoint.key, mode, prompt_marker, THANKS))
     outcomes = await run_client(client.name, jobs, folder)
     return [
-        replace(conversation, failed=_last_line(outcome.error))
+        replace(conversation, error=_get_last_line(outcome.error) or None)
         for conversation, outcome in zip(conversations, outcomes, strict=True)
     ]
 
 
 async def run_cli_agent(gateway: FidelityGateway, agent: CliAgent, folder: Path) -> list[ClientConversation]:
-    """Run the file-editing task in an opened session and as a live agent at the same time."""
+    """Run the file-editing task both in an opened session and as a live agent, concurrently."""
     endpoints = {"opened": await gateway.open_session(), "live": await gateway.create_live_agent(agent.name)}
     async with asyncio.TaskGroup() as group:
         runs = [
@@ -76,14 +76,14 @@ def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> Cl
             make_task(str(path)),
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        return replace(conversation, failed=_last_line(str(error.output or error)))
+        return replace(conversation, error=_get_last_line(str(error.output or error)) or None)
     return (
         conversation
         if path.read_text() == AFTER
-        else replace(conversation, failed=_last_line(output) or "no edit")
+        else replace(conversation, error=_get_last_line(output) or "the file was not edited")
     )
 
 
-def _last_line(output: str) -> str:
+def _get_last_line(output: str) -> str:
     lines = output.strip().splitlines()
     return lines[-1][:300] if lines else ""

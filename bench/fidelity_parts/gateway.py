@@ -1,4 +1,4 @@
-"""A gateway with a scripted engine that replies in a model family's format, and its sessions."""
+"""A gateway with a scripted engine that replies in the format of a model family."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from instar.store.sqlite import SqliteStore
 from instar.types import Channel
 
 RUN = "fidelity"
-CONTEXT = 200_000
+MAX_CONTEXT = 200_000
 
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """The address and key for an agent. ``session`` is set if a session was opened for it."""
+    """The URL and key of an agent. ``session_id`` is set if a session was opened for it."""
 
     url: str
     """The base URL without ``/v1``."""
     key: str
     agent_id: str = ""
-    session: str = ""
+    session_id: str = ""
 
 
 @dataclass
@@ -47,25 +47,25 @@ class FidelityGateway:
     async def open_session(self) -> AgentEndpoint:
         session = await self._client.open_session(OpenSession(channel=Channel.TRAIN))
         return AgentEndpoint(
-            session.base_url.removesuffix("/v1"), session.api_key, session=session.session_id
+            session.base_url.removesuffix("/v1"), session.api_key, session_id=session.session_id
         )
 
     async def create_live_agent(self, agent_id: str) -> AgentEndpoint:
-        """Create a new agent with its own key, and return its endpoint."""
+        """Create an agent with its own key and return its endpoint."""
         return AgentEndpoint(self.url, await create_key(self.store, "agent", agent_id, agent_id), agent_id)
 
 
 @asynccontextmanager
 async def start_gateway(family: Family, script: str, store: Path) -> AsyncGenerator[FidelityGateway]:
     """Run a gateway whose engine replies with the function named by ``script``."""
-    folder = family.folder()
-    model = ModelConfig(name=str(folder), max_context=CONTEXT)
+    folder = family.download_tokenizer()
+    model = ModelConfig(name=str(folder), max_context=MAX_CONTEXT)
     engine, sqlite_store = ScriptedEngine(model, ScriptedEngineConfig(function=script)), SqliteStore(store)
     admin_key = new_key()
     app = create_app(
         store=sqlite_store,
         engine=engine,
-        renderer=load_renderer(folder, ModelConfig(name=family.model, max_context=CONTEXT)),
+        renderer=load_renderer(folder, ModelConfig(name=family.model, max_context=MAX_CONTEXT)),
         run_id=RUN,
         agent_id="agent",
         policy_id=RUN,

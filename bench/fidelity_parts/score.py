@@ -1,4 +1,4 @@
-"""Compute the three shares from the recorded calls."""
+"""Compute the metrics from the recorded calls."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ UNEXPLAINED = "UNEXPLAINED"
 
 @dataclass
 class Score:
-    """Counts that can be added up, and the reasons for which they are incomplete."""
+    """Counts that can be added up, and the reasons why fractions are below 1."""
 
     calls: int = 0
     linked: int = 0
     turns: int = 0
-    """The turns that extend their history."""
+    """The number of turns that extend their history."""
     exact: int = 0
     sampled: int = 0
     trained: int = 0
     rewritten: int = 0
-    """The turns that continue a conversation but change its earlier messages."""
+    """The number of turns that continue a conversation but change its earlier messages."""
     reasons: Counter[str] = field(default_factory=Counter[str])
 
     def __add__(self, other: Score) -> Score:
@@ -46,11 +46,11 @@ class Score:
         )
 
     @property
-    def shares(self) -> dict[str, float | None]:
+    def fractions(self) -> dict[str, float | None]:
         return {
-            "linked": _share(self.linked, self.calls),
-            "exact_prefix": _share(self.exact, self.turns),
-            "trained": _share(self.trained, self.sampled),
+            "linked": _divide(self.linked, self.calls),
+            "exact_prefix": _divide(self.exact, self.turns),
+            "trained": _divide(self.trained, self.sampled),
         }
 
     @property
@@ -58,7 +58,7 @@ class Score:
         return UNEXPLAINED in self.reasons
 
 
-def _share(numerator: int, denominator: int) -> float | None:
+def _divide(numerator: int, denominator: int) -> float | None:
     return numerator / denominator if denominator else None
 
 
@@ -69,18 +69,18 @@ def add_scores(scores: Iterable[Score]) -> Score:
 def score(
     sessions: Sequence[RecordedSession],
     *,
-    session: str,
+    session_id: str,
     drops_reasoning: bool,
     is_text_completion: bool = False,
 ) -> Score:
     """Return the score of one conversation, whose calls are in ``sessions``.
 
-    ``session`` is the id of the session that should hold all calls; if empty, it is the one with the most
-    calls. With ``is_text_completion`` each prompt continues the text of the previous one.
+    ``session_id`` is the session that should contain all calls. If it is empty, the session with the most
+    calls is used. With ``is_text_completion``, each prompt continues the text of the previous one.
     """
     result = Score(calls=sum(len(recorded.calls) for recorded in sessions))
-    main = max(sessions, key=lambda r: (r.session.session_id == session, len(r.calls)), default=None)
-    if main is not None and session in ("", main.session.session_id):
+    main = max(sessions, key=lambda r: (r.session.session_id == session_id, len(r.calls)), default=None)
+    if main is not None and session_id in ("", main.session.session_id):
         result.linked = len(main.calls)
     if result.linked < result.calls:
         result.reasons[UNEXPLAINED] += 1

@@ -1,5 +1,8 @@
-"""Replies of the scripted engine in each family's format: to the questions of the Python clients, and to the
-task of the command-line agents, which is to read a file and edit it."""
+"""The scripted engine's replies in the format of each model family.
+
+They answer the questions of the Python clients and solve the command-line agents' task, which is to edit a
+file.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from tests.integration.clients import script as clients
 from tests.integration.clients.script import WriteCall
 
 TASK = re.compile(r"Change the word world to moon in (/\S+?greeting\.txt)")
-"""The file is in a folder named after the agent."""
+"""Matches the task. The file is in a folder named after the agent."""
 
 ReplyFunction = Callable[[str, int | None], str]
 
 
 def make_script(reply_to_client: ReplyFunction, write_call: WriteCall, thinking: str = "") -> ReplyFunction:
-    """Return a script that handles the edit task and leaves other prompts to ``reply_to_client``."""
+    """Return a script that handles the edit task and passes other prompts to ``reply_to_client``."""
 
     def reply(prompt: str, seed: int | None) -> str:
         match = TASK.search(prompt)
@@ -30,7 +33,7 @@ def make_script(reply_to_client: ReplyFunction, write_call: WriteCall, thinking:
 
 
 def reply_to_edit_task(prompt: str, path: str, write_call: WriteCall) -> str:
-    """Return the first step that the prompt does not contain yet: read the file, edit it, report success."""
+    """Return the first step that is not in the prompt yet: read the file, edit it, report success."""
     tools = AGENT_TOOLS[Path(path).parent.name]
     name = re.escape(tools.edit[0])
     if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M):

@@ -1,4 +1,4 @@
-"""Valid request bodies of every dialect and control route, and random changes to them."""
+"""Valid request bodies for every dialect and control route, and random changes to them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import orjson
 
 DEEP = "@deep@"
-"""A placeholder for deeply nested lists, which ``json.dumps`` cannot write."""
+"""A placeholder for deeply nested lists, which ``json.dumps`` cannot encode."""
 HUGE_INTEGER = "@huge@"
 """A placeholder for an integer with 5,000 digits, which Python refuses to convert to text."""
 SESSION, RESPONSE, CALL = "@session@", "@response@", "@call@"
-"""Placeholders for the ids of a session, a response and a call that exist."""
+"""Placeholders for the ids of an existing session, response and call."""
 AGENT_SESSION = "@agent@"
-"""A placeholder for an agent's own session id. It changes from time to time, because a session in memory
-grows with each call."""
+"""A placeholder for a session id chosen by the agent. It changes from time to time, because a session in
+memory grows with each call."""
 
 _SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 _CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
@@ -163,9 +163,9 @@ BODIES: dict[str, list[Any]] = {
     "/calls": [{"calls": [_SUBMITTED]}, {"calls": [_MINIMAL_SUBMITTED] * 2}],
     "/feedback": _FEEDBACK,
 }
-"""Valid bodies by the end of the path."""
+"""Valid bodies by path suffix."""
 
-ODD: list[Any] = [
+ODD_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 7, 128, 10**30, -(10**30), 1 << 31, 1 << 53, 1 << 63, (1 << 64) - 1, 0.5,
     -0.0, 1e-320, 1e308, -1e308, float("nan"), float("inf"), float("-inf"), HUGE_INTEGER, DEEP, {"x": DEEP},
     "", " ", "x", "\x00", "\ud800", "\udfff\ud83d", "\u202e\u0000\uffff", "🌍" * 50, "a" * 5000, "<|im_end|>",
@@ -190,15 +190,15 @@ KEYS = [
 ]  # fmt: skip
 _JUNK = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\\ud800", b"\xf4\x90\x80\x80", b"/*", b"\x1b[2J"]
 
-_ENCODED = {end: [orjson.dumps(body) for body in bodies] for end, bodies in BODIES.items()}
+_ENCODED = {suffix: [orjson.dumps(body) for body in bodies] for suffix, bodies in BODIES.items()}
 _GENERIC = [b"{}"]
-_ENDS = sorted(_ENCODED, key=len, reverse=True)
+_SUFFIXES = sorted(_ENCODED, key=len, reverse=True)
 
 
 def find_bodies(path: str) -> list[bytes]:
     """Return the encoded valid bodies of a route."""
-    end = next((end for end in _ENDS if path.endswith(end)), None)
-    return _GENERIC if end is None else _ENCODED[end]
+    suffix = next((suffix for suffix in _SUFFIXES if path.endswith(suffix)), None)
+    return _GENERIC if suffix is None else _ENCODED[suffix]
 
 
 def make_valid_body(path: str, rng: random.Random) -> bytes:
@@ -206,7 +206,7 @@ def make_valid_body(path: str, rng: random.Random) -> bytes:
 
 
 def make_body(path: str, rng: random.Random) -> bytes:
-    """Return a body of the route with a random number of changes, which may be none."""
+    """Return a valid body of the route with zero or more random changes."""
     body = orjson.loads(rng.choice(find_bodies(path)))
     if "messages" in body or "input" in body:
         body["stream"] = rng.random() < 0.3
@@ -226,7 +226,7 @@ def make_body(path: str, rng: random.Random) -> bytes:
 
 
 def _list_locations(value: Any, locations: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Append all pairs of container and key in ``value``, and return them."""
+    """Append every (container, key) pair in ``value`` to ``locations`` and return it."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
         locations.append((value, key))
@@ -236,7 +236,7 @@ def _list_locations(value: Any, locations: list[tuple[Any, Any]]) -> list[tuple[
 
 
 def _copy(value: Any) -> Any:
-    """Return a copy of a JSON value. ``copy.deepcopy`` is ten times slower."""
+    """Copy a JSON value. ``copy.deepcopy`` is ten times slower."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in value.items()}
     return [_copy(item) for item in value] if isinstance(value, list) else value
@@ -245,17 +245,17 @@ def _copy(value: Any) -> Any:
 def _mutate(body: Any, rng: random.Random) -> Any:
     locations = _list_locations(body, [])
     if not locations or rng.random() < 0.01:
-        return _copy(rng.choice(ODD))
+        return _copy(rng.choice(ODD_VALUES))
     container, key = rng.choice(locations)
     match rng.randrange(8):
         case 0:
             del container[key]
         case 1 if isinstance(container, dict):
-            container[rng.choice(KEYS)] = _copy(rng.choice(ODD))
+            container[rng.choice(KEYS)] = _copy(rng.choice(ODD_VALUES))
         case 2 if isinstance(container, dict):
             container[rng.choice(KEYS)] = container.pop(key)
         case 3 if isinstance(container, list):
-            container.insert(key, _copy(rng.choice((rng.choice(ODD), container[key]))))
+            container.insert(key, _copy(rng.choice((rng.choice(ODD_VALUES), container[key]))))
         case 4 if isinstance(container, list):
             rng.shuffle(container)
         case 5:
@@ -264,12 +264,12 @@ def _mutate(body: Any, rng: random.Random) -> Any:
         case 6 if isinstance(container, list):
             container[key:key] = [_copy(container[key]) for _ in range(rng.choice((2, 16, 130)))]
         case _:
-            container[key] = _copy(rng.choice(ODD))
+            container[key] = _copy(rng.choice(ODD_VALUES))
     return body
 
 
 def _corrupt(raw: bytes, rng: random.Random) -> bytes:
-    """Return bytes that are probably not JSON any more."""
+    """Corrupt the bytes so that they are probably no longer valid JSON."""
     at = rng.randrange(len(raw)) if raw else 0
     match rng.randrange(9):
         case 0:
@@ -294,7 +294,7 @@ def _corrupt(raw: bytes, rng: random.Random) -> bytes:
 
 
 def _enlarge(path: str, rng: random.Random) -> bytes:
-    """Return a large body: long texts, many messages, many tools or many token ids."""
+    """Return a large body, with a long text or many messages, tools or token ids."""
     size = rng.choice((100_000, 400_000, 1_500_000))
     message = {"role": "user", "content": "x"}
     fields: dict[str, list[Callable[[], Any]]] = {

@@ -1,8 +1,9 @@
-"""A well-behaved client, in its own process: conversations of ten turns, one call at a time.
+"""A well-behaved client in its own process. It holds conversations of ten turns, one call at a time.
 
     python -m fuzz_parts.bystander HOST PORT OUTPUT
 
-The admin key is read from standard input. Each line of the output has the start of a call and its duration.
+The admin key is read from standard input. Each output line contains the start of a call and its duration in
+ms.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def main() -> None:
         response = connection.getresponse()
         content = response.read()
         if response.status >= 300:
-            raise SystemExit(f"the well-behaved client got {response.status}: {content[:300]!r}")
+            raise SystemExit(f"the well-behaved client received status {response.status}: {content[:300]!r}")
         return json.loads(content)
 
     with output.open("a", buffering=1) as file:

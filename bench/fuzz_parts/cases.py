@@ -1,4 +1,4 @@
-"""The requests of the fuzzer. A case is a function of its seed, of the routes and of the pool."""
+"""The requests of the fuzzer. A case depends only on its seed, the routes and the pool."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from fuzz_parts.bodies import AGENT_SESSION, CALL, RESPONSE, SESSION, make_body, make_valid_body
 from fuzz_parts.tricks import Script, make_script
 
-RAW_SHARE = 0.15
-"""The share of cases that break the rules of HTTP, or that stop sending or reading."""
+RAW_FRACTION = 0.15
+"""The fraction of cases that violate HTTP, or that stop sending or reading halfway."""
 AGENT_SESSION_CASES = 2000
-"""An agent's own session id is used in this many successive cases."""
+"""The number of successive cases that use the same agent session ids."""
 _METHODS = ["GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "POST", "QUERY", "get"]
 _HEADERS: list[tuple[str, list[str]]] = [
     ("X-Instar-Session", ["n\xf6\t", "%00../", SESSION, "x" * 3000, ""]),
@@ -67,7 +67,7 @@ class Route:
 
 @dataclass(slots=True)
 class Pool:
-    """Keys, and the ids of sessions and replies that exist. Cases refer to them by position."""
+    """Keys, and the ids of existing sessions, responses and calls, from which cases choose at random."""
 
     admin_key: str
     agent_key: str
@@ -81,16 +81,16 @@ class Pool:
 class Case:
     seed: str
     name: str
-    """The kind of the case and its route."""
+    """The trick, if any, the method and the route."""
     raw: bytes
     """The bytes of a complete request, if the case has no script."""
-    has_no_body: bool
-    """True if the response has no body because the method is HEAD."""
+    is_head_request: bool
+    """True if the method is HEAD, so that the response has no body."""
     script: Script | None = None
 
 
 def list_routes(description: dict[str, dict[str, dict[str, object]]]) -> list[Route]:
-    """Return the routes of an OpenAPI description. Those with a body are sent more often."""
+    """Return the routes of an OpenAPI description. Routes with a body have a higher weight."""
     return [
         Route(method.upper(), path, 6 if "/v1" in path and method == "post" else 2 if method == "post" else 1)
         for path, item in description["paths"].items()
@@ -99,7 +99,7 @@ def list_routes(description: dict[str, dict[str, dict[str, object]]]) -> list[Ro
 
 
 def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is_valid: bool = False) -> Case:
-    """Return the case with this number. With ``is_valid`` it is a request that the gateway accepts."""
+    """Return the case with this number. With ``is_valid``, it is a request that the gateway accepts."""
     rng = random.Random(f"{base}:{number}:{is_valid}")
     if is_valid:
         routes = [route for route in routes if route.weight == 6 and "/feedback" not in route.path]
@@ -111,9 +111,9 @@ def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is
     else:
         body = make_body(route.path, rng) if method == "POST" or rng.random() < 0.1 else b""
         key = _choose_key(rng, session_key, pool)
-        method, path = _change_target(rng, method, path)
+        method, path = _mutate_target(rng, method, path)
     agent_session = f"agent-{number // AGENT_SESSION_CASES}-{number % 4}"
-    body = _fill(body, rng, session_id, agent_session, pool)
+    body = _fill_placeholders(body, rng, session_id, agent_session, pool)
     headers = [("Host", "gateway"), ("Content-Type", "application/json")]
     if key is not None:
         headers.append(("Authorization", f"Bearer {key}"))
@@ -124,7 +124,7 @@ def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is
     lines = [f"{method} {path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers)]
     head = "\r\n".join(lines).encode("latin-1", "replace") + b"\r\n"
     seed = f"{base}:{number}"
-    if not is_valid and rng.random() < RAW_SHARE:
+    if not is_valid and rng.random() < RAW_FRACTION:
         name, script = make_script(rng, head, body)
         return Case(seed, f"{name} {method} {route.path}", b"", method == "HEAD", script)
     raw = b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
@@ -142,7 +142,7 @@ def _choose_key(rng: random.Random, session_key: str, pool: Pool) -> str | None:
     return rng.choice((None, "sk-unknown", rng.choice(pool.sessions)[1], pool.agent_key + "x"))
 
 
-def _change_target(rng: random.Random, method: str, path: str) -> tuple[str, str]:
+def _mutate_target(rng: random.Random, method: str, path: str) -> tuple[str, str]:
     draw = rng.random()
     if draw < 0.03:
         method = rng.choice(_METHODS)
@@ -153,8 +153,10 @@ def _change_target(rng: random.Random, method: str, path: str) -> tuple[str, str
     return method, path
 
 
-def _fill(body: bytes, rng: random.Random, session_id: str, agent_session: str, pool: Pool) -> bytes:
-    """Return the body with ids in place of the placeholders."""
+def _fill_placeholders(
+    body: bytes, rng: random.Random, session_id: str, agent_session: str, pool: Pool
+) -> bytes:
+    """Replace the placeholders in the body with ids."""
     if b"@" in body:
         body = body.replace(SESSION.encode(), session_id.encode())
         body = body.replace(AGENT_SESSION.encode(), agent_session.encode())

@@ -1,4 +1,4 @@
-"""A minimal HTTP client on raw sockets: it sends any bytes, and reads the responses to them."""
+"""A minimal HTTP client on raw sockets that sends arbitrary bytes and parses the responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reply:
 
 
 class ProtocolViolation(Exception):
-    """Raised if a response of the server is not HTTP."""
+    """The server sent something that is not valid HTTP."""
 
 
 class Connection(asyncio.Protocol):
@@ -40,8 +40,8 @@ class Connection(asyncio.Protocol):
         self.replies: list[Reply] = []
         self.is_closed = False
         self.violation: str | None = None
-        self.has_no_body = False
-        """True if responses have no body, because the method is HEAD."""
+        self.is_head_request = False
+        """True if the method is HEAD, so that responses have no body."""
         self.started = time.monotonic()
         self._buffer = bytearray()
         self._expected = 0
@@ -75,8 +75,10 @@ class Connection(asyncio.Protocol):
             self._wake()
 
     async def wait(self, expected: int, deadline: float) -> bool:
-        """Wait until there are ``expected`` responses or the connection closes. Return False at the
-        deadline, which is a time of ``time.monotonic``."""
+        """Wait until there are ``expected`` responses or the connection closes.
+
+        Return False if neither happens before ``deadline`` (in ``time.monotonic()`` time).
+        """
         if len(self.replies) >= expected or self.is_closed:
             return True
         self._expected = expected
@@ -98,13 +100,13 @@ class Connection(asyncio.Protocol):
             end = buffer.find(b"\r\n\r\n")
             if end < 0:
                 if len(buffer) > 12 and not _STATUS.match(buffer):
-                    raise ProtocolViolation(f"the response begins with {bytes(buffer[:40])!r}")
+                    raise ProtocolViolation(f"not an HTTP response: {bytes(buffer[:40])!r}")
                 return False
             self._body_start = self._position = end + 4
         head = bytes(buffer[: self._body_start])
         match = _STATUS.match(head)
         if match is None:
-            raise ProtocolViolation(f"the response begins with {head[:40]!r}")
+            raise ProtocolViolation(f"not an HTTP response: {head[:40]!r}")
         status = int(match[1])
         if 100 <= status < 200:
             self._finish(self._body_start)
@@ -123,12 +125,12 @@ class Connection(asyncio.Protocol):
         self.replies.append(Reply(int(status[1]), content_type[1] if content_type else b"", body, is_last))
 
     def _find_end(self, head: bytes, status: int) -> tuple[int | None, bytes]:
-        """Return the end of the current response and its body. The end is None if it has not arrived."""
+        """Return the end of the current response and its body. The end is None if it has not arrived yet."""
         start, buffer = self._body_start, self._buffer
-        if self.has_no_body and _CLOSE.search(head):
-            self._ends_with_connection = True  # A server that cannot parse the method sends a body.
+        if self.is_head_request and _CLOSE.search(head):
+            self._ends_with_connection = True  # a server that could not parse the method sends a body
             return None, b""
-        if self.has_no_body or status in (204, 304):
+        if self.is_head_request or status in (204, 304):
             return start, b""
         if length := _LENGTH.search(head):
             end = start + int(length[1])
@@ -158,7 +160,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
-    """Open a connection. A slow one has a small receive buffer, so that the server must wait for it."""
+    """Open a connection. A slow one has a small receive buffer, so the server has to wait for it."""
     loop = asyncio.get_running_loop()
     sock = socket.socket()
     sock.setblocking(False)
@@ -174,8 +176,8 @@ async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
     return connection
 
 
-async def run_script(connection: Connection, script: Script, deadline_s: float) -> bool:
-    """Execute the steps. Return False if the server neither answered nor closed the connection in time."""
+async def run_script(connection: Connection, script: Script, timeout: float) -> bool:
+    """Execute the steps. Return False if the server neither responds nor closes the connection in time."""
     transport = connection.transport
     for step in script.steps:
         if connection.is_closed:
@@ -194,6 +196,6 @@ async def run_script(connection: Connection, script: Script, deadline_s: float) 
                     transport.write_eof()
             case "abort":
                 transport.abort()
-    is_done = await connection.wait(max(1, script.responses), time.monotonic() + deadline_s)
+    is_done = await connection.wait(max(1, script.responses), time.monotonic() + timeout)
     transport.abort()
     return is_done

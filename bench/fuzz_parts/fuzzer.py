@@ -1,4 +1,4 @@
-"""Send the cases of the fuzzer on many connections, and judge the responses."""
+"""Send fuzzing cases over many connections and check the responses."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ import orjson
 from fuzz_parts.cases import Case, Pool, Route, make_case
 from fuzz_parts.client import Connection, Reply, connect, run_script
 
-LANES = 16
-SCRIPTS_AT_ONCE = 64
+WORKERS = 16
+CONCURRENT_SCRIPTS = 64
 HANG_S = 20.0
-"""A request without a response after this time counts as a hang; the gateway's own timeouts are shorter."""
+"""A request without a response after this time counts as a hang. The gateway's own timeouts are shorter."""
 DOCUMENTED_FAILURES = (502, 503, 504)
 SESSIONS = 64
 MAX_SAVED_FAILURES = 2000
@@ -31,7 +31,7 @@ _REPLY_ID = re.compile(rb'"id": ?"((?:chatcmpl|cmpl|resp|msg|gen)[-_][\w-]+)"')
 
 @dataclass
 class Counts:
-    """The result of all cases so far."""
+    """The results of all cases so far."""
 
     requests: int = 0
     server_errors: int = 0
@@ -42,7 +42,7 @@ class Counts:
 
 
 class FailureLog:
-    """Writes each failing request with its seed."""
+    """Writes failing requests and their seeds to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -70,18 +70,18 @@ class FailureLog:
 
 
 def find_problem(reply: Reply) -> str | None:
-    """Return what is wrong with a response, or None."""
+    """Return a description of what is wrong with the response, or None."""
     if reply.status >= 500 and reply.status not in DOCUMENTED_FAILURES:
         return f"status {reply.status}"
     if _INTERNAL in reply.body:
-        return "an internal error in a stream"
+        return "internal error in a stream"
     if reply.content_type.startswith(b"application/json") and reply.body:
         try:
             value = parse_json(reply.body)
         except ValueError:
             return "the response is not JSON"
         if reply.status >= 400 and not (isinstance(value, dict) and "error" in value):
-            return "the error response has no error"
+            return "the error response has no `error` field"
     return None
 
 
@@ -89,7 +89,7 @@ def parse_json(body: bytes) -> Any:
     try:
         return orjson.loads(body)
     except ValueError:
-        return json.loads(body)  # Integers beyond 64 bits are JSON.
+        return json.loads(body)  # orjson rejects integers beyond 64 bits
 
 
 class Fuzzer:
@@ -102,38 +102,38 @@ class Fuzzer:
         self._routes = routes
         self._pool = pool
         self._failures = failures
-        self._slots = asyncio.Semaphore(SCRIPTS_AT_ONCE)
+        self._slots = asyncio.Semaphore(CONCURRENT_SCRIPTS)
         self._scripts: set[asyncio.Task[None]] = set()
 
     async def run(self, start: int, count: int, *, is_valid: bool = False) -> None:
-        """Send the cases from ``start`` on. Cases with scripts may still run when this returns."""
+        """Send ``count`` cases, starting at ``start``. Scripts may still be running when this returns."""
         numbers = iter(range(start, start + count))
         async with asyncio.TaskGroup() as group:
-            for _ in range(LANES):
-                group.create_task(self._run_lane(numbers, is_valid))
+            for _ in range(WORKERS):
+                group.create_task(self._run_worker(numbers, is_valid))
 
     def reset(self) -> None:
         self.counts = Counts()
 
     async def drain(self) -> None:
-        """Wait for the cases that still run."""
+        """Wait for the scripts that are still running."""
         if self._scripts:
             await asyncio.wait(set(self._scripts))
 
     async def replay(self, number: int) -> list[Reply]:
-        """Send one case, and return the responses."""
+        """Send one case and return the responses."""
         case = make_case(self._base, number, self._routes, self._pool)
         if case.script is None:
             connection = await self._exchange(case, None)
         else:
             connection = await connect(*self._address)
-            connection.has_no_body = case.has_no_body
+            connection.is_head_request = case.is_head_request
             await run_script(connection, case.script, HANG_S)
-            self._judge_connection(case, connection, is_done=True)
+            self._check_connection(case, connection, is_done=True)
         connection.transport.abort()
         return connection.replies
 
-    async def _run_lane(self, numbers: Iterator[int], is_valid: bool) -> None:
+    async def _run_worker(self, numbers: Iterator[int], is_valid: bool) -> None:
         connection: Connection | None = None
         for number in numbers:
             case = make_case(self._base, number, self._routes, self._pool, is_valid=is_valid)
@@ -157,12 +157,12 @@ class Fuzzer:
         is_reused = connection is not None
         if connection is None:
             connection = await connect(*self._address)
-        connection.has_no_body = case.has_no_body
+        connection.is_head_request = case.is_head_request
         connection.replies.clear()
         connection.transport.write(case.raw)
         is_done = await connection.wait(1, time.monotonic() + HANG_S)
         if is_done and not connection.replies and is_reused and connection.violation is None:
-            # The server may have closed the connection before it got the request.
+            # The server may have closed the connection before the request reached it.
             return await self._exchange(case, None, is_counted=is_counted)
         self.counts.requests += is_counted
         problem = connection.violation
@@ -175,7 +175,7 @@ class Fuzzer:
             problem = problem or "the connection closed without a response"
             self.counts.server_errors += 1
         else:
-            self._judge(case, connection.replies[-1], case.raw)
+            self._check_reply(case, connection.replies[-1], case.raw)
         if problem is not None:
             self._failures.add(case.seed, case.name, problem, case.raw)
         return connection
@@ -185,29 +185,29 @@ class Fuzzer:
         try:
             is_slow = any(step.kind == "pause_reading" for step in case.script.steps)
             connection = await connect(*self._address, is_slow=is_slow)
-            connection.has_no_body = case.has_no_body
+            connection.is_head_request = case.is_head_request
             is_done = await run_script(connection, case.script, HANG_S)
             self.counts.requests += case.script.requests
-            self._judge_connection(case, connection, is_done=is_done)
+            self._check_connection(case, connection, is_done=is_done)
         except ConnectionError:
             self.counts.statuses["no connection"] += 1
         finally:
             self._slots.release()
 
-    def _judge_connection(self, case: Case, connection: Connection, *, is_done: bool) -> None:
+    def _check_connection(self, case: Case, connection: Connection, *, is_done: bool) -> None:
         assert case.script is not None
         sent = b"".join(step.data for step in case.script.steps)
         for reply in connection.replies:
-            self._judge(case, reply, sent)
+            self._check_reply(case, reply, sent)
         if connection.violation:
             self.counts.server_errors += 1
             self._failures.add(case.seed, case.name, connection.violation, sent)
         if not is_done:
             self.counts.hangs += 1
-            problem = f"{len(connection.replies)} of {case.script.responses} responses, and no end"
+            problem = f"hangs after {len(connection.replies)} of {case.script.responses} responses"
             self._failures.add(case.seed, case.name, problem, sent)
 
-    def _judge(self, case: Case, reply: Reply, sent: bytes) -> None:
+    def _check_reply(self, case: Case, reply: Reply, sent: bytes) -> None:
         self.counts.statuses[str(reply.status)] += 1
         if (problem := find_problem(reply)) is not None:
             self.counts.server_errors += 1
@@ -220,8 +220,8 @@ class Fuzzer:
             self._pool.responses[position] = match[1].decode()
 
 
-async def keep_pool_open(address: tuple[str, int], pool: Pool, interval_s: float = 0.2) -> None:
-    """Replace the pool's sessions one after the other, because cases end them."""
+async def refresh_pool(address: tuple[str, int], pool: Pool, interval_s: float = 0.2) -> None:
+    """Replace the pool's sessions one by one, because cases may end them."""
     position = 0
     connection: Connection | None = None
     while True:
@@ -243,12 +243,12 @@ async def open_session(connection: Connection, pool: Pool) -> tuple[str, str]:
 
 
 async def send(connection: Connection, method: str, path: str, key: str, body: object = None) -> Any:
-    """Send one ordinary request and return the JSON of its response. Raise ValueError if it fails."""
+    """Send a regular request and return the parsed JSON response. Raises ValueError if it fails."""
     content = b"" if body is None else orjson.dumps(body)
     head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n"
     connection.replies.clear()
     connection.transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(content), content))
     await connection.wait(1, time.monotonic() + HANG_S)
     if not connection.replies or connection.replies[0].status >= 300:
-        raise ValueError(f"{method} {path}: {connection.replies[:1]}")
+        raise ValueError(f"{method} {path} failed: {connection.replies[:1]}")
     return parse_json(connection.replies[0].body)

@@ -1,4 +1,4 @@
-"""Schemathesis in its own environment. It sends requests that it generates from the OpenAPI description."""
+"""Run Schemathesis, which generates requests from the OpenAPI description, in its own environment."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Schemathesis:
 
     @staticmethod
     def install(cache: Path, log: Callable[[str], None]) -> Path:
-        """Return the environment with Schemathesis."""
+        """Install Schemathesis, unless it is installed, and return its environment."""
         environment = cache / "schemathesis"
         install_packages(environment, REQUIREMENT, [[REQUIREMENT]], log)
         return environment
@@ -45,7 +45,7 @@ class Schemathesis:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise MeasurementError(f"Schemathesis ended unexpectedly; see {self._log.name}")
+            raise MeasurementError(f"Schemathesis exited unexpectedly; see {self._log.name}")
         return json.loads(line)
 
     def _write(self, value: Any) -> None:

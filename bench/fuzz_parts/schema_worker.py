@@ -1,7 +1,8 @@
 """Generate requests with Schemathesis from the gateway's OpenAPI description, and check the responses.
 
-This runs in the environment of Schemathesis. It reads the settings and then one batch per line from standard
-input, as JSON, and writes one result per line to standard output. A batch has one operation and one seed.
+This script runs in Schemathesis's own environment. It reads JSON lines from standard input, first the
+settings and then one batch per line, and writes one result per line to standard output. A batch has one
+operation and one seed.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ class BatchRunner:
         self._http = requests.Session()
 
     def run(self, base: int, number: int) -> dict[str, Any]:
-        """Send the requests of a batch. Every second batch breaks the schema on purpose."""
+        """Send the requests of a batch. In every other round over the operations, they violate the schema."""
         operation = self._operations[number % len(self._operations)]
-        turn = number // len(self._operations)
+        round_number = number // len(self._operations)
         session_id, session_key = self._sessions[number % len(self._sessions)]
-        key = (*self._keys, session_key)[turn % 3]
+        key = (*self._keys, session_key)[round_number % 3]
         modes = schemathesis.GenerationMode
-        has_session = turn % 4 < 3 and "{session}" in operation.path
+        has_session = round_number % 4 < 3 and "{session}" in operation.path
         strategy = operation.as_strategy(
-            generation_mode=modes.NEGATIVE if turn % 2 else modes.POSITIVE,
+            generation_mode=modes.NEGATIVE if round_number % 2 else modes.POSITIVE,
             path_parameters={"session": session_id} if has_session else None,
         )
         result: dict[str, Any] = {"requests": 0, "problems": [], "statuses": Counter()}
@@ -64,13 +65,13 @@ class BatchRunner:
 
         try:
             send()
-        except Exception as error:  # noqa: BLE001 - a schema that cannot be generated from is a finding too
+        except Exception as error:  # noqa: BLE001 - any error while generating requests is a finding
             self._report(result, f"Schemathesis: {type(error).__name__}: {error}", "", is_mismatch=True)
         return result
 
     def _send(self, case: schemathesis.Case, key: str, result: dict[str, Any]) -> None:
         result["requests"] += 1
-        headers = {"X-Instar-Key": key}  # It is read before the keys that Schemathesis generates.
+        headers = {"X-Instar-Key": key}  # takes precedence over the keys that Schemathesis generates
         command = case.as_curl_command(headers=headers)
         try:
             response = case.call(session=self._http, headers=headers, timeout=self._timeout_s)
@@ -80,7 +81,7 @@ class BatchRunner:
         except (requests.RequestException, UnicodeError) as error:
             if "Connection aborted" in str(error) or "RemoteDisconnected" in str(error):
                 self._report(result, "the connection closed without a response", command)
-            result["statuses"]["not sent"] += 1  # The HTTP library rejects some headers and paths.
+            result["statuses"]["not sent"] += 1  # requests rejects some headers and paths
             return
         result["statuses"][str(response.status_code)] += 1
         if response.status_code >= 500 and response.status_code not in DOCUMENTED_FAILURES:

@@ -1,4 +1,4 @@
-"""Connections that break the rules of HTTP, or that stop sending or reading in the middle."""
+"""Connections that violate HTTP, or that stop sending or reading halfway."""
 
 from __future__ import annotations
 
@@ -7,22 +7,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-PAUSE = 0.2
-"""The time in seconds for which a slow client waits between two parts."""
+PAUSE_SECONDS = 0.2
+"""How long a slow client waits between two parts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     kind: Literal["send", "sleep", "pause_reading", "resume_reading", "end_of_input", "abort"]
-    """``end_of_input`` closes the sending side only, ``abort`` resets the connection."""
+    """``end_of_input`` closes only the sending side, ``abort`` resets the connection."""
     data: bytes = b""
-    seconds: float = PAUSE
+    seconds: float = PAUSE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The steps of one connection. Afterwards the server must send ``responses`` responses or close the
-    connection."""
+    """The steps of one connection.
+
+    Afterwards, the server must send ``responses`` responses or close the connection.
+    """
 
     steps: tuple[Step, ...]
     requests: int = 1
@@ -33,7 +35,10 @@ Trick = Callable[[random.Random, bytes, bytes], Script]
 
 
 def make_script(rng: random.Random, head: bytes, body: bytes) -> tuple[str, Script]:
-    """Return a random trick and its name. ``head`` lacks the length of the body and the empty line."""
+    """Apply a random trick and return its name and script.
+
+    ``head`` must not contain Content-Length or the empty line after the headers.
+    """
     trick = rng.choice(_TRICKS)
     return trick.__name__.lstrip("_"), trick(rng, head, body)
 
@@ -115,7 +120,7 @@ def _length_and_chunks(rng: random.Random, head: bytes, body: bytes) -> Script:
 
 
 def _chunks(rng: random.Random, head: bytes, body: bytes) -> Script:
-    """A valid body in chunks, in one or several packets."""
+    """A valid chunked body in one or several packets."""
     middle = rng.randrange(len(body) + 1)
     parts = [part for part in (body[:middle], body[middle:]) if part]
     extension = rng.choice((b"", b";a=b", b";" + b"x" * 200))
@@ -153,7 +158,7 @@ def _bad_chunks(rng: random.Random, head: bytes, body: bytes) -> Script:
 
 
 def _pipeline(rng: random.Random, head: bytes, body: bytes) -> Script:
-    """Several requests before the first response."""
+    """Several requests sent before the first response."""
     count = rng.choice((2, 2, 3, 5, 20))
     requests = [_request(head, body)] * count
     return _send(b"".join(requests), requests=count, responses=count)
@@ -175,7 +180,7 @@ def _pipeline_then_abort(rng: random.Random, head: bytes, body: bytes) -> Script
 
 
 def _trickle(rng: random.Random, head: bytes, body: bytes) -> Script:
-    """A valid request in many packets."""
+    """A valid request split into many packets."""
     raw = _request(head, body)
     size = max(1, len(raw) // 40)
     steps: list[Step] = []
@@ -198,13 +203,13 @@ def _half_chunk(rng: random.Random, head: bytes, body: bytes) -> Script:
 
 
 def _choose_end(rng: random.Random) -> Step | None:
-    """Return how a client leaves. One in ten waits for the timeout of the server."""
+    """Return how the client ends the connection. One client in ten waits for the server's timeout."""
     draw = rng.random()
     return None if draw < 0.1 else Step("end_of_input") if draw < 0.5 else Step("abort")
 
 
 def _abort(rng: random.Random, head: bytes, body: bytes) -> Script:
-    """A complete request whose client is gone before, or shortly after, the response begins."""
+    """A complete request whose client disconnects before, or shortly after, the response begins."""
     wait = Step("sleep", seconds=rng.choice((0.0, 0.001, 0.01, 0.05)))
     return Script((Step("send", _request(head, body)), wait, Step("abort")), responses=0)
 

@@ -1,4 +1,4 @@
-"""Conversations that grow turn by turn; one process runs many of them concurrently."""
+"""Conversations that grow turn by turn. Many of them run concurrently in one process."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import aiohttp
-from gateway_parts.load import filler
+from gateway_parts.load import make_filler
 from gateway_parts.processes import MeasurementError
 from gateway_parts.servers import GatewayProcess
 from gateway_parts.stub import REPLY
@@ -21,7 +21,7 @@ IN_FLIGHT = 32
 
 @dataclass
 class Conversation:
-    """One session. Each turn sends the full history and a new message of ``size`` bytes."""
+    """A session in which each turn sends the full history and a new message of ``size`` bytes."""
 
     number: int
     size: int
@@ -32,8 +32,8 @@ class Conversation:
     def next_request(self) -> bytes:
         """Start the next turn and return its request."""
         self.turn += 1
-        text = f"Worker {self.number}, turn {self.turn}: {filler(self.size, self.number * 1000 + self.turn)}"
-        self._append_message("user", text)
+        filler = make_filler(self.size, self.number * 1000 + self.turn)
+        self._append_message("user", f"Worker {self.number}, turn {self.turn}: {filler}")
         return b'{"model":"bench","messages":[' + self.messages + b"]}"
 
     def add_reply(self, reply: str) -> None:
@@ -57,15 +57,15 @@ async def open_conversations(gateway: GatewayProcess, count: int, size: int) -> 
     async def open_one(client: aiohttp.ClientSession, number: int) -> Conversation:
         async with client.post(f"{gateway.url}/sessions", json={}, headers=headers) as response:
             if response.status != 201:
-                raise MeasurementError(f"a session could not be opened: {(await response.text())[:160]}")
+                raise MeasurementError(f"cannot open a session: {(await response.text())[:160]}")
             return Conversation(number, size, (await response.json())["api_key"])
 
-    async with _client() as client:
+    async with _create_client() as client:
         return await _gather_limited([open_one(client, number) for number in range(count)])
 
 
 async def run_turns(url: str, conversations: Sequence[Conversation], turns: int) -> None:
-    """Run a number of further turns of each conversation, one after the other within a conversation."""
+    """Run ``turns`` more turns of each conversation. The conversations run concurrently."""
 
     async def run_one(client: aiohttp.ClientSession, conversation: Conversation) -> None:
         headers = {"Authorization": f"Bearer {conversation.key}", "Content-Type": "application/json"}
@@ -75,24 +75,26 @@ async def run_turns(url: str, conversations: Sequence[Conversation], turns: int)
                 text = await response.text()
             if response.status != 200:
                 raise MeasurementError(
-                    f"turn {conversation.turn} failed with {response.status}: {text[:160]}"
+                    f"turn {conversation.turn} failed with status {response.status}: {text[:160]}"
                 )
             reply = json.loads(text)["choices"][0]["message"]["content"]
             if reply != REPLY:
-                raise MeasurementError(f"turn {conversation.turn} has an unexpected reply: {reply[:160]}")
+                raise MeasurementError(
+                    f"turn {conversation.turn} returned an unexpected reply: {reply[:160]}"
+                )
             conversation.add_reply(reply)
 
-    async with _client() as client:
+    async with _create_client() as client:
         await _gather_limited([run_one(client, conversation) for conversation in conversations])
 
 
-def _client() -> aiohttp.ClientSession:
+def _create_client() -> aiohttp.ClientSession:
     connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
 
 
 async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines in order, at most IN_FLIGHT at once, and return their results."""
+    """Run the coroutines, at most IN_FLIGHT at a time, and return their results in order."""
     semaphore = asyncio.Semaphore(IN_FLIGHT)
 
     async def run_one(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -1,10 +1,10 @@
-"""The floor, the least that a recording proxy can do: forward, commit one row per call, then reply.
+"""The floor, which does the minimum of a recording proxy: forward, commit one row per call, then reply.
 
     python floor.py PORT UPSTREAM STORE ROW_BYTES
 
-The row holds the last ROW_BYTES of the request, which is the new part in a long session and as much as the
-gateway commits for such a call. One thread writes, with the same pragmas as the gateway's store; calls that
-wait at the same time share a commit.
+The row contains the last ROW_BYTES of the request. In a long session, this is the new part of the request,
+and as much as the gateway commits for such a call. A single thread writes the rows, with the same pragmas as
+the gateway's store. Concurrent calls share a commit.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ async def forward(request: Request) -> Response:
 
 
 async def forward_stream(response: aiohttp.ClientResponse, body: bytes):
-    """Yield the chunks of the stream, and the last one only after the row is committed."""
+    """Yield the chunks of the stream. The last one is held back until the row is committed."""
     previous = b""
     async for chunk in response.content.iter_any():
         yield previous

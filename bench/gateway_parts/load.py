@@ -1,4 +1,4 @@
-"""Load from wrk: each cell of the table is one server under one kind of request."""
+"""Generate load with wrk. Each cell of the results is one server with one kind of request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.processes import MeasurementError, read_usage
 from gateway_parts.stub import DEBIAN, REPLY
 
 SCRIPT = Path(__file__).with_name("request.lua")
 SMALL, LARGE = 1_000, 400_000
 LONG_SESSIONS = 32
-"""The number of sessions with a long history; additional connections share them."""
+"""The number of sessions with a long history. Additional connections share them."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +30,16 @@ class Target:
     label: str
     url: str
     sessions: Sequence[tuple[str, str]]
-    """The path and key of each session; there are as many as the largest number of connections."""
+    """The path and key of each session. There are as many as the maximum number of connections."""
     pid: int
-    """The process that is measured."""
+    """The process to measure."""
     has_sessions: bool = False
-    """True if the server recognizes a request that extends an earlier one."""
+    """True if the server recognizes requests that extend an earlier one."""
 
 
 @dataclass(frozen=True)
 class RequestKind:
-    """A kind of request: its size in bytes, the requests in flight, and streamed or not."""
+    """The size of the requests in bytes, the number in flight, and whether replies are streamed."""
 
     size: int
     concurrency: int
@@ -56,27 +56,29 @@ class Cell:
     p50_ms: float
     p99_ms: float
     cpu_ms: float
-    """The CPU time of the server's process per request."""
+    """CPU time of the server process per request."""
     rss_mb: float
     error: str | None = None
 
 
 def make_body(size: int, stream: bool) -> str:
-    """Return a chat request of about ``size`` bytes, with placeholders for a session's number and a unique
-    text. A large one is a late turn of a session, at about 3.3 bytes per token."""
-    return _encode_body(_messages(size), stream)
+    """Return a chat request of about ``size`` bytes, with the placeholders @SESSION@ and @NONCE@.
+
+    A large request is a late turn of a session, at about 3.3 bytes per token.
+    """
+    return _encode_body(_make_messages(size), stream)
 
 
-def _messages(size: int) -> list[dict[str, str]]:
+def _make_messages(size: int) -> list[dict[str, str]]:
     count = 200 if size == LARGE else 2
     content_size = size // count - 48
-    messages = [{"role": "system", "content": f"You are worker @SESSION@. {filler(content_size)}"}]
+    messages = [{"role": "system", "content": f"You are worker @SESSION@. {make_filler(content_size)}"}]
     for number in range(1, count):
         role = "user" if number % 2 else "assistant"
-        messages.append({"role": role, "content": f"Step {number}: {filler(content_size, number)}"})
+        messages.append({"role": role, "content": f"Step {number}: {make_filler(content_size, number)}"})
     if count > 2:
         messages[-2] = {"role": "assistant", "content": REPLY}
-    messages[-1] = {"role": "user", "content": f"Do @NONCE@ now: {filler(content_size, count)}"}
+    messages[-1] = {"role": "user", "content": f"Do @NONCE@ now: {make_filler(content_size, count)}"}
     return messages
 
 
@@ -84,9 +86,10 @@ def _encode_body(messages: list[dict[str, str]], stream: bool) -> str:
     return json.dumps({"model": "bench", "stream": stream, "messages": messages}, separators=(",", ":"))
 
 
-def filler(length: int, seed: int = 0) -> str:
+def make_filler(length: int, seed: int = 0) -> str:
     """Return text that resembles a log, with words and numbers."""
-    lines, size = list[str](), 0
+    lines: list[str] = []
+    size = 0
     while size < length:
         seed = (seed * 1103515245 + 12345) % 2**31
         lines.append(f"at {seed % 977} the worker's queue holds {seed % 89} items that came in late; ")
@@ -95,14 +98,14 @@ def filler(length: int, seed: int = 0) -> str:
 
 
 def measure_cell(target: Target, kind: RequestKind, seconds: float, folder: Path, seed: str) -> Cell:
-    """Measure one cell once. Responses other than 2xx make it invalid."""
+    """Measure one cell once. Failed requests make it invalid."""
     sessions = target.sessions[
         : min(kind.concurrency, LONG_SESSIONS) if kind.size == LARGE else kind.concurrency
     ]
     request_path, sessions_path = folder / "body.json", folder / "sessions.txt"
     request_path.write_text(make_body(kind.size, kind.stream))
     sessions_path.write_text("".join(f"{path} {key}\n" for path, key in sessions))
-    before = process_usage(target.pid)
+    before = read_usage(target.pid)
     options = ["-t1", f"-c{kind.concurrency}", f"-d{math.ceil(seconds)}s", "--timeout", "30s"]
     output = subprocess.run(
         [
@@ -121,17 +124,17 @@ def measure_cell(target: Target, kind: RequestKind, seconds: float, folder: Path
         check=False,
         timeout=seconds + 120,
     )
-    after = process_usage(target.pid)
+    after = read_usage(target.pid)
     results = [line.split()[1:] for line in output.stdout.splitlines() if line.startswith("RESULT ")]
     if not results:
         raise MeasurementError(f"wrk failed: {(output.stderr or output.stdout).strip()[-160:]}")
     completed, microseconds, p50, p99, rejected, broken, timed_out = map(float, results[0])
     problems = {
-        "responses were no success": rejected,
+        "responses failed": rejected,
         "connections broke": broken,
         "requests timed out": timed_out,
     }
-    error = "; ".join(f"{count:.0f} {what}" for what, count in problems.items() if count)
+    error = "; ".join(f"{count:.0f} {problem}" for problem, count in problems.items() if count)
     return Cell(
         rate=completed / (microseconds / 1e6),
         p50_ms=p50 / 1000,
@@ -153,14 +156,14 @@ def median_cell(cells: Sequence[Cell]) -> Cell:
 
 
 def start_long_sessions(target: Target) -> None:
-    """Send the turn that precedes the long requests in each session, so that they extend a recorded call."""
-    template = _encode_body(_messages(LARGE)[:-2], stream=False)
+    """Send the turn before the long requests in each session, so that they extend a recorded call."""
+    template = _encode_body(_make_messages(LARGE)[:-2], stream=False)
     for number, (path, key) in enumerate(target.sessions[:LONG_SESSIONS]):
         _post(target, path, key, template.replace("@SESSION@", f"{number:08d}"), stream=False)
 
 
 def check_reply(target: Target, size: int, stream: bool) -> None:
-    """Send one request and raise MeasurementError unless the reply is the expected one."""
+    """Send one request. Raises MeasurementError if the reply is not the expected one."""
     (path, key), body = target.sessions[0], make_body(size, stream)
     _post(target, path, key, body.replace("@SESSION@", f"{0:08d}").replace("@NONCE@", "hello"), stream)
 
@@ -173,16 +176,16 @@ def _post(target: Target, path: str, key: str, body: str, stream: bool) -> None:
             text = response.read().decode()
     except urllib.error.HTTPError as error:
         message = error.read().decode(errors="replace")[:160]
-        raise MeasurementError(f"responds with status {error.code}: {message}") from error
+        raise MeasurementError(f"the server responded with status {error.code}: {message}") from error
     except OSError as error:
-        raise MeasurementError(f"does not respond: {error}") from error
+        raise MeasurementError(f"the server did not respond: {error}") from error
     reply = _join_stream(text) if stream else json.loads(text)["choices"][0]["message"]["content"]
     if reply != REPLY:
-        raise MeasurementError(f"responds with an unexpected reply: {text[:160]}")
+        raise MeasurementError(f"the server sent an unexpected reply: {text[:160]}")
 
 
 def _join_stream(text: str) -> str:
-    """Return the text of the stream's events, or an empty string if its end is missing."""
+    """Return the text of a streamed reply, or an empty string if its end is missing."""
     events = [line.removeprefix("data:").strip() for line in text.splitlines() if line.startswith("data:")]
     if not events or events[-1] != "[DONE]":
         return ""

@@ -1,4 +1,4 @@
-"""The peers: how each is installed into its own environment and started in front of the stub."""
+"""Install each peer into its own environment and start it in front of the stub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,13 @@ from pathlib import Path
 
 import yaml
 from gateway_parts.load import Target
-from gateway_parts.processes import MeasurementError, free_port, log_tail, start_process, wait_until_up
+from gateway_parts.processes import (
+    MeasurementError,
+    find_free_port,
+    read_log_tail,
+    start_process,
+    wait_until_up,
+)
 from packaging.requirements import Requirement
 
 Log = Callable[[str], None]
@@ -21,10 +27,10 @@ Log = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Launch:
-    """The command that starts a peer in its own folder, and how to send requests to it."""
+    """The command that starts a peer in its own folder, and how requests are sent to it."""
 
     command: Sequence[str | Path]
-    health: str
+    health_path: str
     key: str = "none"
     session_path: str = "/v1/chat/completions"
     env: dict[str, str] = field(default_factory=dict[str, str])
@@ -35,28 +41,28 @@ class Peer:
     name: str
     label: str
     steps: Sequence[Sequence[str]]
-    """The arguments of `pip install`, one entry per step."""
+    """The arguments of each `pip install` command."""
     launch: Callable[[Path, Path, str, int], Launch]
-    """A function of the environment's bin folder, a working folder, the stub's base URL and a port."""
+    """Called with the environment's bin folder, a working folder, the stub's base URL and a port."""
     extra_requirements: tuple[str, str, str] | None = None
-    """(package, extra, pin): install the requirements of the package with this extra, but use the pin."""
+    """(package, extra, pin): install the package's requirements for the extra, but use the pin for one."""
 
 
 @contextlib.contextmanager
 def start_peer(peer: Peer, environment: Path, folder: Path, stub_url: str) -> Generator[Target]:
     folder.mkdir(parents=True)
-    port = free_port()
+    port = find_free_port()
     launch = peer.launch(environment / "bin", folder, stub_url, port)
     url, log = f"http://127.0.0.1:{port}", folder / "log"
     env = {"HOME": str(folder), "PYTHONWARNINGS": "ignore", **launch.env}
     with start_process(launch.command, log=log, env=env, cwd=folder) as process:
-        wait_until_up(process, url + launch.health, log)
+        wait_until_up(process, url + launch.health_path, log)
         sessions = [(launch.session_path.format(session=f"bench-{n}"), launch.key) for n in range(256)]
         yield Target(peer.name, peer.label, url, sessions, process.pid)
 
 
 def install_peer(peer: Peer, environment: Path, log: Log) -> None:
-    """Install the peer into its own virtual environment, unless an earlier run did so in the same way."""
+    """Install the peer into its own virtual environment, unless an earlier run has already done so."""
     install_packages(environment, peer.label, peer.steps, log, peer.extra_requirements)
 
 
@@ -76,20 +82,20 @@ def install_packages(
     environment.parent.mkdir(parents=True, exist_ok=True)
     _run([sys.executable, "-m", "venv", "--clear", environment], output)
     for step in steps:
-        _pip(environment, step, output, log)
+        _pip_install(environment, step, output, log)
     if extra_requirements:
-        _pip(environment, _requirements(environment, *extra_requirements), output, log)
+        _pip_install(environment, _list_requirements(environment, *extra_requirements), output, log)
     marker.write_text(recipe)
 
 
-def _pip(environment: Path, arguments: Sequence[str], output: Path, log: Log) -> None:
+def _pip_install(environment: Path, arguments: Sequence[str], output: Path, log: Log) -> None:
     shortened = arguments if len(arguments) < 5 else [*arguments[:3], f"and {len(arguments) - 3} more"]
     log(f"  pip install {' '.join(shortened)}")
     _run([environment / "bin" / "pip", "install", "--quiet", *arguments], output)
 
 
-def _requirements(environment: Path, package: str, extra: str, pin: str) -> list[str]:
-    """Return the requirements of an installed package, with the pin in place of its own version."""
+def _list_requirements(environment: Path, package: str, extra: str, pin: str) -> list[str]:
+    """Return the requirements of an installed package, with one of them replaced with the pin."""
     site = next((environment / "lib").glob("python*/site-packages"))
     (distribution,) = importlib.metadata.distributions(name=package, path=[str(site)])
     requirements = [Requirement(line) for line in distribution.requires or ()]
@@ -109,7 +115,7 @@ def _run(command: Sequence[str | Path], output: Path) -> None:
     with output.open("ab") as sink:
         code = subprocess.run(list(map(str, command)), stdout=sink, stderr=sink, check=False).returncode
     if code != 0:
-        raise MeasurementError(f"the installation failed: {log_tail(output)} (log: {output})")
+        raise MeasurementError(f"the installation failed: {read_log_tail(output)} (see {output})")
 
 
 # --- the peers ----------------------------------------------------------------------------------
@@ -136,7 +142,7 @@ def _litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
             "--num_workers",
             "1",
         ],
-        health="/health/liveliness",
+        health_path="/health/liveliness",
         key=key,
         env={"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"},
     )
@@ -155,7 +161,7 @@ def _rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     config_path.write_text(yaml.safe_dump(settings))
     return Launch(
         [bin / "rllm-model-gateway", "--config", config_path],
-        health="/health",
+        health_path="/health",
         session_path="/sessions/{session}/v1/chat/completions",
     )
 
@@ -171,7 +177,7 @@ def _metaclaw(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     home.mkdir()
     (home / "config.yaml").write_text(yaml.safe_dump(settings))
     return Launch(
-        [bin / "metaclaw", "start", "--mode", "skills_only", "--port", str(port)], health="/healthz"
+        [bin / "metaclaw", "start", "--mode", "skills_only", "--port", str(port)], health_path="/healthz"
     )
 
 
@@ -179,7 +185,7 @@ PEERS = [
     Peer(
         "litellm",
         "LiteLLM proxy 1.108.4",
-        # It requires a certifi release that the registry may not have yet.
+        # It requires a certifi release that may not be available yet.
         steps=[["--no-deps", "litellm==1.108.4"]],
         extra_requirements=("litellm", "proxy", "certifi==2026.10.18"),
         launch=_litellm,

@@ -1,4 +1,4 @@
-"""Processes that a measurement starts: waiting until they respond, ending them, and their resource usage."""
+"""Start and stop the processes of a measurement, and read their resource usage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 
 
 class MeasurementError(Exception):
-    """Raised if a program cannot be installed, started or measured; the table shows the reason."""
+    """A program cannot be installed, started or measured. The message is shown in the results."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Usage:
     rss_mb: float
 
 
-def process_usage(pid: int) -> Usage:
-    """Return the CPU time so far and the memory of one process, including its threads."""
-    clock = (~pid << 3) | 2  # like clock_getcpuclockid(3): nanoseconds, where /proc only has ticks
+def read_usage(pid: int) -> Usage:
+    """Return the CPU time so far and the memory of a process, including all its threads."""
+    clock = (~pid << 3) | 2  # as clock_getcpuclockid(3) does; /proc only counts ticks
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return Usage(time.clock_gettime(clock), pages * PAGE / 2**20)
+    return Usage(time.clock_gettime(clock), pages * PAGE_SIZE / 2**20)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -49,7 +49,7 @@ def start_process(
     cwd: Path | None = None,
     stdout: int | None = None,
 ) -> Generator[subprocess.Popen[bytes]]:
-    """Run the program in its own process group, and end the group on exit."""
+    """Run the program in its own process group and kill the group on exit."""
     with log.open("ab") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
@@ -75,11 +75,11 @@ def start_process(
 
 
 def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 120.0) -> None:
-    """Wait until the URL responds with anything but a server error."""
+    """Wait until the URL responds with anything other than a server error."""
     deadline = time.monotonic() + timeout
     while True:
         if process.poll() is not None:
-            raise MeasurementError(f"the process ended with code {process.returncode}: {log_tail(log)}")
+            raise MeasurementError(f"the process exited with code {process.returncode}: {read_log_tail(log)}")
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return
@@ -89,11 +89,11 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout
         except OSError:
             pass
         if time.monotonic() > deadline:
-            raise MeasurementError(f"no response within {timeout:.0f} s: {log_tail(log)}")
+            raise MeasurementError(f"no response within {timeout:.0f} s: {read_log_tail(log)}")
         time.sleep(0.1)
 
 
-def log_tail(log: Path) -> str:
-    """Return the end of a program's output, on one line."""
+def read_log_tail(log: Path) -> str:
+    """Return the last lines of a program's output, joined into one."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-4:])[-300:] or "no output"

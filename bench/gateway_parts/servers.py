@@ -1,4 +1,4 @@
-"""The servers that are compared with the peers: the gateway in its two modes, and the floor."""
+"""The servers that are compared with the peers: the gateway in its two modes, and the floor (floor.py)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from typing import Any
 
 import yaml
 from gateway_parts.load import Target
-from gateway_parts.processes import MeasurementError, free_port, log_tail, start_process, wait_until_up
+from gateway_parts.processes import (
+    MeasurementError,
+    find_free_port,
+    read_log_tail,
+    start_process,
+    wait_until_up,
+)
 from gateway_parts.stub import REPLY
 
 MODEL = "smollm2-135m"
 ROW_BYTES = 2048
-"""The size of the floor's row: a complete small request, or the new part of a long one."""
+"""The size of the floor's rows. It holds a complete small request or the new part of a long one."""
 SESSIONS = 256
 
 
 @contextlib.contextmanager
 def start_floor(folder: Path, stub_url: str) -> Generator[Target]:
     folder.mkdir(parents=True)
-    port, log = free_port(), folder / "log"
+    port, log = find_free_port(), folder / "log"
     script = Path(__file__).with_name("floor.py")
     command = [sys.executable, script, str(port), stub_url, folder / "store.db", str(ROW_BYTES)]
     with start_process(command, log=log) as process:
@@ -37,7 +43,7 @@ def start_floor(folder: Path, stub_url: str) -> Generator[Target]:
 
 
 class GatewayProcess:
-    """A gateway run by `instar serve`, in front of the stub or of a scripted engine."""
+    """A running gateway of `instar serve` or `instar train`."""
 
     def __init__(self, announcement: dict[str, str]) -> None:
         self.url = announcement["base_url"].removesuffix("/v1")
@@ -47,7 +53,7 @@ class GatewayProcess:
         self.pid = self._read_pid()
 
     def _read_pid(self) -> int:
-        """Return the id of the gateway's own process, as registered in the store."""
+        """Return the pid of the gateway process, as registered in the store."""
         with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
             row = database.execute("SELECT pid FROM endpoints WHERE role = 'gateway'").fetchone()
         if row is None:
@@ -55,12 +61,12 @@ class GatewayProcess:
         return int(row[0])
 
     def count_calls(self) -> int:
-        """Return the number of calls on disk."""
+        """Return the number of calls in the store."""
         with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
             return int(database.execute("SELECT count(*) FROM calls").fetchone()[0])
 
     def list_replies(self) -> set[str]:
-        """Return the ids of the complete replies on disk."""
+        """Return the ids of the complete replies in the store."""
         with contextlib.closing(sqlite3.connect(f"{self.store.as_uri()}?mode=ro", uri=True)) as database:
             return {row[0] for row in database.execute("SELECT request_id FROM calls WHERE status = 'ok'")}
 
@@ -77,7 +83,8 @@ class GatewayProcess:
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)
 
-    def target(self, name: str) -> Target:
+    def make_target(self, name: str) -> Target:
+        """Open SESSIONS sessions and return them as a load target."""
         sessions = [("/v1/chat/completions", self.post("/sessions", {})["api_key"]) for _ in range(SESSIONS)]
         return Target(name, f"Instar, {name}", self.url, sessions, self.pid, has_sessions=True)
 
@@ -86,7 +93,7 @@ class GatewayProcess:
 def start_gateway(
     folder: Path, engine: dict[str, Any], *, max_context: int = 200_000, **limits: Any
 ) -> Generator[GatewayProcess]:
-    """Run a gateway. ``limits`` are settings of its section in the configuration."""
+    """Run a gateway. ``limits`` are settings in the `gateway` section of its config."""
     folder.mkdir(parents=True)
     settings = {
         "name": "bench",
@@ -103,13 +110,13 @@ def start_gateway(
         line = process.stdout.readline()
         if not line:
             process.wait(10)
-            raise MeasurementError(f"instar serve ended unexpectedly: {log_tail(log)}")
+            raise MeasurementError(f"instar serve exited unexpectedly: {read_log_tail(log)}")
         yield GatewayProcess(json.loads(line))
 
 
-def proxy_engine(stub_url: str) -> dict[str, Any]:
+def make_proxy_engine(stub_url: str) -> dict[str, Any]:
     return {"type": "upstream", "base_url": stub_url, "dialect": "chat"}
 
 
-def exact_engine() -> dict[str, Any]:
+def make_exact_engine() -> dict[str, Any]:
     return {"type": "scripted", "replies": [REPLY]}

@@ -1,4 +1,4 @@
-"""Long sessions and many sessions in exact mode: the cost of a late turn, and the memory of the process."""
+"""Measure the cost of late turns in long sessions, and the memory used by many sessions, in exact mode."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from gateway_parts.conversations import Conversation, open_conversations, run_turns
 from gateway_parts.load import Target
-from gateway_parts.processes import MeasurementError, process_usage
+from gateway_parts.processes import MeasurementError, read_usage
 from gateway_parts.servers import GatewayProcess
 
 TURN_BYTES = 3_800
-"""The size of a turn's new message; with the replies, the 100th request has 200 messages and 400 KB."""
+"""The size of a turn's new message. The 100th request has about 200 messages and 400 KB."""
 SMALL_TURN_BYTES = 400
 
 
@@ -32,8 +32,8 @@ EARLY, LATE = Phase("10", 8, 12), Phase("100", 96, 100)
 def measure_turns(
     gateway: GatewayProcess, floor: Target, count: int, log: Callable[[str], None]
 ) -> dict[str, float]:
-    """Compare the CPU time of the 100th turn with the 10th, each minus the floor's for the same bodies."""
-    figures: dict[str, float] = {}
+    """Compare the CPU time of turns 100 and 10, each minus the floor's CPU time for the same bodies."""
+    metrics: dict[str, float] = {}
     conversations = asyncio.run(open_conversations(gateway, count, TURN_BYTES))
     floor_conversations = [
         Conversation(conversation.number, conversation.size) for conversation in conversations
@@ -44,28 +44,30 @@ def measure_turns(
         for floor_conversation in floor_conversations:
             floor_conversation.skip_to(phase.first - 1)
         turns = phase.last - phase.first + 1
-        gateway_cpu_ms = _cpu_ms(gateway.pid, gateway.url, conversations, turns)
-        floor_cpu_ms = _cpu_ms(floor.pid, floor.url, floor_conversations, turns)
-        figures[f"turn_{phase.name}_cpu_ms"] = gateway_cpu_ms
-        figures[f"turn_{phase.name}_floor_cpu_ms"] = floor_cpu_ms
-        figures[f"turn_{phase.name}_bytes"] = len(conversations[0].messages)
-    early = figures["turn_10_cpu_ms"] - figures["turn_10_floor_cpu_ms"]
-    late = figures["turn_100_cpu_ms"] - figures["turn_100_floor_cpu_ms"]
-    figures["turn_100_over_10"] = late / early
-    return figures
+        gateway_cpu_ms = _measure_cpu_ms(gateway.pid, gateway.url, conversations, turns)
+        floor_cpu_ms = _measure_cpu_ms(floor.pid, floor.url, floor_conversations, turns)
+        metrics[f"turn_{phase.name}_cpu_ms"] = gateway_cpu_ms
+        metrics[f"turn_{phase.name}_floor_cpu_ms"] = floor_cpu_ms
+        metrics[f"turn_{phase.name}_bytes"] = len(conversations[0].messages)
+    early = metrics["turn_10_cpu_ms"] - metrics["turn_10_floor_cpu_ms"]
+    late = metrics["turn_100_cpu_ms"] - metrics["turn_100_floor_cpu_ms"]
+    metrics["turn_100_over_10"] = late / early
+    return metrics
 
 
-def _cpu_ms(pid: int, url: str, conversations: list[Conversation], turns: int) -> float:
-    cpu_before = process_usage(pid).cpu_s
+def _measure_cpu_ms(pid: int, url: str, conversations: list[Conversation], turns: int) -> float:
+    cpu_before = read_usage(pid).cpu_s
     asyncio.run(run_turns(url, conversations, turns))
-    return 1000 * (process_usage(pid).cpu_s - cpu_before) / (len(conversations) * turns)
+    return 1000 * (read_usage(pid).cpu_s - cpu_before) / (len(conversations) * turns)
 
 
 def measure_memory(
     gateway: GatewayProcess, sessions: int, calls: int, log: Callable[[str], None]
 ) -> dict[str, float | None]:
-    """Return memory and event loop lag after the calls. Each session pauses halfway, so that those evicted
-    from memory are read from the store again."""
+    """Return the memory and event loop lag of the gateway after the calls.
+
+    All sessions pause halfway, so that those evicted from memory are read from the store again.
+    """
     log(f"{sessions} sessions, {calls} calls")
     calls_before = gateway.count_calls()
     conversations = asyncio.run(open_conversations(gateway, sessions, SMALL_TURN_BYTES))
@@ -75,18 +77,18 @@ def measure_memory(
     recorded = gateway.count_calls() - calls_before
     if recorded != calls_per_session * sessions:
         raise MeasurementError(
-            f"{recorded} calls are on disk, but {calls_per_session * sessions} were answered"
+            f"{calls_per_session * sessions} calls were answered, but {recorded} are in the store"
         )
     return {
-        "rss_mb": process_usage(gateway.pid).rss_mb,
-        "loop_lag_p99_ms": _loop_lag(gateway),
+        "rss_mb": read_usage(gateway.pid).rss_mb,
+        "loop_lag_p99_ms": _read_loop_lag(gateway),
         "open_sessions": sessions,
         "recorded_calls": recorded,
     }
 
 
-def _loop_lag(gateway: GatewayProcess) -> float | None:
-    """Return the event loop lag that the gateway measured, or None if it does not report it."""
+def _read_loop_lag(gateway: GatewayProcess) -> float | None:
+    """Return the gateway's event loop lag, or None if it is not reported."""
     try:
         return gateway.stats()["loop_lag_p99_ms"]
     except urllib.error.HTTPError:

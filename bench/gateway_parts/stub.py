@@ -1,4 +1,4 @@
-"""The stub behind every proxy: nginx, which reads the complete request and responds at once."""
+"""The stub behind every proxy: nginx, which reads the whole request and responds immediately."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Generator
 from pathlib import Path
 
-from gateway_parts.processes import MeasurementError, free_port, start_process, wait_until_up
+from gateway_parts.processes import MeasurementError, find_free_port, start_process, wait_until_up
 
 DEBIAN = "apt-get install nginx libnginx-mod-http-lua wrk"
 MODULES = Path("/usr/lib/nginx/modules")
@@ -16,7 +16,7 @@ REPLY = (
     "One by one the numbers are added, first the small ones and then the large, "
     "and the sum of them is what was asked for at the start."
 )
-"""31 tokens of the default model, plus one end-of-sequence token."""
+"""31 tokens with the default model, plus an end-of-sequence token."""
 WORDS = REPLY.split()
 
 CONFIG = """
@@ -73,12 +73,12 @@ http {{
 
 @contextlib.contextmanager
 def start_stub(folder: Path) -> Generator[str]:
-    """Run the stub and return its base URL, which ends in ``/v1``."""
+    """Run the stub and yield its base URL, which ends in ``/v1``."""
     program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if program is None or not (MODULES / "ngx_http_lua_module.so").is_file():
         raise MeasurementError(f"nginx with its Lua module is not installed; run {DEBIAN}")
     folder.mkdir(parents=True)
-    port = free_port()
+    port = find_free_port()
     (folder / "completion.json").write_text(json.dumps(make_completion()))
     (folder / "events.sse").write_text(make_event_stream())
     (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, port=port, modules=MODULES))
@@ -102,7 +102,7 @@ def make_completion() -> dict[str, object]:
 
 
 def make_event_stream() -> str:
-    """Return the same completion as a stream with one event per word."""
+    """Return the completion as a stream with one event per word."""
     deltas = [{"role": "assistant", "content": ""}]
     deltas += [{"content": word if n == 0 else f" {word}"} for n, word in enumerate(WORDS)]
     choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]

@@ -1,4 +1,4 @@
-"""Live agents of a soaked run: conversations with rewards, clients that disconnect, and broken requests."""
+"""The live agents of a soak test: conversations with rewards, disconnecting clients and broken requests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CHAT = "/v1/chat/completions"
 TURNS = 6
 TURN_BYTES = 120
 CallKind = Literal["complete", "streamed", "disconnecting", "broken"]
-CALL_KINDS: dict[CallKind, float] = {"complete": 0.5, "streamed": 0.3, "disconnecting": 0.1, "broken": 0.1}
+CALL_WEIGHTS: dict[CallKind, float] = {"complete": 0.5, "streamed": 0.3, "disconnecting": 0.1, "broken": 0.1}
 DISCONNECT_SECONDS = 0.3
-"""A client that disconnects does so at a random moment within this time."""
+"""A disconnecting client does so at a random moment within this time."""
 DOCUMENTED_ERRORS = (502, 503, 504)
 
 
@@ -40,12 +40,11 @@ class LiveAgents:
         self._random = random.Random(seed)
         self._idle: list[LiveSession] = []
         self.counts: Counter[str] = Counter()
-        """The number of calls by kind, of responses by status, of rewards and of sessions."""
+        """The number of calls by kind, responses by status, rewards and sessions."""
 
     async def send_call(self) -> Outcome:
-        """Send the next call of a session, or a broken one."""
-        kinds = list(CALL_KINDS)
-        kind = self._random.choices(kinds, [CALL_KINDS[kind] for kind in kinds])[0]
+        """Send the next call of a session, or a broken call."""
+        (kind,) = self._random.choices(list(CALL_WEIGHTS), list(CALL_WEIGHTS.values()))
         self.counts[kind] += 1
         if kind == "broken":
             outcome = await self._send_broken()
@@ -61,9 +60,7 @@ class LiveAgents:
         self.counts["sessions"] += 1
         outcome, body = await self._post("/sessions", self._gateway.admin_key, {})
         if outcome.status != 201:
-            raise MeasurementError(
-                f"a session could not be opened: status {outcome.status}: {body[:160].decode()}"
-            )
+            raise MeasurementError(f"cannot open a session: status {outcome.status}: {body[:160].decode()}")
         opened = json.loads(body)
         number = self.counts["sessions"]
         return LiveSession(opened["session_id"], Conversation(number, TURN_BYTES, opened["api_key"]))
@@ -74,10 +71,10 @@ class LiveAgents:
         if kind != "complete":
             body = b'{"stream":true,' + body[1:]
         abandon_after = self._random.uniform(0, DISCONNECT_SECONDS) if kind == "disconnecting" else None
-        headers = self._headers(conversation.key)
+        headers = self._make_headers(conversation.key)
         outcome, received = await self._client.send(CHAT, headers, body, abandon_after=abandon_after)
         if outcome.reply_id is None:
-            return outcome  # This agent does not come back; its session stays open until it times out.
+            return outcome  # the agent abandons its session, which stays open until it times out
         conversation.add_reply(read_reply(received))
         if conversation.turn < TURNS:
             self._idle.append(session)
@@ -86,7 +83,7 @@ class LiveAgents:
         return outcome
 
     async def _end_session(self, session: LiveSession) -> None:
-        """Complete the session with a reward of the agent, and rate it as a person."""
+        """Complete the session with a reward from the agent and feedback from a user."""
         reward = {"reward": self._random.random()}
         path = f"/sessions/{session.session_id}/complete"
         feedback = {"session_id": session.session_id, "thumbs": self._random.choice(["up", "down"])}
@@ -110,12 +107,12 @@ class LiveAgents:
                 text = "too long " * 5000
                 body = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
             case _:
-                return await self._send_half()
-        outcome, _ = await self._client.send(path, self._headers(key), body)
+                return await self._send_incomplete()
+        outcome, _ = await self._client.send(path, self._make_headers(key), body)
         return outcome
 
-    async def _send_half(self) -> Outcome:
-        """Send a request whose body never arrives completely, and disconnect."""
+    async def _send_incomplete(self) -> Outcome:
+        """Send a request with an incomplete body, and disconnect."""
         address = urlsplit(self._gateway.url)
         began = asyncio.get_running_loop().time()
         with contextlib.suppress(OSError):
@@ -127,9 +124,9 @@ class LiveAgents:
         return Outcome(began, asyncio.get_running_loop().time(), 0)
 
     async def _post(self, path: str, key: str, body: Any) -> tuple[Outcome, bytes]:
-        return await self._client.send(path, self._headers(key), json.dumps(body).encode())
+        return await self._client.send(path, self._make_headers(key), json.dumps(body).encode())
 
-    def _headers(self, key: str) -> dict[str, str]:
+    def _make_headers(self, key: str) -> dict[str, str]:
         return {"content-type": "application/json", "authorization": f"Bearer {key}"}
 
 

@@ -1,4 +1,4 @@
-"""Model calls at a fixed rate or with a fixed concurrency, and the outcome of each."""
+"""Generate model calls at a fixed rate or with a fixed concurrency, and record their outcomes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Outcome:
     began: float
     ended: float
     status: int
-    """The status of the response, or 0 if the connection was lost before the response was complete."""
+    """The status code, or 0 if the connection was lost before the response was complete."""
     reply_id: str | None = None
-    """The id of a reply that arrived completely, so that it must be in the store."""
+    """The id of a reply that arrived completely and must therefore be in the store."""
     has_retry_after: bool = False
 
     @property
@@ -35,7 +35,7 @@ class Outcome:
 
 
 class LoadClient:
-    """Sends requests over as many connections as are needed at the same time."""
+    """Sends requests over as many connections as needed."""
 
     def __init__(self, url: str) -> None:
         address = urlsplit(url)
@@ -46,8 +46,10 @@ class LoadClient:
     async def send(
         self, path: str, headers: Mapping[str, str], body: bytes, *, abandon_after: float | None = None
     ) -> tuple[Outcome, bytes]:
-        """Send a request and return its outcome and the response's body. ``abandon_after`` is the number of
-        seconds after which the client disconnects."""
+        """Send a request and return its outcome and the response body.
+
+        The client disconnects if there is no complete response after ``abandon_after`` seconds.
+        """
         began = time.perf_counter()
         try:
             async with asyncio.timeout(abandon_after):
@@ -72,7 +74,7 @@ class LoadClient:
 
 
 def find_reply_id(body: bytes) -> str | None:
-    """Return the id of a complete reply, streamed or not, or None if the end of the stream is missing."""
+    """Return the id of a reply, streamed or not. Return None if the end of the stream is missing."""
     if body.startswith(b"data:") and not body.rstrip().endswith(b"[DONE]"):
         return None
     match = REPLY_ID.search(body)
@@ -80,13 +82,13 @@ def find_reply_id(body: bytes) -> str | None:
 
 
 class ChatRequests:
-    """Unique chat requests of 1 KB, in turn over the sessions of a gateway."""
+    """Sends unique 1 KB chat requests, round-robin over a gateway's sessions."""
 
     def __init__(self, target: Target, client: LoadClient, *, stream: bool) -> None:
         self._target = target
         self._client = client
-        self._opening, rest = make_body(SMALL, stream).split("@SESSION@")
-        self._middle, self._ending = rest.split("@NONCE@")
+        self._prefix, rest = make_body(SMALL, stream).split("@SESSION@")
+        self._middle, self._suffix = rest.split("@NONCE@")
         self._count = 0
 
     async def send_next(self) -> Outcome:
@@ -94,24 +96,28 @@ class ChatRequests:
         self._count += 1
         path, key = self._target.sessions[number]
         headers = {"content-type": "application/json", "authorization": f"Bearer {key}"}
-        body = f"{self._opening}{number:08d}{self._middle}{self._count:010d}{self._ending}"
+        body = f"{self._prefix}{number:08d}{self._middle}{self._count:010d}{self._suffix}"
         outcome, _ = await self._client.send(path, headers, body.encode())
         return outcome
 
 
 class LoadGenerator:
-    """Starts calls and collects their outcomes, also those of calls that end after their phase."""
+    """Starts calls in phases and collects their outcomes, including those of calls that outlive their
+    phase."""
 
     def __init__(self, send: SendCall) -> None:
         self._send = send
         self._tasks: set[asyncio.Task[None]] = set()
         self.outcomes: list[Outcome] = []
         self.lags: list[float] = []
-        """The delays of this process's own timers in seconds: latencies are only valid if these are short."""
+        """The delays of this process's timers in seconds. Measured latencies are valid only if these are
+        short."""
 
     async def run_at_rate(self, rate: float, seconds: float) -> tuple[float, float]:
-        """Start calls at this rate, whether or not earlier ones have ended. Return the begin and the end of
-        the phase without waiting for the calls."""
+        """Start calls at this rate, whether or not earlier calls have ended.
+
+        Return the start and end of the phase, without waiting for the calls.
+        """
         began = now = tick = time.perf_counter()
         started = 0
         while now - began < seconds:
@@ -127,8 +133,7 @@ class LoadGenerator:
         return began, now
 
     async def run_concurrently(self, concurrency: int, seconds: float) -> tuple[float, float]:
-        """Keep this number of calls in flight. Return the begin and the end of the phase, which is the end of
-        its last call."""
+        """Keep this number of calls in flight. Return the start of the phase and the end of its last call."""
         began = time.perf_counter()
 
         async def call_repeatedly() -> None:
@@ -147,7 +152,7 @@ class LoadGenerator:
 
     async def _record(self) -> None:
         outcome = await self._send()
-        self.outcomes.append(outcome)  # The list may have been replaced during the call.
+        self.outcomes.append(outcome)  # not before the call, which may replace the list
 
 
 def count_replies(outcomes: list[Outcome], began: float, ended: float) -> int:
@@ -155,7 +160,7 @@ def count_replies(outcomes: list[Outcome], began: float, ended: float) -> int:
     return sum(outcome.status == 200 and began <= outcome.ended < ended for outcome in outcomes)
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Return the value below which this share of the values lies, or 0 if there are none."""
+def percentile(values: list[float], fraction: float) -> float:
+    """Return the value below which this fraction of the values lies, or 0 if there are no values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
+    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0

@@ -1,4 +1,4 @@
-"""A training run under live load: how it is started, and the resources of its processes."""
+"""Start a training run for the soak test and measure the resources of its processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gateway_parts.processes import MeasurementError, log_tail, process_usage, start_process, wait_until_up
+from gateway_parts.processes import MeasurementError, read_log_tail, read_usage, start_process, wait_until_up
 from gateway_parts.servers import GatewayProcess
 
 BENCH = Path(__file__).resolve().parent.parent
@@ -65,16 +65,16 @@ class SoakedRun:
         return query_store(self.gateway.store, sql)
 
     def list_processes(self) -> dict[str, int]:
-        """Return the process ids by name."""
+        """Return the pids of the processes by name."""
         return {"supervisor": self._supervisor, **dict(self.query("SELECT name, pid FROM endpoints"))}
 
     def measure(self) -> dict[str, Resources]:
-        """Return the resources of each process. A process that is being restarted is left out."""
+        """Return the resources of each process, except those that are being restarted."""
         measured: dict[str, Resources] = {}
         for name, pid in self.list_processes().items():
             with contextlib.suppress(OSError):
-                fds = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - names only, and often
-                measured[name] = Resources(process_usage(pid).rss_mb, fds)
+                fds = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - called often, and only counts
+                measured[name] = Resources(read_usage(pid).rss_mb, fds)
         return measured
 
     def count_versions(self) -> int:
@@ -91,7 +91,7 @@ def query_store(store: Path, sql: str) -> list[Any]:
 
 @contextlib.contextmanager
 def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
-    """Run `instar train` until the block ends. The run has begun to train when this returns."""
+    """Run `instar train` until the block exits. Yield when the run has started training."""
     config_path, log = folder / "run.yaml", folder / "log"
     settings = make_settings(folder, model)
     config_path.write_text(yaml.safe_dump(settings))
@@ -107,9 +107,13 @@ def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
         deadline = time.monotonic() + START_SECONDS
         while (url := find_gateway(run_dir / "store.db")) is None:
             if process.poll() is not None:
-                raise MeasurementError(f"instar train ended with code {process.returncode}: {log_tail(log)}")
+                raise MeasurementError(
+                    f"instar train exited with code {process.returncode}: {read_log_tail(log)}"
+                )
             if time.monotonic() > deadline:
-                raise MeasurementError(f"the run did not start within {START_SECONDS:.0f} s: {log_tail(log)}")
+                raise MeasurementError(
+                    f"the run did not start within {START_SECONDS:.0f} s: {read_log_tail(log)}"
+                )
             time.sleep(0.1)
         wait_until_up(process, f"{url}/healthz", log)
         announcement = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
@@ -117,7 +121,7 @@ def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
 
 
 def find_gateway(store: Path) -> str | None:
-    """Return the URL of the run's gateway once the trainer waits for data or trains, and None before."""
+    """Return the URL of the run's gateway, or None until the trainer waits for data or trains."""
     if not store.is_file():
         return None
     try:

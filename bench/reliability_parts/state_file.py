@@ -1,4 +1,4 @@
-"""The progress of a long measurement, kept in a file so that `--full` can continue after an interruption."""
+"""The progress of a long measurement, saved so that `--full` can continue after an interruption."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ class StateFile:
             partial.replace(self._path)
 
     def remove(self) -> None:
-        """Delete the file, so that the next measurement starts from the beginning."""
+        """Delete the file, so that the next measurement starts over."""
         if self._keep:
             self._path.unlink(missing_ok=True)

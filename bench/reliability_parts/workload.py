@@ -1,4 +1,4 @@
-"""The scripted replies, the tasks, the agent and the reward rule of the run that is soaked."""
+"""The scripted replies, tasks, agent and reward rule of the soak test's run."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from instar.rollout.base import AgentSession
 from instar.types import Json
 
 TURNS = 3
-BROKEN_SHARE = 0.1
-"""The share of the sessions whose agent fails."""
+FAILURE_RATE = 0.1
+"""The fraction of sessions in which the agent fails."""
 PAUSE_SECONDS = 0.5
 
 
@@ -29,12 +29,12 @@ def make_tasks(count: int = 256) -> list[Json]:
 
 
 def rule(task: Json, transcript: Transcript) -> float:
-    """Return 1 for the task's number. A live session has no task, so its number is 0."""
+    """Return 1 if the reply is the task's number. Live sessions have no task; their number is 0."""
     return float(transcript.final_text.endswith(f"{task.get('number', 0)}."))
 
 
 async def agent(task: Json, session: AgentSession) -> None:
-    """Take some turns; in a share of the sessions fail after the first one."""
+    """Take TURNS turns. Some sessions fail after one of them."""
     headers = {"Authorization": f"Bearer {session.api_key}"}
     messages: list[Json] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), headers=headers) as client:
@@ -45,6 +45,6 @@ async def agent(task: Json, session: AgentSession) -> None:
                 response.raise_for_status()
                 completion = await response.json()
             messages.append(completion["choices"][0]["message"])
-            if random.random() < BROKEN_SHARE / TURNS:
-                raise RuntimeError("this agent is broken on purpose")
+            if random.random() < FAILURE_RATE / TURNS:
+                raise RuntimeError("simulated agent failure")
             await asyncio.sleep(PAUSE_SECONDS)

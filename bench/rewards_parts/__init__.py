@@ -1,1 +1,1 @@
-"""Modules of `bench/rewards.py`, each of which runs as its own process."""
+"""Programs that `bench/rewards.py` runs in their own processes."""

@@ -1,9 +1,10 @@
-"""A judge's endpoint with limited capacity: a number of concurrent requests, each with a fixed duration.
+"""A judge's endpoint with limited capacity: it handles a fixed number of concurrent requests of fixed
+duration.
 
     python bench/rewards_parts/endpoint.py --slots 16 --service 0.1 --faults 0.2
 
-Prints its port. A share of ``--faults`` of the requests fails: no response, status 429, an invalid reply or a
-broken connection; the latter two take as long as a valid reply. ``GET /stats`` returns the counts.
+Prints its port. A fraction ``--faults`` of the requests fails: no response, status 429, an invalid reply or
+a broken connection. The latter two take as long as a valid reply. ``GET /stats`` returns the counts.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ class JudgeEndpoint:
         if fault == "broken":
             assert request.transport is not None
             request.transport.abort()
-        content = "well, who knows" if fault == "malformed" else json.dumps({"reasons": "-", "score": 0.5})
+        content = "not JSON" if fault == "malformed" else json.dumps({"reasons": "-", "score": 0.5})
         message = {"role": "assistant", "content": content}
         return web.json_response({"choices": [{"message": message, "finish_reason": "stop"}]})
 
     async def handle_stats(self, request: web.Request) -> web.Response:
-        served = sum(self.outcome_counts[kind] for kind in ("good", "malformed", "broken"))
+        served = sum(self.outcome_counts[outcome] for outcome in ("good", "malformed", "broken"))
         seconds = self.last_reply_at - self.first_request_at
         return web.json_response({**self.outcome_counts, "served": served, "seconds": seconds})
 

@@ -1,8 +1,8 @@
-"""Run the scoring runner over a store until every session has a score.
+"""Run the scoring runner on a store until every session has a score.
 
     python bench/rewards_parts/scorer.py STORE URL SESSIONS --concurrency 32
 
-Prints a JSON line at intervals: the number of sessions scored so far, and this process's memory in MiB.
+Regularly prints a JSON line with the number of sessions scored so far and the memory of this process in MiB.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from instar.rewards.runner import ScoringRunner
 from instar.store.sqlite import SqliteStore
 
 RUN = "bench"
-REPORT_INTERVAL = 0.25
+REPORT_SECONDS = 0.25
 
 
-def memory_mib() -> float:
+def read_memory_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / (1 << 20)
 
@@ -45,11 +45,11 @@ async def run(arguments: argparse.Namespace) -> None:
     runner_task = asyncio.create_task(runner.run())
     while not runner_task.done():
         scored = sum(n for states in (await store.score_counts(RUN)).values() for n in states.values())
-        print(json.dumps({"scored": scored, "mib": memory_mib()}), flush=True)
+        print(json.dumps({"scored": scored, "mib": read_memory_mib()}), flush=True)
         if scored >= arguments.sessions:
             runner.drain()
             break
-        await asyncio.sleep(REPORT_INTERVAL)
+        await asyncio.sleep(REPORT_SECONDS)
     await runner_task
     await judge.close()
     await store.close()

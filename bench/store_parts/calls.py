@@ -1,4 +1,4 @@
-"""Calls of a fixed size, in the form in which a gateway records them."""
+"""Calls of a fixed size, as a gateway would record them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ def make_session(**fields: object) -> Session:
 
 
 def make_turns(session: Session, size: int, count: int, version: int = 0) -> Iterator[Call]:
-    """Yield a conversation in which every call adds about ``size`` bytes: an eighth are sampled tokens with
-    their logprobs, a quarter prompt tokens, and the rest text."""
+    """Yield a conversation in which every call adds about ``size`` bytes.
+
+    An eighth of them are sampled tokens with their logprobs, a quarter are prompt tokens, and the rest is
+    text.
+    """
     sampled, prompt = max(1, size // 64), max(1, size // 16)
     text = (WORDS * (size // len(WORDS) + 1))[: max(8, size // 2)]
     rng = np.random.default_rng(size)

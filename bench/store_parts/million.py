@@ -1,4 +1,4 @@
-"""A store of a million calls, created quickly: real rows, encoded once and inserted in bulk under new ids."""
+"""Create a store with a million calls by inserting a few encoded rows again and again, under new ids."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from store_parts.calls import RUN, make_session, make_turns
 
 TURNS, GROUP_SIZE = 4, 8
 CALL_BYTES = 400
-"""The bytes that a call adds; a million calls then take one gigabyte."""
-WAITING = 96
-"""The groups that are ready and not yet claimed by a step."""
+"""The number of bytes that each call adds. A million calls take one gigabyte."""
+UNCLAIMED_GROUPS = 96
+"""The number of groups that are ready but not yet claimed by a step."""
 STEP_GROUPS = 64
-KINDS = 16
-"""The number of different conversations; all others repeat them."""
+DISTINCT_CONVERSATIONS = 16
+"""The number of distinct conversations. All others repeat them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +50,10 @@ class StoreShape:
 
 
 async def make_store(path: Path, calls: int) -> StoreShape:
-    """Create sessions in groups, each with a reward; nearly all groups are consumed. A few sessions failed,
-    and a few are tagged, including the oldest."""
+    """Create a store with grouped sessions, each with a reward.
+
+    Nearly all groups are consumed, a few sessions failed, and half of the sessions have tags.
+    """
     shape = StoreShape(calls)
     await SqliteStore(path).close()
     database = sqlite3.connect(path, isolation_level=None)
@@ -62,12 +64,12 @@ async def make_store(path: Path, calls: int) -> StoreShape:
     for name in index_names:
         database.execute(f"DROP INDEX {name}")
     database.execute("BEGIN")
-    _insert(database, GROUPS, _groups(shape), ("consumed", "claimed_epoch"))
-    _insert(database, SESSIONS, _sessions(shape), ("reward",))
-    _insert(database, CALLS, _calls(shape))
-    _insert(database, REWARDS, _rewards(shape))
-    _insert(database, CLAIMS, _claims(shape))
-    _insert(database, TAGS, _tags(shape))
+    _insert(database, GROUPS, _make_groups(shape), ("consumed", "claimed_epoch"))
+    _insert(database, SESSIONS, _make_sessions(shape), ("reward",))
+    _insert(database, CALLS, _make_calls(shape))
+    _insert(database, REWARDS, _make_rewards(shape))
+    _insert(database, CLAIMS, _make_claims(shape))
+    _insert(database, TAGS, _make_tags(shape))
     database.execute("COMMIT")
     for statement in INDEXES:
         database.execute(statement)
@@ -87,92 +89,92 @@ def _insert(
     database.executemany(sql, ([row[name] for name in names] for row in rows))
 
 
-def _session_id(number: int) -> str:
+def _make_session_id(number: int) -> str:
     return f"sess-{number:020x}"
 
 
-def _group_id(number: int) -> str:
+def _make_group_id(number: int) -> str:
     return f"group-{number:019x}"
 
 
-def _reward_value(number: int) -> float:
-    """Return a reward that rises during the run and differs within a group."""
+def _choose_reward(number: int) -> float:
+    """Return -1 for the first 1000 sessions, and then rewards that differ within a group."""
     return -1.0 if number < 1000 else float(number % 3 == 0)
 
 
-def _groups(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_groups(shape: StoreShape) -> Iterator[dict[str, Any]]:
     group = Group(
         "", RUN, Channel.TRAIN, 0, GROUP_SIZE, Task("t", {"q": 1}), GroupStatus.READY, created_at=1.0
     )
     row = encode_group(group)
     for number in range(shape.groups):
-        is_consumed = number < shape.groups - WAITING
-        ids = {"group_id": _group_id(number), "idx": number, "task_id": f"t{number % 500}"}
+        is_consumed = number < shape.groups - UNCLAIMED_GROUPS
+        ids = {"group_id": _make_group_id(number), "idx": number, "task_id": f"t{number % 500}"}
         yield row | ids | {"consumed": int(is_consumed), "claimed_epoch": 0 if is_consumed else -1}
 
 
-def _sessions(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_sessions(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = encode_session(make_session(status=SessionStatus.COMPLETED), None)
     for number in range(shape.sessions):
         yield row | {
-            "session_id": _session_id(number),
-            "group_id": _group_id(number // GROUP_SIZE),
+            "session_id": _make_session_id(number),
+            "group_id": _make_group_id(number // GROUP_SIZE),
             "slot": number % GROUP_SIZE,
             "task_id": f"t{number // GROUP_SIZE % 500}",
             "status": "failed" if number % 5000 == 17 else "completed",
             "created_at": 1.0 + number,
             "ended_at": 2.0 + number,
-            "reward": _reward_value(number),
+            "reward": _choose_reward(number),
         }
 
 
-def _calls(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_calls(shape: StoreShape) -> Iterator[dict[str, Any]]:
     """Yield conversations in which each call extends the previous one."""
     conversations = [
         [
             dict(zip(CALLS.insert_columns, encode_call(call).values, strict=True))
             for call in make_turns(make_session(), CALL_BYTES + number, TURNS)
         ]
-        for number in range(KINDS)
+        for number in range(DISTINCT_CONVERSATIONS)
     ]
     for number in range(shape.sessions):
         previous_call_id = None
-        for turn, row in enumerate(conversations[number % KINDS]):
+        for turn, row in enumerate(conversations[number % DISTINCT_CONVERSATIONS]):
             call_id = f"call-{number * TURNS + turn:020x}"
-            ids = {"call_id": call_id, "request_id": call_id, "session_id": _session_id(number)}
+            ids = {"call_id": call_id, "request_id": call_id, "session_id": _make_session_id(number)}
             yield row | ids | {"base_id": previous_call_id, "parent_id": previous_call_id}
             previous_call_id = call_id
 
 
-def _rewards(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_rewards(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = encode_reward(Reward("", 0.0, RewardSource.RULE, scorer="math", created_at=1.0))
     row |= {"run_id": RUN, "agent_id": "agent", "policy_id": RUN}
     for number in range(shape.sessions):
-        yield row | {"session_id": _session_id(number), "value": _reward_value(number)}
+        yield row | {"session_id": _make_session_id(number), "value": _choose_reward(number)}
         if number < 1000:
             yield row | {
-                "session_id": _session_id(number),
+                "session_id": _make_session_id(number),
                 "value": 0.5,
                 "source": "judge",
                 "scorer": "judge:outcome",
             }
 
 
-def _claims(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_claims(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = encode_claim(Claim(RUN, 0, "", "", None, ClaimOutcome.TRAINED, reward=0.0, advantage=0.0), 1)
-    for number in range((shape.groups - WAITING) * GROUP_SIZE):
+    for number in range((shape.groups - UNCLAIMED_GROUPS) * GROUP_SIZE):
         group = number // GROUP_SIZE
         yield row | {
-            "sample_key": f"{_group_id(group)}/{number % GROUP_SIZE}/0",
-            "session_id": _session_id(number),
-            "group_id": _group_id(group),
+            "sample_key": f"{_make_group_id(group)}/{number % GROUP_SIZE}/0",
+            "session_id": _make_session_id(number),
+            "group_id": _make_group_id(group),
             "step": group // STEP_GROUPS + 1,
         }
 
 
-def _tags(shape: StoreShape) -> Iterator[dict[str, Any]]:
+def _make_tags(shape: StoreShape) -> Iterator[dict[str, Any]]:
     row = {"run_id": RUN, "value": "", "reason": "", "author": "bench", "created_at": 1.0}
     for number in range(0, shape.sessions, 2):
-        yield row | {"session_id": _session_id(number), "name": "quality", "value": "good"}
+        yield row | {"session_id": _make_session_id(number), "name": "quality", "value": "good"}
     for number in range(100):
-        yield row | {"session_id": _session_id(number), "name": "rare"}
+        yield row | {"session_id": _make_session_id(number), "name": "rare"}

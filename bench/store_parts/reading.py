@@ -1,4 +1,4 @@
-"""Measure the time to list sessions, to filter them and to make a batch."""
+"""Measure the time to list sessions, to filter them and to build a batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from instar.types import Channel, RewardSource, SessionStatus
 from store_parts.calls import RUN
 from store_parts.million import GROUP_SIZE, STEP_GROUPS, TURNS, StoreShape
 
-PAGE = 50
+PAGE_SIZE = 50
 REPEATS = 15
 
-PAGES: dict[str, SessionFilter] = {
+FILTERS: dict[str, SessionFilter] = {
     "all": SessionFilter(),
     "channel and status": SessionFilter(channel=Channel.TRAIN, status=SessionStatus.COMPLETED),
     "failed (50)": SessionFilter(status=SessionStatus.FAILED),
@@ -29,33 +29,33 @@ PAGES: dict[str, SessionFilter] = {
     "judged, the oldest 1000": SessionFilter(source=RewardSource.JUDGE),
     "scorer of all": SessionFilter(scorer="math"),
     "task": SessionFilter(task="t7"),
-    "agent that has none": SessionFilter(agent="nobody"),
+    "agent that has none": SessionFilter(agent="missing"),
     "the oldest, by time": SessionFilter(until=500.0),
 }
 
 
-async def page_milliseconds(store: SqliteStore, shape: StoreShape) -> dict[str, float]:
-    """Return the median milliseconds per filter for a page of `sessions ls`, with rewards and tags."""
+async def measure_page_times(store: SqliteStore, shape: StoreShape) -> dict[str, float]:
+    """Return the median time in ms of a page of `sessions ls` with rewards and tags, by filter."""
     milliseconds: dict[str, float] = {}
-    for name, session_filter in PAGES.items():
-        milliseconds[name] = await _median_milliseconds(
+    for name, session_filter in FILTERS.items():
+        milliseconds[name] = await _measure_median_ms(
             lambda session_filter=session_filter: _read_page(store, session_filter, None)
         )
     middle = shape.sessions // 2
-    milliseconds["all, from the middle"] = await _median_milliseconds(
+    milliseconds["all, from the middle"] = await _measure_median_ms(
         lambda: _read_page(store, SessionFilter(), middle)
     )
     return milliseconds
 
 
 async def _read_page(store: SqliteStore, session_filter: SessionFilter, before: int | None) -> None:
-    rows = await store.sessions(RUN, where=session_filter, before=before, limit=PAGE)
+    rows = await store.sessions(RUN, where=session_filter, before=before, limit=PAGE_SIZE)
     ids = [row.session.session_id for row in rows]
     await store.rewards_by_session(ids)
     await store.tags(ids)
 
 
-async def _median_milliseconds(read: Callable[[], Awaitable[None]]) -> float:
+async def _measure_median_ms(read: Callable[[], Awaitable[None]]) -> float:
     times: list[float] = []
     for _ in range(REPEATS):
         started_at = time.perf_counter()
@@ -64,7 +64,7 @@ async def _median_milliseconds(read: Callable[[], Awaitable[None]]) -> float:
     return statistics.median(times)
 
 
-def batch_config() -> RunConfig:
+def make_batch_config() -> RunConfig:
     rollout = {
         "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
         "agent": {"type": "function", "function": "instar.demo.agent:solve"},
@@ -76,16 +76,16 @@ def batch_config() -> RunConfig:
     return RunConfig.model_validate(settings)
 
 
-async def batch_seconds(store: SqliteStore) -> float:
-    """Return the median seconds until a trainer that has just started has a batch of 512 samples."""
+async def measure_batch_time(store: SqliteStore) -> float:
+    """Return the median time in seconds until a new trainer has its first batch of 512 samples."""
     times: list[float] = []
     for _ in range(3):
-        batcher = Batcher(store, RUN, batch_config())
+        batcher = Batcher(store, RUN, make_batch_config())
         started_at = time.perf_counter()
         batch = await batcher.next_batch(10_000, 0, 0, timeout=60.0)
         times.append(time.perf_counter() - started_at)
         assert batch is not None
         samples = len(batch.samples)
-        assert samples == STEP_GROUPS * GROUP_SIZE, f"{samples} samples"
+        assert samples == STEP_GROUPS * GROUP_SIZE, f"the batch has {samples} samples"
         assert all(len(sample.spans) == TURNS for sample in batch.samples)
     return statistics.median(times)

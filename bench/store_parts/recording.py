@@ -1,8 +1,7 @@
-"""Measure calls recorded per second, compared with bare inserts of the same rows.
+"""Measure how many calls per second the store records, compared with bare inserts of the same rows.
 
-The two alternate in slices, so that other load on the machine affects both. The bare inserts use rows that
-were encoded in advance, and insert them into the same tables with as many rows per transaction as the store
-had, with the same pragmas, from one thread that does nothing else.
+The two alternate in slices, so that other load on the machine affects both. Bare inserts write rows that were
+encoded in advance, in a single thread, with the store's pragmas and number of rows per transaction.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ IN_FLIGHT = 32
 class CallLoad:
     name: str
     size: int
-    """The bytes that a call adds."""
+    """The number of bytes that each call adds."""
     turns: int
-    """The calls of a session."""
+    """The number of calls per session."""
     calls: int
-    """The calls of one slice."""
+    """The number of calls per slice."""
 
 
 LOADS = (CallLoad("4 KB", 4_000, 8, 1024), CallLoad("400 KB", 400_000, 1, 128))
@@ -42,15 +41,19 @@ LOADS = (CallLoad("4 KB", 4_000, 8, 1024), CallLoad("400 KB", 400_000, 1, 128))
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Calls per second over all slices, and their ratio."""
+    """Calls per second recorded by the store and by bare inserts, and the ratio of the two."""
 
     load: str
     bare: str
+    """The name of the `InsertTarget`."""
     bytes: int
     """The stored size of a row."""
     store: float
+    """Calls per second of the store."""
     raw: float
+    """Calls per second of the bare inserts."""
     ratio: float
+    """``store / raw``."""
     rows_per_commit: float
 
 
@@ -59,39 +62,39 @@ Conversations = list[tuple[Session, list[Call]]]
 
 async def measure(load: CallLoad, target: InsertTarget, folder: Path, rounds: int) -> Rates:
     path = folder / f"store-{target.key}-{load.size}.db"
-    raw_path = folder / f"raw-{target.key}-{load.size}.db"
-    raw_database = target.create(raw_path)
+    bare_path = folder / f"bare-{target.key}-{load.size}.db"
+    bare_database = target.create(bare_path)
     store = SqliteStore(path)
-    store_seconds = raw_seconds = 0.0
+    store_total = bare_total = 0.0
     rows_per_commit_by_round: list[float] = []
     row_bytes = 0
     try:
         for number in range(rounds + 1):
             conversations = make_conversations(load)
             commits = store.commit_count
-            seconds = await record_calls(store, conversations)
+            store_seconds = await record_calls(store, conversations)
             rows_per_commit = load.calls / (store.commit_count - commits)
             rows = encode_rows(make_conversations(load))
             row_bytes = count_bytes(rows[-1][1])
-            bare_seconds = insert_rows(raw_database, rows, max(1, round(rows_per_commit)))
+            bare_seconds = insert_rows(bare_database, rows, max(1, round(rows_per_commit)))
             if number:  # the first round is a warm-up
-                store_seconds += seconds
-                raw_seconds += bare_seconds
+                store_total += store_seconds
+                bare_total += bare_seconds
                 rows_per_commit_by_round.append(rows_per_commit)
     finally:
         await store.close()
-        raw_database.close()
+        bare_database.close()
         path.unlink()
-        raw_path.unlink()
+        bare_path.unlink()
     calls = load.calls * rounds
     rows_per_commit = statistics.median(rows_per_commit_by_round)
     return Rates(
         load.name,
         target.name,
         row_bytes,
-        calls / store_seconds,
-        calls / raw_seconds,
-        raw_seconds / store_seconds,
+        calls / store_total,
+        calls / bare_total,
+        bare_total / store_total,
         rows_per_commit,
     )
 
@@ -102,17 +105,17 @@ def make_conversations(load: CallLoad) -> Conversations:
 
 
 async def record_calls(store: SqliteStore, conversations: Conversations) -> float:
-    """Return the seconds with IN_FLIGHT agents, each of which waits until its call is on disk."""
-    waiting = iter(conversations)
+    """Record the calls with IN_FLIGHT agents that wait for each commit, and return the seconds."""
+    remaining = iter(conversations)
 
-    async def agent() -> None:
-        for session, calls in waiting:
+    async def run_agent() -> None:
+        for session, calls in remaining:
             await store.add_calls(calls[:1], new_session=session)
             for call in calls[1:]:
                 await store.add_calls([call])
 
     started_at = time.perf_counter()
-    await asyncio.gather(*(agent() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(run_agent() for _ in range(IN_FLIGHT)))
     return time.perf_counter() - started_at
 
 
@@ -122,7 +125,7 @@ Values = list[object]
 
 
 def create_store_database(path: Path) -> SqliteDatabase:
-    """Create a database with the store's own tables, indexes and pragmas."""
+    """Create a database with the store's tables, indexes and pragmas."""
     path.touch()
     database = connect(path)
     create_or_migrate(database, path)
@@ -130,7 +133,7 @@ def create_store_database(path: Path) -> SqliteDatabase:
 
 
 def create_heap_database(path: Path) -> SqliteDatabase:
-    """Create a database with the same columns, but without indexes and constraints."""
+    """Create a database with the store's columns, but without indexes and constraints."""
     path.touch()
     database = connect(path)
     database.execute("PRAGMA journal_mode = WAL")
@@ -155,12 +158,12 @@ INSERT_TARGETS = (
 
 
 def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
-    """Return the rows that a store would write, in the order in which concurrent agents produce them."""
+    """Return the rows that the store would write, in the order in which concurrent agents produce them."""
     rows: list[tuple[Table, Values]] = []
     for start in range(0, len(conversations), IN_FLIGHT):
-        part = conversations[start : start + IN_FLIGHT]
-        for turn in range(len(part[0][1])):
-            for session, calls in part:
+        concurrent = conversations[start : start + IN_FLIGHT]
+        for turn in range(len(concurrent[0][1])):
+            for session, calls in concurrent:
                 if turn == 0:
                     rows.append((SESSIONS, list(SESSIONS.to_values(encode_session(session, None)))))
                 rows.append((CALLS, list(encode_call(calls[turn]).values)))
@@ -175,22 +178,22 @@ def count_bytes(values: Values) -> int:
 def insert_rows(
     database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int
 ) -> float:
-    """Insert the rows and return the seconds."""
+    """Insert the rows and return the time in seconds."""
     statements = {
         table.name: f"INSERT INTO {table.name} ({', '.join(table.insert_columns)}) "
         f"VALUES ({', '.join('?' for _ in table.insert_columns)})"
         for table in (SESSIONS, CALLS)
     }
-    in_transaction = 0
+    uncommitted_calls = 0
     started_at = time.perf_counter()
     database.execute("BEGIN IMMEDIATE")
     for table, values in rows:
-        if in_transaction == calls_per_commit:
+        if uncommitted_calls == calls_per_commit:
             database.execute("COMMIT")
             database.execute("BEGIN IMMEDIATE")
-            in_transaction = 0
+            uncommitted_calls = 0
         database.execute(statements[table.name], values)
         if table is CALLS:
-            in_transaction += 1
+            uncommitted_calls += 1
     database.execute("COMMIT")
     return time.perf_counter() - started_at

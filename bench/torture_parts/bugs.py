@@ -1,6 +1,6 @@
-"""Bugs that are planted on purpose, to show that the simulation finds such bugs.
+"""Bugs planted to show that the simulation finds them.
 
-Each replaces one class of the run by a subclass in which one guarantee is broken.
+Each one replaces a class of the run with a subclass that breaks one guarantee.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from instar.types import (
     SessionStatus,
     StepState,
 )
-from tests.torture.broken_trainer import TrainerThatLoadsTheLatest
+from tests.torture.broken_trainer import LatestStateTrainer
 from torture_parts.roles import Components
 from torture_parts.simulated_store import SimulatedStore
 
@@ -52,7 +52,7 @@ class StoreWithoutRelease(SimulatedStore):
 
 
 class TrainerWithoutTombstones(Trainer):
-    """Recovery leaves versions of unsaved steps published."""
+    """Recovery leaves the versions of unsaved steps published."""
 
     async def _tombstone_abandoned_versions(self) -> None:
         return
@@ -76,11 +76,11 @@ class TrainerWithoutLoad(Trainer):
     async def recover(self) -> None:
         await super().recover()
         await self.backend.start()
-        self.backend.weights = []  # pyright: ignore[reportAttributeAccessIssue] - of the simulated backend
+        self.backend.weights = []  # pyright: ignore[reportAttributeAccessIssue] - SimulatedBackend.weights
 
 
-class TrainerThatPrunesTheHead(Trainer):
-    """The files of the last saved version are removed although recovery makes it the head again."""
+class TrainerWithPrunedHead(Trainer):
+    """Removes the files of the last saved version, although recovery may make it the head again."""
 
     async def _publish(self, step: int) -> int:
         version = await super()._publish(step)
@@ -89,7 +89,7 @@ class TrainerThatPrunesTheHead(Trainer):
 
 
 class StoreWithoutLease(SimulatedStore):
-    """A process that was replaced continues to write."""
+    """A replaced process can continue to write."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -101,7 +101,7 @@ def _check_nothing(db: Database) -> None:
 
 
 class StoreWithReusedVersions(SimulatedStore):
-    """The number of a version that was abandoned is used again."""
+    """The numbers of abandoned versions are reused."""
 
     async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
         def work(db: Database) -> int:
@@ -115,11 +115,11 @@ class StoreWithReusedVersions(SimulatedStore):
             )
             return version
 
-        return await self.write(_named("reserve_version", work))
+        return await self.write(_rename_write("reserve_version", work))
 
 
-def _named(name: str, work: Callable[[Database], T]) -> Callable[[Database], T]:
-    """Return the write under the name of the query that it replaces."""
+def _rename_write(name: str, work: Callable[[Database], T]) -> Callable[[Database], T]:
+    """Rename the write to the query that it replaces."""
     work.__code__ = work.__code__.replace(co_name=name)
     return work
 
@@ -155,8 +155,8 @@ def _find_nothing(key: bytes, client_key: str) -> list[str]:
     return []
 
 
-class StoreThatEndsTwice(SimulatedStore):
-    """The end of a session that has already ended stores its rewards again."""
+class StoreWithRepeatedRewards(SimulatedStore):
+    """Ending a session again stores its rewards again."""
 
     async def end_session(self, session_id: str, status: SessionStatus, *args: Any) -> bool:
         changed = await super().end_session(session_id, status, *args)
@@ -166,7 +166,7 @@ class StoreThatEndsTwice(SimulatedStore):
         return changed
 
 
-class SessionsThatEndLate(SessionService):
+class SessionsWithEarlyEnd(SessionService):
     """The end of a session is acknowledged before it is stored."""
 
     async def end(self, session_id: str, caller: Any, body: Any) -> Any:
@@ -179,7 +179,7 @@ class SessionsThatEndLate(SessionService):
 # --- rollout and scoring ------------------------------------------------------------------------
 
 
-class RunnerThatClosesEarly(RolloutRunner):
+class RunnerWithEarlyClose(RolloutRunner):
     """A group is closed as ready before its sessions have ended."""
 
     async def _run_group(self, group: Group, slots: Any, has_failed: bool) -> None:
@@ -188,7 +188,7 @@ class RunnerThatClosesEarly(RolloutRunner):
 
 
 class RunnerWithoutResume(RolloutRunner):
-    """Groups that an earlier process left open are forgotten."""
+    """Groups that an earlier process left open are not resumed."""
 
     async def _resume(self) -> None:
         return
@@ -210,16 +210,16 @@ BUGS = (
     PlantedBug(
         "the checkpoint is recorded before it is written", Components(trainer=TrainerWithEarlyCheckpointRow)
     ),
-    PlantedBug("recovery loads a state that was not recorded", Components(trainer=TrainerThatLoadsTheLatest)),
+    PlantedBug("recovery loads a state that was not recorded", Components(trainer=LatestStateTrainer)),
     PlantedBug("recovery does not load the checkpoint", Components(trainer=TrainerWithoutLoad)),
-    PlantedBug("the files of the head are removed", Components(trainer=TrainerThatPrunesTheHead)),
+    PlantedBug("the files of the head are removed", Components(trainer=TrainerWithPrunedHead)),
     PlantedBug("a process writes without its lease", Components(store=StoreWithoutLease)),
     PlantedBug("a version number is used again", Components(store=StoreWithReusedVersions)),
     PlantedBug("a call is acknowledged before its commit", Components(recorder=EarlyRecorder)),
     PlantedBug("a retry is recorded as another call", Components(submissions=SubmissionsWithoutKeys)),
-    PlantedBug("the end of a session stores its rewards twice", Components(store=StoreThatEndsTwice)),
-    PlantedBug("an end is acknowledged before it is stored", Components(sessions=SessionsThatEndLate)),
-    PlantedBug("a group is ready before its sessions end", Components(runner=RunnerThatClosesEarly)),
+    PlantedBug("the end of a session stores its rewards twice", Components(store=StoreWithRepeatedRewards)),
+    PlantedBug("an end is acknowledged before it is stored", Components(sessions=SessionsWithEarlyEnd)),
+    PlantedBug("a group is ready before its sessions end", Components(runner=RunnerWithEarlyClose)),
     PlantedBug("open groups are not resumed", Components(runner=RunnerWithoutResume)),
     PlantedBug("a score is written before its rewards", Components(store=StoreWithSplitScores)),
 )

@@ -1,7 +1,7 @@
 """Run many schedules in several processes.
 
-A chunk is a range of crash points or of random seeds, or one planted bug. A campaign that was interrupted
-continues after the chunks in its state file.
+A chunk is a range of crash points or of random seeds, or one planted bug. An interrupted campaign skips the
+chunks that are already in its state file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from torture_parts.schedules import Outcome, Schedule, Simulator, open_folder, q
 from torture_parts.state import StateFile
 
 RANDOM_SCHEDULES = 20_000
-CHUNK = 100
+CHUNK_SIZE = 100
 BUG_SCHEDULES = 600
-"""The number of schedules in which a planted bug must be found."""
+"""The number of schedules within which a planted bug must be found."""
 MAX_REPORTED = 20
 
 
@@ -46,9 +46,9 @@ class ChunkResult:
     decisions: int = 0
     crashes: int = 0
     violations: list[str] = field(default_factory=list[str])
-    """Each violation with the schedule that repeats it."""
+    """Each violation, preceded by the name of the schedule that reproduces it."""
     found_after: int | None = None
-    """The number of schedules until a planted bug was found."""
+    """The number of schedules until the planted bug was found, or None if it was not found."""
 
 
 @dataclass
@@ -72,16 +72,16 @@ class Campaign:
 
     @property
     def bugs(self) -> dict[str, int | None]:
-        """The number of schedules until each planted bug was found; None if it was not found."""
+        """The number of schedules until each planted bug was found, or None if it was not found."""
         return {BUGS[r.start].name: r.found_after for r in self.results if r.kind == "bug"}
 
     @property
-    def share(self) -> float:
+    def coverage(self) -> float:
         return self.interleavings / self.total
 
 
 class _Worker:
-    """The simulator of a worker process."""
+    """The state of a worker process."""
 
     simulator: Simulator
     folder: Path
@@ -102,7 +102,7 @@ def _start_worker(folder: Path) -> None:
 
 def _exit_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    assert parent is not None, "workers have a parent"
+    assert parent is not None, "a worker must have a parent"
     parent.join()
     os._exit(1)
 
@@ -127,7 +127,7 @@ def _run_chunk(chunk: Chunk) -> ChunkResult:
 
 
 def _find_bug(chunk: Chunk) -> ChunkResult:
-    """Run random schedules and crash points in turn, until one of them shows the planted bug."""
+    """Alternate random schedules and crash points until one of them shows the planted bug."""
     simulator = Simulator(_Worker.folder / "bug", BUGS[chunk.start].components)
     result = ChunkResult(chunk.kind, chunk.start, chunk.stop)
     # A prime step visits all crash points in an order that mixes the scenarios.
@@ -151,7 +151,7 @@ def run_campaign(
     state: StateFile,
     on_progress: Callable[[Campaign, float], None],
 ) -> Campaign:
-    """Run all crash points and planted bugs, and then random schedules until ``seconds`` have passed."""
+    """Run all planted bugs, crash points and random schedules, or as many as start within ``seconds``."""
     started = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with (
@@ -187,19 +187,19 @@ def run_campaign(
 
 
 def _list_chunks(crash_points: int, random_schedules: int) -> Iterator[Chunk]:
-    # The bugs come first, because each of them may take long.
+    # Bugs first, because each of them may take a long time.
     yield from (Chunk("bug", number, number + 1) for number in range(len(BUGS)))
     sizes: Sequence[tuple[Literal["crash", "random"], int]] = (
         ("crash", crash_points),
         ("random", random_schedules),
     )
     for kind, count in sizes:
-        for start in range(0, count, CHUNK):
-            yield Chunk(kind, start, min(start + CHUNK, count))
+        for start in range(0, count, CHUNK_SIZE):
+            yield Chunk(kind, start, min(start + CHUNK_SIZE, count))
 
 
 def repeat_schedule(name: str) -> Outcome:
-    """Run one schedule again. ``name`` is that of a violation: ``random 17`` or ``crash 230``."""
+    """Repeat the schedule with the name that violations show, such as ``random 17`` or ``crash 230``."""
     kind, _, number = name.partition(" ")
     quiet_logs()
     with open_folder() as folder:

@@ -1,7 +1,7 @@
-"""An event loop with virtual time, in which a process can be killed between two of its statements.
+"""An event loop with virtual time, in which a simulated process can be killed at any ``await``.
 
-The loop never waits. When nothing is ready it calls `on_idle`, which decides what happens next, so that the
-order of all events is a function of the scheduler's seed.
+The loop never waits. When nothing is ready, it calls `on_idle`, which decides what happens next. The order
+of all events is therefore determined by the scheduler's seed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ START_TIME = 1_800_000_000.0
 
 
 class ProcessState:
-    """The process that a task belongs to. Tasks inherit it through their context."""
+    """The state of a simulated process. Tasks inherit their process through their context."""
 
     is_alive = True
 
@@ -27,19 +27,21 @@ current_process: ContextVar[ProcessState | None] = ContextVar("current_process",
 
 
 class SimulationLoop(asyncio.BaseEventLoop):
-    """Runs the callbacks of live processes only. A killed process keeps its tasks as they were, so that not
-    even its ``finally`` blocks run."""
+    """Runs only the callbacks of live processes.
+
+    The tasks of a killed process are frozen, so not even its ``finally`` blocks run.
+    """
 
     def __init__(self, on_idle: Callable[[float | None], bool]) -> None:
-        """``on_idle`` is called with the seconds until the next timer. It makes something ready and returns
-        True, or returns False to let this time pass."""
+        """``on_idle`` is called with the seconds until the next timer. It either makes something ready and
+        returns True, or returns False to let this time pass."""
         super().__init__()
         self._selector = self  # pyright: ignore[reportAttributeAccessIssue] - the base class only calls `select`
         self._on_idle = on_idle
         self._now = 0.0
         self._suspended: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
-        """All tasks: a task of a killed process that nothing refers to would be closed by the collector."""
+        """References to all tasks, so that those of killed processes are not garbage-collected and closed."""
         self.set_exception_handler(lambda _, context: None)  # replies to killed clients are never read
 
     def time(self) -> float:
@@ -61,11 +63,11 @@ class SimulationLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """Call the function at once: a thread would make the order of events depend on the machine."""
+        """Call the function immediately, because threads would make the order of events random."""
         result = self.create_future()
         try:
             result.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - the caller of the function gets every error
+        except Exception as error:  # noqa: BLE001 - any error is passed to the caller
             result.set_exception(error)
         return result
 
@@ -73,7 +75,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         if timeout == 0 or self._on_idle(timeout):
             return []
         if timeout is None:
-            raise RuntimeError("every task waits for another one")
+            raise RuntimeError("deadlock: every task is waiting for another one")
         self._now += timeout
         return []
 
@@ -106,7 +108,7 @@ def _let_time_pass(timeout: float | None) -> bool:
 
 @contextmanager
 def virtual_time(loop: SimulationLoop, seed: int) -> Generator[None]:
-    """Make the functions of `time` return the loop's time, and seed the global random numbers."""
+    """Make the functions of `time` return the loop's time, and seed the global random generator."""
     clocks: dict[str, Callable[[], float]] = {
         "time": lambda: START_TIME + loop.time(),
         "monotonic": loop.time,

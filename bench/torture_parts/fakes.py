@@ -1,7 +1,7 @@
-"""The backend, engine, agent and scorer of a simulated run, whose results depend only on their input.
+"""The backend, engine, agent and scorer of a simulated run. Their results depend only on their input.
 
-The weights are the list of trained samples, and a reply depends on the weights and on the session's seed. So
-two runs end with the same weights only if they trained on the same samples in the same order.
+The weights are the list of trained samples, and a reply depends on the weights and the session's seed, so two
+runs end with the same weights only if they trained on the same samples in the same order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from instar.backends.base import (
     BackendCapabilities,
     ForwardBackwardResult,
     OptimStepResult,
-    torch_capabilities,
+    make_torch_capabilities,
 )
 from instar.config import AdamConfig, LossConfig
 from instar.engines.base import Engine, EngineStatus, Prompt
@@ -61,7 +61,7 @@ def write_weights(folder: Path, weights: Weights) -> None:
 
 
 def describe_sample(sample: Sample) -> str:
-    """Return the sample's key with a digest of its tokens and advantages."""
+    """Return the sample's key and a digest of its tokens and advantages."""
     digest = blake2b(sample.token_ids.tobytes(), digest_size=4)
     digest.update(np.round(sample.advantages, 4).tobytes())
     return f"{sample.sample_key} {digest.hexdigest()}"
@@ -75,7 +75,7 @@ class SimulatedBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return torch_capabilities(None, has_reference=False, can_sync_live=False)
+        return make_torch_capabilities(None, has_reference=False, can_sync_live=False)
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         return [sample.logprobs for sample in samples]
@@ -132,7 +132,7 @@ class SimulatedEngine:
 
 
 class EngineClient(Engine):
-    """The engine as other processes see it."""
+    """Calls the engine from another process."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -162,7 +162,7 @@ class EngineClient(Engine):
             raise EngineUnavailable(str(error)) from error
 
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        raise NotImplementedError("the simulated gateway samples complete replies")
+        raise NotImplementedError("the simulated engine only samples complete replies")
 
     async def close(self) -> None:
         return
@@ -175,13 +175,13 @@ class SimulatedScorer(Scorer):
         self.background = background
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        # A function of the slot and the reply, so that most groups have different rewards.
+        # Depends on the reply, so that rewards differ within most groups.
         value = sum(map(int, transcript.final_text.split())) % 5 / 4
         return [Reward(transcript.session_id, value, RewardSource.RULE)]
 
 
 class SimulatedAgent(Agent):
-    """Takes a few turns. A request that got no reply is sent again with the same idempotency key."""
+    """Takes a few turns. Requests without a reply are retried with the same idempotency key."""
 
     def __init__(self, gateway: Any, turns: int, *, can_fail: bool) -> None:
         self._gateway = gateway

@@ -1,4 +1,4 @@
-"""What must hold after every transaction of a simulated run, and at its end."""
+"""The invariants that must hold after every transaction of a simulated run, and at its end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Invariants:
         self._report = report
         self._acknowledged: list[Acknowledgement] = []
         self._artifacts: dict[int, Weights] = {}
-        """The weights of each version, as they were when it was published first."""
+        """The weights of each version when it was first published."""
         self._newest_version = 0
         self._checks: dict[str, Callable[[], None]] = {
             "reserve_version": self._check_versions,
@@ -46,15 +46,15 @@ class Invariants:
             check()
 
     def check_end(self) -> None:
-        """Check what must hold when the run is complete."""
+        """Check the invariants of a complete run."""
         for acknowledgement in self._acknowledged:
             self._check_acknowledged(acknowledgement)
-        self._check_repetitions()
+        self._check_duplicates()
         self._check_head()
         self._check_claims()
         self._check_groups()
         self._check_steps()
-        self._check_consumed()
+        self._check_all_claimed()
 
     def read_final_weights(self) -> Weights | None:
         return self._read_artifact(get_latest_policy(self._db, RUN))
@@ -74,16 +74,16 @@ class Invariants:
         if row is None or row["status"] == SessionStatus.OPEN.value:
             self._report("the acknowledged end of a session is not in the store")
 
-    def _check_repetitions(self) -> None:
+    def _check_duplicates(self) -> None:
         for table, columns in (("calls", "session_id, client_key"), ("rewards", "session_id, scorer")):
             sql = f"SELECT COUNT(*) AS n FROM {table} GROUP BY {columns} HAVING COUNT(*) > 1"
             if self._db.execute(sql).fetchone() is not None:
-                self._report(f"one of the {table} is stored twice")
+                self._report(f"a row of {table} is stored twice")
 
     # --- groups and claims -------------------------------------------------------------------------
 
     def _check_groups(self) -> None:
-        """A group is closed only when every slot has an ended session, with a reward if it is ready."""
+        """In a closed group, every slot has an ended session; in a ready group, each of them has a reward."""
         rows = self._db.execute(
             "SELECT g.group_id, g.size, g.status, COUNT(DISTINCT s.slot) AS slots FROM groups g LEFT JOIN "
             "sessions s ON s.group_id = g.group_id AND s.status IN (?, ?) WHERE g.status != ? "
@@ -92,7 +92,7 @@ class Invariants:
         )
         for row in rows.fetchall():
             if row["slots"] < row["size"]:
-                self._report(f"a group is {row['status']} although a slot has no ended session")
+                self._report(f"a group is {row['status']}, but a slot has no ended session")
         row = self._db.execute(
             "SELECT 1 FROM sessions s JOIN groups g ON g.group_id = s.group_id WHERE g.status = ? AND "
             "s.status = ? AND NOT EXISTS (SELECT 1 FROM rewards r WHERE r.session_id = s.session_id) AND "
@@ -101,7 +101,7 @@ class Invariants:
             (GroupStatus.READY.value, SessionStatus.COMPLETED.value),
         ).fetchone()
         if row is not None:
-            self._report("a group is ready although one of its sessions has no reward")
+            self._report("a group is ready, but one of its sessions has no reward")
 
     def _check_claims(self) -> None:
         for claim in get_claims(self._db, RUN):
@@ -122,23 +122,23 @@ class Invariants:
         if session is None:
             return self._report("a trained session is not in a group")
         if session["status"] != SessionStatus.COMPLETED.value:
-            self._report(f"a session was trained that is {session['status']}")
+            self._report(f"a session with status {session['status']} was trained")
         if session["group_status"] != GroupStatus.READY.value:
-            self._report(f"a session of a group was trained that is {session['group_status']}")
+            self._report(f"a session in a group with status {session['group_status']} was trained")
         if session["attempt"] < session["last_attempt"]:
-            self._report("a session was trained that an earlier session of its slot had superseded")
+            self._report("a session was trained although a later attempt in its slot had ended first")
         prefix = f"{session['group_id']}/{session['slot']}/"
         if claim.group_id != session["group_id"] or not claim.sample_key.startswith(prefix):
-            self._report("a sample was claimed for another group or slot than its session's")
+            self._report("a sample was claimed for a different group or slot than its session's")
         if claim.reward != session["last_reward"]:
-            self._report("a sample was trained with another reward than its session's")
+            self._report("a sample was trained with a different reward than its session's")
 
-    def _check_consumed(self) -> None:
-        """Every group that was started is trained or dropped with a reason."""
+    def _check_all_claimed(self) -> None:
+        """Every group is trained, or dropped with a reason."""
         claimed = {claim.group_id for claim in get_claims(self._db, RUN)}
         for row in self._db.execute("SELECT group_id, status FROM groups ORDER BY idx").fetchall():
             if row["group_id"] not in claimed:
-                self._report(f"a group was lost: it is {row['status']} and nothing claims it")
+                self._report(f"a group with status {row['status']} was never claimed")
 
     # --- versions and steps ------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ class Invariants:
             return None
 
     def _check_head(self) -> None:
-        """The head's files contain the samples of the steps up to its own, each of them once."""
+        """The head's weights contain every sample of the steps up to its own exactly once."""
         head = get_latest_policy(self._db, RUN)
         weights = self._read_artifact(head)
         if weights is None:

@@ -1,4 +1,4 @@
-"""Torture many runs, a few at a time, until enough of their processes were killed."""
+"""Inject faults into many runs, a few at a time, until enough of their processes have been killed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.postgres import find_server_binaries
 from tests.tiny import make_tiny_model
 from tests.torture.role_server import RoleServer
 from tests.torture.run_process import Fingerprint
-from tests.torture.tortured_run import Setup, Torture, TorturedRun, TortureResult
+from tests.torture.tortured_run import Setup, TortureConfig, TorturedRun, TortureResult
 from torture_parts.state import StateFile
 
 KILLS = 1000
 KILLS_IN_STEP = 300
-SHARES = {
+KILL_FRACTIONS = {
     Setup("sqlite", "local", "sync"): 0.35,
     Setup("sqlite", "local", "async"): 0.15,
     Setup("postgres", "local", "sync"): 0.2,
@@ -33,14 +33,14 @@ SHARES = {
     Setup("sqlite", "ray", "sync"): 0.1,
     Setup("postgres", "ray", "async"): 0.1,
 }
-"""The share of the kills that each setup gets. A run on Ray starts slowly."""
+"""The fraction of all kills that each setup gets. Small for Ray, where runs start slowly."""
 STEPS = 24
 KILLS_PER_RUN = 40
 PROGRESS_SECONDS = 10.0
 MIN_RUN_SECONDS = 30.0
-"""No run is started if less time is left, because it would end almost without faults."""
+"""With less time left, no run is started, because it would end almost without faults."""
 CONCURRENT_RUNS = 3
-"""More than the cores of a small machine, because a run waits while its roles are restarted."""
+"""More than a small machine has cores, because a run is idle while its roles restart."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class KillCampaign:
         return sum(result.kills_in_step for result in self.results)
 
     @property
-    def share(self) -> float:
-        """The share of the kills that is done. Kills beyond the quota of a setup do not count."""
+    def coverage(self) -> float:
+        """The fraction of the required kills that are done. Kills beyond a setup's quota do not count."""
         covered = sum(min(self.count_kills(setup.name), quota) for setup, quota in self.quotas.items())
         total = sum(self.quotas.values())
         return min(covered / total, self.kills_in_step / (KILLS_IN_STEP * total / KILLS), 1.0)
@@ -86,47 +86,47 @@ class KillCampaign:
             counts.update(result.other_faults)
         return counts
 
-    def count_victims(self) -> Counter[str]:
+    def count_targets(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for result in self.results:
             counts.update(result.kills)
         return counts
 
     def choose_setup(self, running: Collection[Setup]) -> Setup | None:
-        """Return the setup that is farthest from its quota, or None if the running ones are enough."""
-        if self.share == 1.0:
+        """Return the setup that is farthest from its quota, or None if no further run is needed now."""
+        if self.coverage == 1.0:
             return None
-        needs = {
+        missing = {
             setup: 1 - (self.count_kills(setup.name) + KILLS_PER_RUN * Counter(running)[setup]) / quota
             for setup, quota in self.quotas.items()
             # A second Ray cluster would only compete for the cores.
             if quota > 0 and not (setup.runner == "ray" and any(other.runner == "ray" for other in running))
         }
-        setup = max(needs, key=lambda setup: needs[setup], default=None)
-        if setup is not None and needs[setup] <= 0 and running:
+        setup = max(missing, key=lambda setup: missing[setup], default=None)
+        if setup is not None and missing[setup] <= 0 and running:
             return None
         return setup
 
 
-def list_possible_setups(names: Sequence[str], log: Callable[[str], None]) -> list[Setup]:
-    """Return the chosen setups, or all, without those that need software that is not installed."""
-    setups = [setup for setup in SHARES if not names or setup.name in names]
+def list_available_setups(names: Sequence[str], log: Callable[[str], None]) -> list[Setup]:
+    """Return the named setups (all if there are no names) whose requirements are installed."""
+    setups = [setup for setup in KILL_FRACTIONS if not names or setup.name in names]
     try:
         find_server_binaries()
     except pytest.skip.Exception as reason:
-        log(f"without the setups on PostgreSQL: {reason}")
+        log(f"skipping the PostgreSQL setups: {reason}")
         setups = [setup for setup in setups if setup.store != "postgres"]
     if find_spec("ray") is None:
-        log("without the setups on Ray: it is not installed")
+        log("skipping the Ray setups: ray is not installed")
         setups = [setup for setup in setups if setup.runner != "ray"]
     return setups
 
 
 @dataclass
 class KillRunner:
-    """Runs the campaign. A run that went wrong is copied to ``failed_folder``."""
+    """Runs the campaign. Copies the folder of each wrong run to ``failed_folder``."""
 
-    torture: Torture
+    torture: TortureConfig
     failed_folder: Path
     log: Callable[[str], None]
     is_over: threading.Event = field(default_factory=threading.Event)
@@ -151,7 +151,7 @@ class KillRunner:
             resources.callback(server.close)
             pool = resources.enter_context(ThreadPoolExecutor())
             self.torture = replace(self.torture, python=str(server.program))
-            self.log("training without faults, to compare with")
+            self.log("training the reference run without faults")
             reference = self._train_reference(folder / "reference", model)
             try:
                 while True:
@@ -206,7 +206,7 @@ class KillRunner:
     def _log_run(self, campaign: KillCampaign) -> None:
         run = campaign.runs[-1]
         result = run.result
-        outcome = "as without faults" if result.is_correct else "WRONG"
+        outcome = "correct" if result.is_correct else "WRONG"
         self.log(
             f"{run.setup} {run.number}: {outcome} after {result.kill_count} kills in {result.seconds:.0f} s"
         )

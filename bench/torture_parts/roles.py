@@ -1,4 +1,4 @@
-"""The processes of a simulated run: the real trainer, rollout, scoring and session services over fakes."""
+"""The roles of a simulated run: the real trainer, rollout, scoring and session services on top of fakes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ from torture_parts.world import Process, Role, World, current_process
 
 ROLE_NAMES = ("engine", "gateway", "rewards", "rollout", "trainer")
 FINISHING_ROLES = ("rollout", "trainer")
-CLIENT_SECONDS = 600.0
+RETRY_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Components:
-    """The classes that a run is made of. A planted bug replaces one of them."""
+    """The classes that implement a run. A planted bug replaces one of them."""
 
     trainer: type[Trainer] = Trainer
     runner: type[RolloutRunner] = RolloutRunner
@@ -66,7 +66,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """A reply that a client received: the call, or the end of the session, must be in the store."""
+    """A reply that a client received. Its call, or the end of its session, must be in the store."""
 
     session_id: str
     call_id: str | None = None
@@ -83,7 +83,7 @@ class RunSetup:
     open_store: Callable[[World], SimulatedStore]
     acknowledge: Callable[[Acknowledgement], None]
     resources: ExitStack
-    """The open files of all processes, which are closed after the schedule."""
+    """The open files of all processes. They are closed at the end of the schedule."""
 
 
 def create_role(setup: RunSetup, world: World, name: str) -> Role:
@@ -180,7 +180,7 @@ class ChatReply(msgspec.Struct):
 
 
 class SimulatedGatewayClient(GatewayClient):
-    """The rollout's client, whose requests reach the gateway's process without a socket."""
+    """The rollout's client. Its requests reach the gateway's process without a socket."""
 
     def __init__(self, world: World, acknowledge: Callable[[Acknowledgement], None]) -> None:
         super().__init__("http://gateway", "sk-admin")
@@ -192,7 +192,7 @@ class SimulatedGatewayClient(GatewayClient):
         content = await RetryPolicy().run(
             lambda: self._post_once(f"/sessions/{session_id}/chat", data),
             retry_on=EngineUnavailable,
-            seconds=CLIENT_SECONDS,
+            seconds=RETRY_SECONDS,
         )
         reply = msgspec.json.decode(content, type=ChatReply)
         self._acknowledge(Acknowledgement(session_id, reply.call_id, client_key))
@@ -227,7 +227,7 @@ class GatewayRole:
         self._states = SessionStates(context)
         recorder = setup.components.recorder(context, SessionResolver(context, self._states))
         self._sessions = setup.components.sessions(context, self._states)
-        # Every submission has its messages and its reply, so that nothing is rendered.
+        # Every submission contains its messages and its reply, so nothing needs to be rendered.
         renderer = cast(Any, None)
         self._submissions = setup.components.submissions(context, self._states, recorder, renderer)
 
@@ -235,7 +235,7 @@ class GatewayRole:
         await serve_forever(get_process())
 
     async def handle(self, path: str, data: bytes) -> bytes:
-        """Return the response of a route of the control API, or of a model call."""
+        """Handle a control API request or a model call, and return the response body."""
         caller = Caller("admin")
         _, _, rest = path[1:].partition("/")
         session_id, _, action = rest.partition("/")
@@ -252,7 +252,7 @@ class GatewayRole:
         )
 
     async def _chat(self, session_id: str, caller: Caller, body: ChatBody) -> ChatReply:
-        """Sample a reply and record it. A retry gets the reply that was recorded."""
+        """Sample a reply and record it. A retry returns the recorded reply."""
         state = await self._states.get_open(session_id, caller, Action.CALL_MODEL)
         prompt = [0]
         for message in body.messages:

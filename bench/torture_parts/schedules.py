@@ -1,4 +1,4 @@
-"""Run one schedule of a scenario, and list the schedules of a simulation."""
+"""Generate the schedules of a simulation and run them."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torture_parts.simulated_store import clear_database, create_database
 from torture_parts.world import Fault, Scheduler, World
 
 MAX_FAULTS = 4
-REPLACED_SHARE = 0.2
-"""The share of faults after which the old process runs on, without its lease."""
+REPLACE_PROBABILITY = 0.2
+"""The fraction of faults after which the old process continues without its lease."""
 KILL_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
-"""The processes that random schedules kill; the empty name stands for all of them."""
+"""How often random schedules kill each process. The empty name stands for all processes."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Scenario:
     scores_in_background: bool = False
     agent_can_fail: bool = False
     compares_weights: bool = False
-    """True if the final weights must be those of the undisturbed schedule."""
+    """True if the final weights must equal those of the undisturbed schedule."""
 
 
 SCENARIOS = (
@@ -70,11 +70,11 @@ SCENARIOS = (
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule is repeated exactly by its scenario, seed and faults."""
+    """An order of events and faults, fully determined by these fields."""
 
     scenario: int
     seed: int | None
-    """The seed of the order of events; None for the order in which the processes reach their gates."""
+    """The seed of the order of events. With None, gates open in the order in which they are reached."""
     faults: tuple[Fault, ...] = ()
 
 
@@ -89,7 +89,7 @@ class Outcome:
 
 
 class Simulator:
-    """Runs schedules one after the other, over one database and one folder."""
+    """Runs schedules one after another, with one database and one folder."""
 
     def __init__(self, folder: Path, components: Components | None = None) -> None:
         self._components = components or Components()
@@ -146,22 +146,22 @@ class Simulator:
     # --- schedules ---------------------------------------------------------------------------------
 
     def list_crash_points(self) -> Iterator[Schedule]:
-        """Yield one schedule for each gate of each scenario's undisturbed run, in which the process that
-        waits there is killed, and one in which all processes are killed."""
+        """For each gate of each scenario's undisturbed run, yield a schedule that kills the process waiting
+        there and a schedule that kills all processes."""
         for number in range(len(SCENARIOS)):
             for at in range(1, self.run_undisturbed(number).decisions + 1):
                 yield Schedule(number, None, (Fault(at, None),))
                 yield Schedule(number, None, (Fault(at, None, kills_all=True),))
 
     def make_random(self, seed: int) -> Schedule:
-        """Return a schedule with a random order of events and up to MAX_FAULTS crashes."""
+        """Return a schedule with a random order of events and up to MAX_FAULTS faults."""
         rng = random.Random(f"schedule {seed}")
         number = rng.randrange(len(SCENARIOS))
         decisions = self.run_undisturbed(number).decisions
         faults: list[Fault] = []
         for _ in range(rng.randint(0, MAX_FAULTS)):
             (name,) = rng.choices(list(KILL_WEIGHTS), list(KILL_WEIGHTS.values()))
-            at, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACED_SHARE
+            at, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACE_PROBABILITY
             faults.append(Fault(at, name or None, kills_all=not name, replaces=replaces and bool(name)))
         return Schedule(number, seed, tuple(faults))
 
@@ -186,7 +186,7 @@ def make_config(scenario: Scenario, folder: Path) -> RunConfig:
 
 
 def open_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a new folder, in memory if the machine has such a file system, because every step is synced."""
+    """Return a temporary folder, in memory if possible, because every step is synced to disk."""
     memory = Path("/dev/shm")
     return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
 

@@ -1,7 +1,7 @@
-"""The store of a simulated process: the queries of the real store on one database in memory.
+"""The store of a simulated process: the real store's queries on a shared in-memory database.
 
 A write waits at a gate, runs in one transaction, and waits at a second gate, where it is committed but its
-caller does not know it yet.
+caller does not know yet.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ RUN = "run"
 
 
 def create_database() -> SqliteDatabase:
-    """Return an empty database in memory. It is used for many schedules, because compiling the statements
-    takes longer than running them."""
+    """Return an empty in-memory database.
+
+    Reuse it for many schedules, because compiling the statements takes longer than running them.
+    """
     database = sqlite3.connect(
         ":memory:",
         isolation_level=None,
@@ -54,7 +56,7 @@ def clear_database(database: SqliteDatabase) -> None:
 
 
 def name_query(work: Callable[[Any], Any]) -> str:
-    """Return the name of the query that a method of `Store` runs."""
+    """Return the name of the query that ``work``, a callback from a `Store` method, runs."""
     code, cells = getattr(work, "__code__", None), getattr(work, "__closure__", None)
     if code is not None and cells and "self" in code.co_freevars:
         method = cells[code.co_freevars.index("self")].cell_contents
@@ -64,14 +66,14 @@ def name_query(work: Callable[[Any], Any]) -> str:
 
 class SimulatedStore(Store):
     def __init__(self, world: World, database: SqliteDatabase, on_commit: Callable[[str], None]) -> None:
-        """``on_commit`` is called with the name of each write after its transaction."""
-        # Reads never leave the thread, so that there is no pool of readers.
+        """``on_commit`` is called with the name of each write after its transaction has been committed."""
+        # Reads stay on this thread, so no reader pool is needed.
         super().__init__("the simulated store", None, None)  # pyright: ignore[reportArgumentType]
         self.world = world
         self.database = database
         self._on_commit = on_commit
         process = current_process.get()
-        assert isinstance(process, Process), "only processes open the store"
+        assert isinstance(process, Process), "only a process may open the store"
         self._check_lease = make_lease_check(RUN, process.name, process.lease)
 
     async def write(self, work: Callable[[Database], T]) -> T:
@@ -83,7 +85,7 @@ class SimulatedStore(Store):
         return result
 
     def commit(self, work: Callable[[Database], Any]) -> Any:
-        """Run the write in a transaction of its own, as the real writer does."""
+        """Run the write in its own transaction, like the real writer."""
         database = self.database
         if isinstance(work, BatchableWrite):
             work.prepare()
@@ -92,7 +94,7 @@ class SimulatedStore(Store):
             self._check_lease(database)
             result = work(database)
             database.commit()
-        except Exception as error:  # any error of a write belongs to its caller
+        except Exception as error:  # any error of a write is passed to its caller
             database.rollback()
             if isinstance(error, database.errors):
                 raise database.translate(error) from error

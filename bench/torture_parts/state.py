@@ -12,8 +12,10 @@ SOURCES = (ROOT / "instar", ROOT / "bench" / "torture_parts", ROOT / "tests" / "
 
 
 class StateFile:
-    """The results of a campaign so far, one JSON object per line. Results of other sources are removed.
-    Without a path, nothing is read or written."""
+    """The results of a campaign so far, one JSON object per line. Without a path, they are not stored.
+
+    Results from a different version of the source code are discarded.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -22,11 +24,11 @@ class StateFile:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         lines = path.read_text().splitlines() if path.exists() else []
-        first = json.dumps({"sources": hash_sources()})
-        if lines[:1] == [first]:
-            # The last line is incomplete if the campaign was killed while it wrote.
+        header = json.dumps({"sources": hash_sources()})
+        if lines[:1] == [header]:
+            # The last line is incomplete if the campaign was killed while writing it.
             self.rows = [json.loads(line) for line in lines[1:] if line.endswith("}")]
-        path.write_text("".join(f"{line}\n" for line in (first, *map(json.dumps, self.rows))))
+        path.write_text("".join(f"{line}\n" for line in (header, *map(json.dumps, self.rows))))
 
     def append(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
@@ -36,7 +38,7 @@ class StateFile:
 
 
 def hash_sources() -> str:
-    """Return a hash of the package and of the torture. The results of other sources are not continued."""
+    """Return a hash of the source code of the package, the simulation and the torture tests."""
     digest = hashlib.blake2b(digest_size=8)
     for folder in SOURCES:
         for path in sorted(folder.rglob("*.py")):

@@ -16,14 +16,14 @@ T = TypeVar("T")
 
 RESTART_SECONDS = 0.05
 MAX_DELAY_SECONDS = 1.0
-"""The longest time that passes while a process could continue."""
+"""The longest time that the scheduler lets pass while a process could continue."""
 MAX_SECONDS = 3600.0
 MAX_DECISIONS = 6_000
-"""A run that needs so many decisions makes no progress; an undisturbed one needs about 400."""
+"""A run that needs more decisions is stuck; an undisturbed run needs about 400."""
 
 
 class Role(Protocol):
-    """A process of the run: `run` ends when the role has finished its work."""
+    """The work of a process. `run` returns when it is finished."""
 
     async def run(self) -> None: ...
 
@@ -33,11 +33,12 @@ class Process(ProcessState):
         self.name = name
         self.lease = 0
         self.is_replaced = False
-        """True if another process has taken over the role while this one still runs."""
+        """True if another process has taken over the role while this one is still running."""
         self.role: Role | None = None
         self.is_serving = False
         self.replies: dict[asyncio.Future[Any], None] = {}
-        """The requests of other processes that this process has not answered, in a repeatable order."""
+        """The requests from other processes that are not answered yet. A dict, because a set has no fixed
+        order."""
 
 
 @dataclass(slots=True)
@@ -55,14 +56,14 @@ class Fault:
 
     at: int
     process: str | None
-    """The name of the process, or None for the one that would continue next."""
+    """The name of the process, or None for the process that would continue next."""
     kills_all: bool = False
     replaces: bool = False
-    """True if the process was only believed dead: another one takes its lease, and both run."""
+    """The process keeps running, but another one takes over its lease, as if it were believed dead."""
 
 
 class Scheduler:
-    """Chooses the gate that opens next. Without a seed, gates open in the order in which they are reached."""
+    """Chooses the gate to open next. Without a seed, gates open in the order in which they are reached."""
 
     def __init__(self, seed: int | None = None, faults: Sequence[Fault] = ()) -> None:
         self.faults = sorted(faults, key=lambda fault: fault.at)
@@ -71,7 +72,7 @@ class Scheduler:
         self._priorities: dict[str, float] = {}
 
     def choose(self, gates: Sequence[Gate], *, can_wait: bool) -> Gate | None:
-        """Return the gate to open, or None to let time pass first if ``can_wait``."""
+        """Return the gate to open. May return None if ``can_wait``, to let time pass first."""
         rng = self._rng
         if rng is None:
             return gates[0]
@@ -79,7 +80,7 @@ class Scheduler:
             return None
         if self._is_fair:
             return rng.choice(gates)
-        # A process with a low priority waits for long, so that the others get far ahead of it.
+        # A process with a low priority falls far behind the others.
         if rng.random() < 0.01:
             self._priorities.clear()
         for gate in gates:
@@ -94,7 +95,7 @@ class World:
     create_role: Callable[[World, str], Role]
     role_names: Sequence[str]
     finishing_roles: Sequence[str]
-    """The roles that end by themselves when the run is complete."""
+    """The roles that finish when the run is complete. The others serve until then."""
     take_lease: Callable[[str], int] = lambda _: 0
     violations: list[str] = field(default_factory=list[str])
     decisions: int = 0
@@ -133,7 +134,7 @@ class World:
         self._spawn(process, self._run_role(process))
 
     def kill(self, names: Sequence[str], label: str) -> None:
-        """Stop the processes at once, and start each of them again a moment later."""
+        """Stop the processes immediately and restart each of them after RESTART_SECONDS."""
         names = [name for name in names if self.processes[name].is_alive]
         self.crashes.append(f"{' and '.join(names)} before decision {self.decisions} ({label})")
         killed = [self.processes[name] for name in names]
@@ -151,7 +152,7 @@ class World:
         self.kill([name], label)
 
     def replace(self, name: str, label: str) -> None:
-        """Start another process for the role, as if the current one had been cut off from its supervisor."""
+        """Start another process for the role, as if the current one had lost contact with its supervisor."""
         process = self.processes[name]
         if not process.is_replaced:
             self.crashes.append(f"{name} replaced before decision {self.decisions} ({label})")
@@ -167,7 +168,7 @@ class World:
         try:
             process.role = self.create_role(self, process.name)
             await process.role.run()
-        except Exception as error:  # noqa: BLE001 - whatever ends a process is what the simulation looks for
+        except Exception as error:  # noqa: BLE001 - any error is a finding of the simulation
             if process.is_replaced:
                 process.is_alive = False
                 return
@@ -188,14 +189,16 @@ class World:
 
     async def pass_gate(self, label: str) -> None:
         process = current_process.get()
-        assert isinstance(process, Process), "only processes wait at gates"
+        assert isinstance(process, Process), "only a process may wait at a gate"
         gate = Gate(process, label, self.loop.create_future())
         self._gates.append(gate)
         await gate.passed
 
     async def request(self, server: str, label: str, handle: Callable[[Any], Awaitable[T]]) -> T:
-        """Call ``handle`` with the server's role, in the server's process. Raises ConnectionError if the
-        server does not run or is killed before its reply arrives."""
+        """Call ``handle`` with the server's role, in the server's process.
+
+        Raises ConnectionError if the server is not running or is killed before its reply arrives.
+        """
         await self.pass_gate(f"send {label}")
         process = self.processes[server]
         if not process.is_serving:
@@ -216,7 +219,7 @@ class World:
         result: Any = None
         try:
             result = await handle(process.role)
-        except Exception as caught:  # noqa: BLE001 - the client gets every error of the handler
+        except Exception as caught:  # noqa: BLE001 - any error of the handler is sent to the client
             error = caught
         await self.pass_gate(f"reply {label}")
         process.replies.pop(reply, None)
@@ -233,7 +236,9 @@ class World:
         if self._done.done():
             return False
         if self.decisions >= MAX_DECISIONS or self.loop.time() > MAX_SECONDS:
-            self.report(f"the run did not finish: {self.decisions} decisions, {self.loop.time():.0f} s")
+            self.report(
+                f"the run did not finish within {self.decisions} decisions and {self.loop.time():.0f} s"
+            )
             self._finish()
             return True
         self._gates = [gate for gate in self._gates if not gate.passed.done()]

@@ -1,4 +1,4 @@
-"""Serve an engine in its own process: print the address when it is ready, and end when stdin closes."""
+"""Serve an engine in its own process. Print its URL when it is ready, and exit when stdin closes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sample continuously from live streams and print the times of their tokens when stdin closes.
+"""Read tokens from live streams continuously, and print their arrival times when stdin closes.
 
 python listen.py URL STREAMS TOKENS VOCAB
 """
@@ -19,7 +19,7 @@ from instar.types import SamplingParams
 async def collect_token_times(
     engine: RemoteEngine, tokens: int, vocab: int, replies: list[list[float]]
 ) -> None:
-    """Append one list of token times per reply."""
+    """Sample replies until cancelled. Append a list of token times to ``replies`` for each of them."""
     while True:
         times: list[float] = []
         replies.append(times)

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights, which are as expensive to run as trained ones."""
+"""Models with realistic shapes and random weights, which are as expensive to run as trained ones."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ SHAPES = {
     "0.6B": ModelShape(1024, 3072, 28, 16, 8, 128, 151_936),
     "4B": ModelShape(2560, 9728, 36, 32, 8, 128, 151_936),
 }
-"""The larger shapes are those of Qwen3."""
+"""The larger shapes are those of Qwen3 models."""
 
 
 def make_model(folder: Path, shape: ModelShape, device: str) -> Path:
-    """Save a bf16 model and a tokenizer with a word for every id and no end-of-sequence token."""
+    """Save a bf16 model, and a tokenizer with a word for every id and no end-of-sequence token."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
