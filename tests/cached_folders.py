@@ -1,4 +1,4 @@
-"""Folders that are created one time and kept, also if several processes need one at the same time."""
+"""Folders that are created once and kept, even if several processes need one at the same time."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ from filelock import FileLock
 
 
 def create_folder_once(folder: Path, create: Callable[[Path], None]) -> None:
-    """Call ``create`` to fill ``folder`` unless it exists. Other processes wait meanwhile, and an incomplete
-    folder is never used."""
+    """Call ``create`` to fill ``folder`` unless it exists. Other processes wait until it is complete."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.exists():
             return
-        fresh = folder.parent / f".{folder.name}-{os.getpid()}"
+        temporary = folder.parent / f".{folder.name}-{os.getpid()}"
         try:
-            create(fresh)
-            fresh.rename(folder)
+            create(temporary)
+            temporary.rename(folder)
         finally:
-            shutil.rmtree(fresh, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)

@@ -1,9 +1,9 @@
-"""Settings of all tests."""
+"""Settings for all tests."""
 
 from __future__ import annotations
 
 from instar.cpu import disable_broken_amx
 from instar.models import cache_dir
 
-# Before any test computes, and inherited by the processes that tests start.
+# Must run before any test uses torch. The processes that tests start inherit the setting.
 disable_broken_amx(cache_dir())

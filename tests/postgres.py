@@ -17,12 +17,12 @@ from typing import Any
 import psycopg
 import pytest
 
-PASSWORD = "correct horse"
-"""The password of the user `instar`, needed on TCP and not on the socket."""
+PASSWORD = "postgres test password"
+"""The password of the user `instar`. TCP connections require it, socket connections do not."""
 
 
 def find_server_binaries() -> Path:
-    """Return the folder of the newest server, or skip the test if none is installed."""
+    """Return the `bin` folder of the newest PostgreSQL, or skip the test if none is installed."""
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: int(folder.parent.name))
     if (postgres := shutil.which("postgres")) is not None:
         folders.append(Path(postgres).resolve().parent)
@@ -33,11 +33,11 @@ def find_server_binaries() -> Path:
 
 
 class PostgresTestServer:
-    """A server that starts when the object is created.
+    """A PostgreSQL server, which the constructor starts.
 
-    ``fsync`` is for benchmarks: without it a crash of the machine loses rows, but a crash of the server does
-    not. ``host`` is the address to listen on; hosts of the same network may connect as well. ``folder`` is an
-    empty folder for the server's files.
+    ``fsync`` is for benchmarks: without it a machine crash loses rows, but a server crash does not. ``host``
+    is the address to listen on; other hosts on the same network may connect to it. The server's files are
+    written to ``folder``, which must be empty.
     """
 
     def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1", folder: Path | None = None) -> None:
@@ -68,15 +68,15 @@ class PostgresTestServer:
 
     @property
     def tcp_url(self) -> str:
-        """The URL on TCP, which needs the password."""
+        """The URL for TCP connections, without the password that they require."""
         return f"postgresql://instar@{self._host}:{self.port}/postgres"
 
     def new_schema(self) -> str:
-        """Return an unused name."""
+        """Return an unused schema name."""
         return f"test_{secrets.token_hex(6)}"
 
     def empty(self, schema: str) -> None:
-        """Delete all rows of a store, which is much faster than creating another."""
+        """Delete all rows of a store. This is much faster than creating a new store."""
         tables = self.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)
         statements = "; ".join(f"DELETE FROM {name}" for (name,) in tables if name != "instar_store")
         self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
@@ -96,7 +96,7 @@ class PostgresTestServer:
             "max_connections": 100,
             "fsync": "on" if self._fsync else "off",
             "full_page_writes": "on" if self._fsync else "off",
-            "deadlock_timeout": "100ms",  # instead of the default of a second
+            "deadlock_timeout": "100ms",  # The default is one second.
             "logging_collector": "off",
         }
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
@@ -106,7 +106,7 @@ class PostgresTestServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                **self._identity(),
+                **self._process_options(),
             )
         deadline = time.monotonic() + timeout
         while True:
@@ -120,7 +120,7 @@ class PostgresTestServer:
                 time.sleep(0.02)
 
     def stop(self, stop_signal: signal.Signals = signal.SIGINT) -> None:
-        """Stop the server: cleanly with SIGINT; SIGQUIT acts as a crash, after which it has to recover."""
+        """Stop the server: cleanly with SIGINT, or as in a crash with SIGQUIT."""
         if self._process is not None:
             self._process.send_signal(stop_signal)
             self._process.wait(30)
@@ -139,11 +139,11 @@ class PostgresTestServer:
             capture_output=True,
             text=True,
             timeout=60,
-            **self._identity(),
+            **self._process_options(),
         )
         assert result.returncode == 0, result.stderr
 
-    def _identity(self) -> dict[str, Any]:
+    def _process_options(self) -> dict[str, Any]:
         if self.as_user is None:
             return {"cwd": self.folder}
         entry = pwd.getpwnam(self.as_user)
@@ -151,7 +151,7 @@ class PostgresTestServer:
 
 
 def _unprivileged_user() -> str | None:
-    """Return the user to run the server as, because PostgreSQL does not run as root."""
+    """Return the user to run the server as, or None for this user. PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return None
     users = {entry.pw_name for entry in pwd.getpwall()}

@@ -1,7 +1,7 @@
-"""A run that commit 6365b3d recorded: two of its six steps were trained, then Ctrl-C stopped it.
+"""A run recorded by commit 6365b3d. Ctrl-C stopped it after two of its six steps.
 
-It has 32 completed sessions with two calls each. Half of them were trained on. A person corrected a reply of
-``CORRECTED``, rated ``RATED`` and tagged ``UNTRAINABLE``; the last two sessions are not claimed yet.
+It has 32 completed sessions with two calls each. Half of them were trained on. A person corrected a reply in
+``CORRECTED``, rated ``RATED`` and tagged ``UNTRAINABLE``; the last two have not been claimed yet.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ UNTRAINABLE = "sess-18e8af82d55a48be14dd"
 
 _FIXTURE = Path(__file__).parent / "fixtures" / "run_6365b3d"
 _FOLDER = "@folder@"
-"""The fixture has this in place of the folder that it was recorded in."""
+"""Placeholder in the fixture for the folder that the run was recorded in."""
 _PATH_COLUMNS = {"runs": "config", "policies": "artifact_path", "steps": "state_path", "endpoints": "log"}
 
 

@@ -1,6 +1,7 @@
-"""Tinker's SDK leaves connections open until garbage collection, which warns; warnings are errors here.
+"""Ignore the warnings about connections that Tinker's SDK leaves open until they are garbage-collected.
 
-A test module that uses it sets ``pytestmark = IGNORE_SDK_LEAKS`` and runs its server in `collect_sdk_leaks`.
+A test module that uses the SDK sets ``pytestmark = IGNORE_SDK_LEAKS`` and runs its server inside
+`collect_sdk_leaks`; otherwise the ResourceWarnings would fail its tests.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ IGNORE_SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 
 @contextmanager
 def collect_sdk_leaks() -> Generator[None]:
-    """Collect the SDK's leaked connections here, not in a test of another module."""
+    """Collect the SDK's leaked connections on exit, so that they do not fail a test in another module."""
     try:
         yield
     finally:

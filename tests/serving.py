@@ -1,4 +1,4 @@
-"""A gateway on a real socket, in the test's own process."""
+"""A gateway on a real socket, in the test process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ADMIN_KEY = "sk-instar-test-admin"
 
 @asynccontextmanager
 async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> AsyncGenerator[str]:
-    """Run a gateway and yield its URL; the policy is named after the run."""
+    """Run a gateway and yield its URL. The policy id is the run's name."""
     app = create_app(
         store=store,
         engine=engine,

@@ -1,4 +1,4 @@
-"""Tests that the local engine and backend on a GPU match a forward pass of transformers.
+"""Tests that the local engine and backend match transformers on a GPU.
 
 Run them on a machine with a GPU: `python -m pytest tests/gpu`.
 """
@@ -42,7 +42,7 @@ async def sample(engine: LocalEngine, prompt: list[int], seed: int) -> tuple[lis
     return ids, logprobs
 
 
-def expected_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
+def compute_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
     with torch.no_grad():
         logprobs = model(torch.tensor([prompt + sampled])).logits[0].log_softmax(-1)
     return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
@@ -82,7 +82,7 @@ def test_engine_and_backend_logprobs_match_before_and_after_a_step(
             if version == 0:
                 reference = AutoModelForCausalLM.from_pretrained(model.name)
                 for prompt, (ids, logprobs) in zip(PROMPTS, replies, strict=True):
-                    np.testing.assert_allclose(logprobs, expected_logprobs(reference, prompt, ids), atol=1e-3)
+                    np.testing.assert_allclose(logprobs, compute_logprobs(reference, prompt, ids), atol=1e-3)
             await backend.forward_backward(samples, LossConfig())
             await backend.optim_step(AdamConfig(lr=1e-2))
             artifact = await backend.publish(tmp_path / f"v{version + 1}")

@@ -1,7 +1,7 @@
 """Tests that vLLM on a GPU matches the trainer, with adapters and with merged weights.
 
-Run them on a machine with a GPU: `python -m pytest tests/gpu/test_vllm.py`. INSTAR_TEST_VLLM is the Python
-interpreter with vLLM, if it is not the current one.
+Run them on a machine with a GPU: `python -m pytest tests/gpu/test_vllm.py`. Set INSTAR_TEST_VLLM to
+a Python interpreter with vLLM if the current one does not have it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logp
 
 PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
-MEAN_GAP = 0.06
+MAX_MEAN_GAP = 0.06
 """The maximum mean difference between the logprobs of two implementations in bf16."""
 
 
 def has_vllm() -> bool:
     try:
-        return not find_vllm(PYTHON).is_for_cpu
+        return not find_vllm(PYTHON).is_cpu_build
     except ConfigError:
         return False
 
@@ -85,8 +85,8 @@ async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig
         assert set(get_versions(chunks)) == {version}
         sequence = [*PROMPT, *get_ids(chunks)]
         (expected,) = await backend.forward([make_sample("s", sequence, 1)])
-        assert np.abs(expected[len(PROMPT) :] - get_logprobs(chunks)).mean() < MEAN_GAP
-        assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MEAN_GAP
+        assert np.abs(expected[len(PROMPT) :] - get_logprobs(chunks)).mean() < MAX_MEAN_GAP
+        assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MAX_MEAN_GAP
     streamed += [chunk async for chunk in stream]
     assert get_versions(streamed) == sorted(get_versions(streamed))
     assert engine.mislabelled_tokens == 0

@@ -1,7 +1,7 @@
-"""Tests of sending weights through the memory of a GPU.
+"""Tests for sending weights through GPU memory.
 
-Run them on a machine with a GPU: `python -m pytest tests/gpu/test_weights.py`. INSTAR_TEST_VLLM is the Python
-interpreter with vLLM, if it is not the current one.
+Run them on a machine with a GPU: `python -m pytest tests/gpu/test_weights.py`. Set INSTAR_TEST_VLLM
+to a Python interpreter with vLLM if the current one does not have it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from instar.engines.remote import RemoteEngine
 from instar.sync.factory import create_sync_route
 from instar.sync.shared import SharedBuffer
 from instar.types import Artifact, Policy
-from tests.integration.vllm.servers import TOKEN, ServedEngine, vllm_model
+from tests.integration.vllm.servers import TOKEN, ServedEngine, make_vllm_model
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,7 @@ def test_open_buffer_in_another_process_sees_later_writes() -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    folder: Path = vllm_model(tmp_path_factory.mktemp("tiny"))
+    folder: Path = make_vllm_model(tmp_path_factory.mktemp("tiny"))
     return RunConfig.model_validate(
         {
             "model": {"name": str(folder), "dtype": "bf16", "device": "cuda", "max_context": 256},
@@ -92,7 +92,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """Sets two NCCL host ids, because NCCL allows two members on one GPU only from different hosts."""
+    """Serve an engine whose NCCL host id differs from the trainer's. NCCL rejects two ranks of one host on
+    the same GPU."""
     log = tmp_path_factory.mktemp("logs") / "engine.log"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NCCL_MNNVL_ENABLE", "0")
@@ -105,9 +106,9 @@ def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 @needs_vllm
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("route", "first"), [("auto", 1), ("nccl", 11)])
+@pytest.mark.parametrize(("route", "first_version"), [("auto", 1), ("nccl", 11)])
 async def test_push_from_gpu_to_gpu_updates_the_served_weights(
-    config: RunConfig, served: ServedEngine, route: str, first: int
+    config: RunConfig, served: ServedEngine, route: str, first_version: int
 ) -> None:
     engine = await RemoteEngine.connect(served.url, TOKEN)
     model = ModelConfig.model_validate(config.model.model_dump())
@@ -118,7 +119,7 @@ async def test_push_from_gpu_to_gpu_updates_the_served_weights(
     ids = np.random.default_rng(0).integers(3, 300, 40).tolist()
     sample = make_sample("s", ids, 1, advantages=np.ones(40, np.float32))
     (before,) = await backend.forward([sample])
-    for version in range(first, first + 3):
+    for version in range(first_version, first_version + 3):
         await backend.forward_backward([sample], LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=0.004, grad_clip_norm=0))
         assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]

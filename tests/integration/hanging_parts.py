@@ -1,4 +1,4 @@
-"""Parts of a run that never return: an agent, a rule, and replies of an engine."""
+"""An agent, a rule and an engine script that never return."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = 3600.0
 
 async def block_event_loop(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     await workload.agent(task, session, ledger=ledger)
-    time.sleep(SECONDS)  # noqa: ASYNC251 - it must block
+    time.sleep(SECONDS)  # noqa: ASYNC251 - blocks the event loop on purpose
 
 
 def hang_in_rule(task: dict[str, Any], transcript: Transcript) -> float:

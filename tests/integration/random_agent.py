@@ -21,17 +21,17 @@ STOPS = (["12"], ["} }", "9"], ["answer", "é"], [" "])
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that received a response."""
+    """A request that the gateway has answered."""
 
     request_id: str
     kind: str
-    """`follows`: the request extends the reply to ``parent``. `fresh`: it continues no recorded call."""
+    """`follows` if the request extends the reply to ``parent``, `fresh` if it extends no recorded call."""
     parent: str | None = None
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation up to the next reply of the model; ``parent`` is the request of its latest reply."""
+    """The messages to send next. ``parent`` is the id of the request that returned the latest reply."""
 
     messages: list[Json]
     parent: str | None = None
@@ -88,7 +88,7 @@ class RandomAgent:
         return self.rng.choice(messages), request_id
 
     async def repeat_request(self, conversation: Conversation) -> tuple[Json, str]:
-        """Request a second reply to the same messages, as after an unsatisfactory first one."""
+        """Request two replies to the same messages, like an agent that rejects the first one."""
         first = await self.request_reply(conversation)
         return self.rng.choice([first, await self.request_reply(conversation)])
 
@@ -98,7 +98,7 @@ class RandomAgent:
         )
 
     async def retry_lost_reply(self, conversation: Conversation) -> tuple[Json, str]:
-        """Retry as an SDK does: the gateway replays the recorded reply and samples nothing."""
+        """Retry like an SDK. The gateway must replay the recorded reply without sampling."""
         message, request_id = await self.request_reply(conversation)
         replayed, same_id = await self.request_reply(conversation, retried=True)
         assert same_id == request_id
@@ -108,7 +108,7 @@ class RandomAgent:
 
     async def disconnect_mid_stream(self, conversation: Conversation) -> tuple[Json, str]:
         """Disconnect while the reply is streaming, then send the request again."""
-        # An explicit seed: the session would give the seed of an abandoned request to the next one.
+        # The seed is explicit, because the session would use the seed of an abandoned request again.
         body = self._make_body(conversation, stream=True, max_tokens=64) | {"seed": self.rng.getrandbits(62)}
         async with self._send_body(body) as response:
             await response.content.readany()
@@ -130,7 +130,7 @@ class RandomAgent:
         return messages
 
     def _next_user_message(self) -> Json:
-        """Return a unique message, so that a conversation is identified by its messages."""
+        """Return a unique message, so that no two conversations have the same messages."""
         self.message_count += 1
         return {"role": "user", "content": f"{random_text(self.rng)}#{self.message_count}"}
 
@@ -149,7 +149,7 @@ class RandomAgent:
         return Conversation([*conversation.messages, self._echo_reply(reply), *new_messages], request_id)
 
     def _echo_reply(self, reply: Json) -> Json:
-        """Return the reply as agents send it back: unchanged, or changed without a change of meaning."""
+        """Return the reply as an agent might echo it: reformatted, but with the same meaning."""
         match self.rng.randrange(3):
             case 0:
                 return {key: value for key, value in reply.items() if value is not None}
@@ -174,7 +174,7 @@ class RandomAgent:
         messages[index] = {**messages[index], "content": f"{messages[index].get('content') or ''} (edited)"}
         return Conversation(messages)
 
-    # --- the wire ----------------------------------------------------------------------------------
+    # --- HTTP --------------------------------------------------------------------------------------
 
     def _make_body(self, conversation: Conversation, **options: Any) -> Json:
         body: Json = {
@@ -214,7 +214,7 @@ class RandomAgent:
 
 
 def _reformat_arguments(call: Json) -> Json:
-    """Return the tool call with its arguments reserialized as JSON; malformed arguments stay as they are."""
+    """Return the tool call with its arguments reserialized as JSON. Malformed arguments stay unchanged."""
     function = call["function"]
     try:
         arguments = json.dumps(json.loads(function["arguments"]), indent=1)

@@ -1,4 +1,4 @@
-"""An engine that records what another engine emits, as the ground truth for later comparisons."""
+"""An engine that records the tokens of another engine, as the ground truth for later comparisons."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Emission:
 
 
 class RecordingEngine(Engine):
-    """An engine that identifies replies by prompt and seed, so no two requests may share both."""
+    """Records the replies of an engine by prompt and seed, so no two requests may share both."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

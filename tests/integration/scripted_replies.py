@@ -1,8 +1,8 @@
-"""Replies for the scripted engine that differ from one session to the next."""
+"""Scripted engine replies that differ between sessions."""
 
 from __future__ import annotations
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """Return a text in which the seed determines the number of digits."""
+    """Return text whose number of digits depends on the seed."""
     return ("1 " * ((seed or 0) % 5) + "a ") * 100

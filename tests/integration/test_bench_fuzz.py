@@ -1,4 +1,4 @@
-"""`bench/fuzz.py` sends a sample of its requests, and the gateway handles all of them."""
+"""A short run of `bench/fuzz.py`, in which the gateway must handle every request."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 def test_fuzzed_gateway_has_no_server_errors_and_no_hangs(tmp_path: Path) -> None:
     failures = tmp_path / "failures.jsonl"
     command = [sys.executable, str(ROOT / "bench" / "fuzz.py"), "--json", "--no-schema", "--requests", "4000"]
-    # The limits of memory and latency are for long runs on an idle machine, so the exit code is not checked.
+    # The memory and latency limits are for long runs on an idle machine, so the exit code is not checked.
     run = subprocess.run(
         [*command, "--seed", "2", "--failures", str(failures)],
         capture_output=True,
@@ -26,8 +26,8 @@ def test_fuzzed_gateway_has_no_server_errors_and_no_hangs(tmp_path: Path) -> Non
         check=False,
     )
     assert run.stdout, run.stderr[-3000:]
-    figures = json.loads(run.stdout.splitlines()[-1])
-    assert figures["requests"] >= 4000
-    assert (figures["server_errors"], figures["hangs"]) == (0, 0), failures.read_text()[:5000]
-    assert {"share", "rss_growth", "bystander_ratio"} <= set(figures)
-    assert {"200", "400", "401", "404"} <= set(figures["statuses"])
+    metrics = json.loads(run.stdout.splitlines()[-1])
+    assert metrics["requests"] >= 4000
+    assert (metrics["server_errors"], metrics["hangs"]) == (0, 0), failures.read_text()[:5000]
+    assert {"share", "rss_growth", "bystander_ratio"} <= set(metrics)
+    assert {"200", "400", "401", "404"} <= set(metrics["statuses"])

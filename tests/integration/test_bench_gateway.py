@@ -1,4 +1,4 @@
-"""`bench/gateway.py` runs completely in its quick mode."""
+"""A complete run of `bench/gateway.py --quick`."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ BENCH = Path(__file__).parents[2] / "bench"
     reason="needs wrk and nginx: apt-get install nginx libnginx-mod-http-lua wrk",
 )
 @pytest.mark.timeout(300)
-def test_bench_gateway_quick_run_reports_every_figure() -> None:
+def test_bench_gateway_quick_run_reports_every_metric() -> None:
     command = [sys.executable, str(BENCH / "gateway.py"), "--quick", "--json"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert run.returncode == 0, run.stderr
-    figures = json.loads(run.stdout.splitlines()[-1])
-    assert figures["failed"] == {}, run.stderr
-    assert figures["ratio_litellm"] is None  # no peer was requested
+    metrics = json.loads(run.stdout.splitlines()[-1])
+    assert metrics["failed"] == {}, run.stderr
+    assert metrics["ratio_litellm"] is None  # no peer was requested
     for name in ("share_of_floor", "turn_100_over_10", "rss_mb", "loop_lag_p99_ms"):
-        assert figures[name] > 0, run.stderr
+        assert metrics[name] > 0, run.stderr

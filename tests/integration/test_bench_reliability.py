@@ -1,4 +1,4 @@
-"""Short samples of `bench/overload.py` and `bench/soak.py`; the speed of the machine is not tested here."""
+"""Short runs of `bench/overload.py` and `bench/soak.py`. Speed is not checked."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def run_bench(name: str, *options: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_bench_overload_short_sample_rejects_calls_and_loses_none() -> None:
-    figures = run_bench("overload.py", "--only", "engine", "--seconds", "4")
-    assert {"reject_ms", "peak_share", "recovery_s"} <= figures.keys()
-    assert figures["scenarios"]["engine"]["rejected"] > 0
-    assert figures["scenarios"]["engine"]["replies"] > 0
-    assert [figures[name] for name in ("lost", "no_retry_after", "failed")] == [0, 0, 0], figures
-    assert 0 < figures["share"] < 0.05
+def test_bench_overload_short_run_rejects_calls_and_loses_none() -> None:
+    metrics = run_bench("overload.py", "--only", "engine", "--seconds", "4")
+    assert {"reject_ms", "peak_share", "recovery_s"} <= metrics.keys()
+    assert metrics["scenarios"]["engine"]["rejected"] > 0
+    assert metrics["scenarios"]["engine"]["replies"] > 0
+    assert [metrics[name] for name in ("lost", "no_retry_after", "failed")] == [0, 0, 0], metrics
+    assert 0 < metrics["share"] < 0.05
 
 
 @pytest.mark.timeout(300)
-def test_bench_soak_short_sample_swaps_weights_and_loses_no_reply() -> None:
-    figures = run_bench("soak.py", "--warm-up", "0.05", "--minutes", "0.15")
-    assert {"rss_growth", "fd_growth"} <= figures.keys()
-    assert {"gateway", "engine-0", "trainer", "rollout", "supervisor"} <= figures["processes"].keys()
-    assert [figures[name] for name in ("lost", "server_errors")] == [0, 0], figures
-    assert all(figures[name] > 0 for name in ("replies", "swaps", "rewards", "kills")), figures
+def test_bench_soak_short_run_swaps_weights_and_loses_no_reply() -> None:
+    metrics = run_bench("soak.py", "--warm-up", "0.05", "--minutes", "0.15")
+    assert {"rss_growth", "fd_growth"} <= metrics.keys()
+    assert {"gateway", "engine-0", "trainer", "rollout", "supervisor"} <= metrics["processes"].keys()
+    assert [metrics[name] for name in ("lost", "server_errors")] == [0, 0], metrics
+    assert all(metrics[name] > 0 for name in ("replies", "swaps", "rewards", "kills")), metrics

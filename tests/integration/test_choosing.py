@@ -1,4 +1,4 @@
-"""`backend: auto` against a served protocol, from the environment to the report."""
+"""Runs with `backend: auto` and a service that is configured through environment variables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def weaver(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """The URL and key that a Weaver server prints."""
+    """Start a Weaver server and yield the URL and key that it prints."""
     folder = str(tmp_path_factory.mktemp("served"))
     serve = ["backends", "serve", "--protocol", "weaver", "--model", str(model), "--dtype", "fp32"]
     server = subprocess.Popen(

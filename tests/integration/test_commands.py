@@ -1,5 +1,4 @@
-"""`instar train` and `instar serve` as a user runs them: with a program as the agent, files beside the YAML
-and a terminal."""
+"""`instar train` and `instar serve` as a user runs them, with an agent command and files next to the YAML."""
 
 from __future__ import annotations
 
@@ -66,31 +65,31 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
-    """Return the exit code and everything drawn on the terminal, without colours."""
+    """Run the command in a pseudo-terminal; return its exit code and output without escape sequences."""
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(cwd)
         os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="40")
         os.execv(command[0], command)
-    drawn = bytearray()
+    output = bytearray()
     while True:
         try:
-            part = os.read(terminal, 65536)
-        except OSError:  # the terminal's other end is closed
+            data = os.read(terminal, 65536)
+        except OSError:  # the child has closed the terminal
             break
-        if not part:
+        if not data:
             break
-        drawn += part
+        output += data
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", drawn.decode())
+    return code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
 
 
 def test_train_in_terminal_draws_progress_and_writes_report(folder: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    code, drawn = run_in_terminal([INSTAR, "train", str(folder / "run.yaml")], elsewhere)
-    assert code == 0, drawn
-    assert "Traceback" not in drawn
+    working_dir = tmp_path / "working_dir"
+    working_dir.mkdir()
+    code, output = run_in_terminal([INSTAR, "train", str(folder / "run.yaml")], working_dir)
+    assert code == 0, output
+    assert "Traceback" not in output
     for part in (
         "instar · mine",
         "phase",
@@ -100,14 +99,14 @@ def test_train_in_terminal_draws_progress_and_writes_report(folder: Path, tmp_pa
         "held-out sampled",
         "trainer",
     ):
-        assert part in drawn
-    last = drawn[drawn.rindex("╭") :]
-    assert re.search(r"held-out sampled +\d\.\d\d → \d\.\d\d", last), last
-    assert "1 steps in" in drawn
-    assert (elsewhere / "runs" / "mine" / "report" / "index.html").is_file()
+        assert part in output
+    last_frame = output[output.rindex("╭") :]
+    assert re.search(r"held-out sampled +\d\.\d\d → \d\.\d\d", last_frame), last_frame
+    assert "1 steps in" in output
+    assert (working_dir / "runs" / "mine" / "report" / "index.html").is_file()
 
 
-def test_train_with_json_prints_figures_in_last_line(folder: Path) -> None:
+def test_train_with_json_prints_summary_as_last_line(folder: Path) -> None:
     command = [INSTAR, "train", "run.yaml", "--json"]
     completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert completed.returncode == 0, completed.stderr
@@ -115,9 +114,9 @@ def test_train_with_json_prints_figures_in_last_line(folder: Path) -> None:
     assert (summary["name"], summary["steps"], summary["version"]) == ("mine", 1, 1)
     assert {"sampled_before", "sampled_after", "seconds", "run_dir"} <= summary.keys()
     assert "held-out tasks, after, sampled" in completed.stderr
-    again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
-    assert again.returncode == 1
-    assert "Continue the run with --resume" in again.stderr
+    second = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert second.returncode == 1
+    assert "Continue the run with --resume" in second.stderr
 
 
 def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:

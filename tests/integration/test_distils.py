@@ -1,4 +1,4 @@
-"""Complete runs with a teacher in its own process, which may crash or have another vocabulary."""
+"""Complete distillation runs with the teacher in its own process."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_distillation_with_killed_teacher_matches_undisturbed_run(models: Path, 
     assert killed.fingerprint() == undisturbed.fingerprint()
     steps = read_steps(undisturbed.run_dir)
     assert all(
-        step["reference_kl"] == again["reference_kl"]
-        for step, again in zip(steps, read_steps(killed.run_dir), strict=True)
+        step["reference_kl"] == killed_step["reference_kl"]
+        for step, killed_step in zip(steps, read_steps(killed.run_dir), strict=True)
     )
     assert len({step["reference_kl"] for step in steps}) == 3
     killed.assert_no_orphans()
@@ -71,7 +71,7 @@ def test_teacher_with_another_vocabulary_is_rejected_at_start(models: Path, tmp_
     assert "differs from" in output
     assert "Traceback" not in output
     assert run.query("SELECT status FROM runs") == [("failed",)]
-    assert run.query("SELECT COUNT(*) FROM sessions") == [(0,)], "before anything was rolled out"
+    assert run.query("SELECT COUNT(*) FROM sessions") == [(0,)], "the run must fail before any rollout"
 
 
 def test_teacher_with_cloud_engine_is_rejected(models: Path, tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ def test_teacher_with_cloud_engine_is_rejected(models: Path, tmp_path: Path) -> 
     run.start()
     assert run.wait(90) != 0
     output = run.output.read_text()
-    assert "trainer.reference.engine.type: cloud requires that the backend is a training service" in output
+    assert "trainer.reference.engine.type: cloud requires a training service as the backend" in output
 
 
 def test_step_metrics_contain_reference_kl(models: Path, tmp_path: Path) -> None:

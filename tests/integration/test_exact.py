@@ -1,11 +1,10 @@
-"""Token-exactness over sessions in which an agent performs random actions.
+"""Tests that training samples contain exactly the sampled tokens, with agents that act at random.
 
-The model is tiny, in fp32, and trained to call tools, so that sampling at temperature 1 yields valid calls,
-malformed ones and plain text. Agents talk to a gateway on a socket, streamed and not, with 0 to 3 tools, 1 to
-5 turns, replies cut at 1 to 64 tokens, stop strings, text of several scripts, characters split over tokens,
-tool results, several choices, requests that are repeated, sent twice concurrently or retried by the client,
-abandoned replies, forks, sub-agents, and histories that were edited or summarized. The training samples are
-compared with what the engine emitted, as recorded by `RecordingEngine`.
+A tiny fp32 model is trained to call tools, so that sampling at temperature 1 yields valid calls, malformed
+calls and plain text. The agents talk to a gateway on a socket. Their sessions cover streaming, 0 to 3 tools,
+1 to 5 turns, limits of 1 to 64 tokens, stop strings, several scripts, characters split over tokens, tool
+results, several choices, repeated, concurrent and retried requests, abandoned replies, forks, sub-agents, and
+edited or summarized histories. The samples are compared with the tokens recorded by `RecordingEngine`.
 """
 
 from __future__ import annotations
@@ -32,7 +31,12 @@ from instar.store.sqlite import SqliteStore
 from instar.types import Call, CallStatus, Channel, Link, Sample, SamplingParams
 from tests.integration.random_agent import RandomAgent
 from tests.integration.recording_engine import Emission, RecordingEngine, make_emission_key
-from tests.integration.tool_call_model import make_sample, model_config, train_lineage, train_tool_call_model
+from tests.integration.tool_call_model import (
+    make_model_config,
+    make_sample,
+    train_lineage,
+    train_tool_call_model,
+)
 from tests.serving import ADMIN_KEY, running_gateway
 
 SESSIONS = 1000
@@ -47,7 +51,7 @@ def tool_call_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class ExactnessHarness:
-    """A recording engine behind a gateway, with the store."""
+    """A gateway with a recording engine and a store."""
 
     engine: RecordingEngine
     store: SqliteStore
@@ -59,7 +63,7 @@ class ExactnessHarness:
         """Run this many sessions, ``CONCURRENCY`` at a time."""
         slots = asyncio.Semaphore(CONCURRENCY)
 
-        async def one(number: int) -> RandomAgent:
+        async def run_agent(number: int) -> RandomAgent:
             async with slots:
                 rng = random.Random(f"{name}/{number}")
                 agent = RandomAgent(self.http, await self._open_session(rng), rng)
@@ -68,11 +72,11 @@ class ExactnessHarness:
                 return agent
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number)) for number in range(sessions)]
+            tasks = [group.create_task(run_agent(number)) for number in range(sessions)]
         return [task.result() for task in tasks]
 
     async def _open_session(self, rng: random.Random) -> AgentSession:
-        """Open a session, some with other sampling; the logprobs are those of the full softmax anyway."""
+        """Open a session, sometimes with other sampling settings, which must not affect the logprobs."""
         sampling = {"temperature": 0.7, "top_p": 0.9} if rng.random() < 0.1 else {}
         return await self.client.open_session(
             OpenSession(channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling)
@@ -84,7 +88,7 @@ class ExactnessHarness:
 
 @pytest.fixture
 async def harness(tool_call_model: Path, tmp_path: Path) -> AsyncIterator[ExactnessHarness]:
-    config = RunConfig(name="exact", model=model_config(tool_call_model))
+    config = RunConfig(name="exact", model=make_model_config(tool_call_model))
     local = LocalEngine(config.model, LocalEngineConfig(threads=1, kv_tokens=200_000))
     engine, store = RecordingEngine(local), SqliteStore(tmp_path / "store.db")
     async with running_gateway(config, store, engine) as url:
@@ -96,11 +100,11 @@ async def harness(tool_call_model: Path, tmp_path: Path) -> AsyncIterator[Exactn
     await store.close()
 
 
-# --- what must hold of every session ------------------------------------------------------------
+# --- checks for every session -------------------------------------------------------------------
 
 
 def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
-    """Check that the recorded calls equal what the engine emitted, bit for bit."""
+    """Check that the recorded calls equal the engine's emissions, bit for bit."""
     for call in calls:
         emission = harness.find_emission(call)
         kept = len(call.sampled_ids)
@@ -113,12 +117,14 @@ def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
 
 
 def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sample]) -> int:
-    """Check that every complete reply is trained one time, after the prompt it was sampled from; return the
-    number of trained tokens."""
+    """Check that every complete reply is trained on exactly once, after the prompt it was sampled from.
+
+    Returns the number of trained tokens.
+    """
     by_id = {call.call_id: call for call in calls}
-    trained: Counter[str] = Counter()
+    trained_counts: Counter[str] = Counter()
     for sample in samples:
-        masked = np.zeros(len(sample), bool)
+        expected_mask = np.zeros(len(sample), bool)
         for span in sample.spans:
             positions = slice(span.start, span.start + span.length)
             if not sample.mask[positions].any():
@@ -127,15 +133,15 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
             assert sample.token_ids[: span.start].tolist() == emission.prompt
             assert sample.token_ids[positions].tolist() == emission.ids
             assert sample.versions[positions].tolist() == emission.versions
-            masked[positions] = True
-            trained[span.call_id] += 1
-        np.testing.assert_array_equal(sample.mask, masked)
-    assert trained == Counter(call.call_id for call in calls if call.status is CallStatus.OK)
+            expected_mask[positions] = True
+            trained_counts[span.call_id] += 1
+        np.testing.assert_array_equal(sample.mask, expected_mask)
+    assert trained_counts == Counter(call.call_id for call in calls if call.status is CallStatus.OK)
     return sum(sample.trained_tokens for sample in samples)
 
 
 def check_links(agent: RandomAgent, calls: list[Call]) -> int:
-    """Check that turns that extend history begin with its exact tokens; return the number of such turns."""
+    """Check that turns that extend their history start with its exact tokens; return their number."""
     by_id = {call.call_id: call for call in calls}
     by_request: dict[str, list[Call]] = {}
     for call in calls:
@@ -175,7 +181,7 @@ async def test_training_samples_of_random_sessions_equal_engine_emissions(
     trained, followed = sum(tokens for _, tokens, _ in checked), sum(turns for _, _, turns in checked)
 
     backend = LocalBackend(
-        model_config(tool_call_model), LocalBackendConfig(threads=1, micro_batch_tokens=4096)
+        make_model_config(tool_call_model), LocalBackendConfig(threads=1, micro_batch_tokens=4096)
     )
     gap = compute_max_gap(samples, await backend.forward(samples))
     await backend.close()
@@ -185,7 +191,7 @@ async def test_training_samples_of_random_sessions_equal_engine_emissions(
         f"\n{trained} tokens trained, {followed} turns followed, largest gap {gap:.1e}; "
         f"{dict(harness.event_counts)}"
     )
-    # Every kind of event must have happened often enough.
+    # Every event must have happened often enough.
     assert trained > 20 * SESSIONS
     assert followed > SESSIONS
     finished = sum(emission.is_finished for emission in harness.engine.emissions.values())
@@ -204,7 +210,7 @@ def compute_max_gap(
     )
 
 
-# --- other weights, meanwhile -------------------------------------------------------------------
+# --- weight swaps ---------------------------------------------------------------------------------
 
 VERSIONS = 4
 
@@ -213,13 +219,16 @@ VERSIONS = 4
 async def test_replies_after_weight_swap_use_only_new_weights(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """Weights are swapped while sessions run. Each token carries the version that sampled it, and a request
-    after a swap is computed by the new weights alone, although the old ones had computed its history."""
+    """Swap weights while sessions run.
+
+    Each token must carry the version that sampled it. A request after a swap must use only the new weights,
+    even though the old weights computed its history.
+    """
     lineage = await train_lineage(tool_call_model, tmp_path, VERSIONS)
     running = asyncio.create_task(harness.run_agents(120, "swapped"))
     for policy in lineage.policies[1:]:
-        enough = len(harness.engine.emissions) + 60
-        while len(harness.engine.emissions) < enough and not running.done():  # noqa: ASYNC110 - no event tells
+        target = len(harness.engine.emissions) + 60
+        while len(harness.engine.emissions) < target and not running.done():  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.005)
         await harness.engine.load(policy)
     agents = await running
@@ -235,7 +244,7 @@ async def test_replies_after_weight_swap_use_only_new_weights(
     assert sum(emission.versions[0] != emission.versions[-1] for emission in emissions) >= VERSIONS
 
     for version in range(VERSIONS + 1):
-        # Requested when these weights were loaded: no other version computed the tokens before these.
+        # These weights were already loaded when the requests arrived, so no others computed the prompts.
         version_emissions = [
             e for e in emissions if e.is_settled and e.loaded_version == version == e.versions[0]
         ]
@@ -244,17 +253,17 @@ async def test_replies_after_weight_swap_use_only_new_weights(
         gap = compute_max_gap(samples, await (await lineage.load_version(version)).forward(samples))
         assert gap < TOLERANCE
         if version:
-            # The comparison would notice if the previous weights had computed a prompt.
+            # The gap is much larger with the previous weights, so the check above would detect stale prompts.
             stale = compute_max_gap(samples, await (await lineage.load_version(version - 1)).forward(samples))
             assert stale > 100 * TOLERANCE
     assert (await harness.engine.status()).cached_tokens > 10_000, (
-        "no cached tokens were reused, so the test proves nothing"
+        "the test requires that cached tokens are reused"
     )
     await lineage.backend.close()
 
 
 def make_version_sample(emission: Emission, version: int) -> Sample:
-    """Return a sample of the prompt and the tokens of the reply that this version sampled."""
+    """Return a sample with the prompt and the reply tokens that this version sampled."""
     count = emission.versions.count(version)
     sample = make_sample(str(emission.params.seed), emission.prompt, emission.ids[:count])
     sample.logprobs[len(emission.prompt) :] = emission.logprobs[:count]
@@ -264,14 +273,14 @@ def make_version_sample(emission: Emission, version: int) -> Sample:
 async def test_engine_after_weight_swap_equals_fresh_engine(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """Second turns whose first turn was computed by other weights are compared token by token."""
+    """Continue sequences that other weights computed, and compare the replies token by token."""
     lineage = await train_lineage(tool_call_model, tmp_path, 1)
     first_agents = await harness.run_agents(24, "before")
     await harness.engine.load(lineage.policies[1])
     calls = [call for agent in first_agents for call in await harness.store.calls(agent.session.session_id)]
-    fresh = LocalEngine(model_config(tool_call_model), LocalEngineConfig(threads=1))
+    fresh = LocalEngine(make_model_config(tool_call_model), LocalEngineConfig(threads=1))
     await fresh.load(lineage.policies[1])
-    before = (await harness.engine.status()).cached_tokens
+    cached_before = (await harness.engine.status()).cached_tokens
     for number, call in enumerate(calls[-24:]):
         params = SamplingParams(max_tokens=24, seed=number)
         prompt = call.sequence.tolist()
@@ -282,7 +291,7 @@ async def test_engine_after_weight_swap_equals_fresh_engine(
             [chunk.logprobs[0] for chunk in chunks] for chunks in (swapped_chunks, fresh_chunks)
         )
         np.testing.assert_allclose(actual, expected, atol=1e-4)
-    reused = (await harness.engine.status()).cached_tokens - before
+    reused = (await harness.engine.status()).cached_tokens - cached_before
     assert reused == (await fresh.status()).cached_tokens
     await fresh.close()
     await lineage.backend.close()

@@ -1,4 +1,4 @@
-"""Ctrl-C ends a run in bounded time and leaves no process, whatever hangs."""
+"""Ctrl-C stops a run in bounded time and leaves no process behind, whatever hangs."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.tiny import make_tiny_model
 from tests.torture.run_process import ROOT, RunProcess, is_alive, list_descendants, make_config
 
 HANGING_MODULE = "tests.integration.hanging_parts"
-SLEEP = ["sh", "-c", "trap '' TERM; sleep 3600 & wait"]
-LIMIT_SECONDS = 60.0
-"""The roles have three times 10 s, and the trainer has 3 s; the rest is for a busy machine."""
+HANGING_COMMAND = ["sh", "-c", "trap '' TERM; sleep 3600 & wait"]
+MAX_STOP_SECONDS = 60.0
+"""The roles may take three times 10 s and the trainer 3 s. The rest is slack for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def silent_url() -> Generator[str]:
-    """The URL of a server that accepts connections and never answers."""
+    """The URL of a server that accepts connections but never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
 
@@ -53,8 +53,8 @@ def has_started_session(run: RunProcess) -> bool:
         return False  # the store has not been created yet
 
 
-def interrupt(run: RunProcess, *, times: int = 1, within: float = LIMIT_SECONDS) -> None:
-    """Send SIGINT, and check that the run exits in time without leaving a process."""
+def interrupt(run: RunProcess, *, times: int = 1, within: float = MAX_STOP_SECONDS) -> None:
+    """Send SIGINT and check that the run exits in time and leaves no process behind."""
     assert run.process is not None
     processes = list_descendants(run.process.pid)
     for _ in range(times):
@@ -63,14 +63,14 @@ def interrupt(run: RunProcess, *, times: int = 1, within: float = LIMIT_SECONDS)
     try:
         assert run.wait(within) == 130, run.explain()
     except subprocess.TimeoutExpired:
-        pytest.fail(f"not stopped after {within:g} s\n{run.explain()}")
+        pytest.fail(f"the run did not stop within {within:g} s\n{run.explain()}")
     finally:
         deadline = time.monotonic() + 10
-        while (left := list(filter(is_alive, processes))) and time.monotonic() < deadline:
+        while (remaining := list(filter(is_alive, processes))) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for pid in left:
+        for pid in remaining:
             os.kill(pid, signal.SIGKILL)
-    assert left == [], run.explain()
+    assert remaining == [], run.explain()
     assert "Traceback" not in run.output.read_text()
 
 
@@ -101,7 +101,7 @@ def test_ctrl_c_with_suspended_roles_stops_the_run(model: Path, tmp_path: Path, 
 
 
 def hang_agent(config: dict[str, Any]) -> None:
-    config["rollout"]["agent"] = {"type": "command", "command": SLEEP}
+    config["rollout"]["agent"] = {"type": "command", "command": HANGING_COMMAND}
 
 
 def hang_function_agent(config: dict[str, Any]) -> None:
@@ -144,7 +144,7 @@ def test_ctrl_c_with_a_silent_judge_stops_the_run(model: Path, tmp_path: Path, s
 
 
 @pytest.mark.parametrize("role", ["engine", "gateway"])
-def test_ctrl_c_during_the_start_stops_the_run(model: Path, tmp_path: Path, role: str) -> None:
+def test_ctrl_c_during_startup_stops_the_run(model: Path, tmp_path: Path, role: str) -> None:
     run = make_run(tmp_path, model)
     run.start()
     assert run.wait_until(lambda: role in run.list_processes().values())
@@ -175,4 +175,4 @@ def test_ctrl_c_while_serve_starts_stops_it(model: Path, tmp_path: Path, times: 
         )
     assert run.wait_until(lambda: "engine" in run.list_processes().values())
     suspend(run, "engine")
-    interrupt(run, times=times, within=LIMIT_SECONDS if times == 1 else 5)
+    interrupt(run, times=times, within=MAX_STOP_SECONDS if times == 1 else 5)

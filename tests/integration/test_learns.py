@@ -1,4 +1,4 @@
-"""The learning test of tests/unit/test_learns.py on further seeds."""
+"""The learning test of tests/unit/test_learns.py with more seeds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.test_learns import learn
+from tests.unit.test_learns import check_model_learns
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 async def test_random_model_learns_on_other_seeds(tmp_path: Path, seed: int) -> None:
-    await learn(tmp_path, seed)
+    await check_model_learns(tmp_path, seed)

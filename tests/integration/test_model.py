@@ -1,4 +1,4 @@
-"""The default model is downloaded and converted into an empty cache."""
+"""Downloads the default model into an empty cache and converts it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Complete runs with a PostgreSQL store: finished, killed and resumed, and inspected."""
+"""Complete runs with a PostgreSQL store, which are killed, resumed and inspected."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ def test_run_on_postgres_finishes_and_can_be_inspected(
     assert run.run_command("report", str(run.run_dir))
     for path in (tmp_path, *tmp_path.rglob("*")):
         assert path.is_dir() or PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}"
-    assert_name_is_taken(run, tmp_path / "another")
+    assert_name_is_taken(run, tmp_path / "second")
 
 
 def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
-    """Check that a run of the same name in another folder is rejected."""
+    """Check that a run with the same name in another folder is rejected."""
     folder.mkdir()
-    again = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
-    again.start(**{PASSWORD_VARIABLE: PASSWORD})
-    assert again.wait(60) == 1
-    assert "the store already has a run named" in again.output.read_text()
+    second = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
+    second.start(**{PASSWORD_VARIABLE: PASSWORD})
+    assert second.wait(60) == 1
+    assert "the store already has a run named" in second.output.read_text()
     assert not (folder / "run" / "config.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""A run that the previous version started can be resumed."""
+"""Resumes a run that was started by the previous version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def query(run_dir: Path, sql: str) -> list[Any]:
         return database.execute(sql).fetchall()
 
 
-def test_resume_finishes_a_run_of_the_previous_version(tmp_path: Path) -> None:
+def test_resume_finishes_a_run_started_by_the_previous_version(tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     run_dir = copy_previous_run(folder)
     make_previous_model(folder)

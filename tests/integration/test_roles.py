@@ -1,4 +1,4 @@
-"""Every role of a run is drained, stopped and started on its own while the run continues."""
+"""Restarts, drains and starts individual roles while the run continues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.torture.run_process import ROOT, RunProcess, make_config
 
 
 def run_roles_command(run: RunProcess, *arguments: str) -> dict[str, dict[str, Any]]:
-    """Run `instar roles` and return its rows by role name."""
+    """Run `instar roles` and return its rows, keyed by role name."""
     command = [sys.executable, "-m", "instar.cli.main", "roles", str(run.run_dir), *arguments, "--json"]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert completed.returncode == 0, f"{completed.stderr}\n{run.explain()}"
@@ -30,7 +30,7 @@ def count_committed_steps(run: RunProcess) -> int:
 
 
 def assert_two_more_steps(run: RunProcess) -> None:
-    """Wait for two further steps, because one may have been in progress."""
+    """Wait for two more steps, because the first may already have been in progress."""
     before = count_committed_steps(run)
     assert run.wait_until(lambda: count_committed_steps(run) >= before + 2)
 
@@ -63,7 +63,7 @@ def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> N
         after = run_roles_command(run, "restart", name)
         assert after[name]["state"] == "running"
         assert_two_more_steps(run)
-        assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} is another process"
+        assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} was not restarted"
 
     os.kill(run_roles_command(run)["trainer"]["pid"], signal.SIGTERM)
     assert_two_more_steps(run)  # the run did not request this exit, so it restarts the trainer
@@ -74,18 +74,20 @@ def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> N
 
     assert run_roles_command(run, "drain", "trainer")["trainer"]["state"] == "stopped"
     saved = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
-    assert saved == run.query("SELECT MAX(step) FROM steps"), "the step under way was finished and saved"
+    assert saved == run.query("SELECT MAX(step) FROM steps"), "the current step was not finished and saved"
     assert run_roles_command(run, "start", "trainer")["trainer"]["state"] == "running"
     assert_two_more_steps(run)
 
-    ends = ("failed", "abandoned")
-    lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", *ends)
-    assert lost == [], f"draining costs no session\n{run.explain()}"
+    statuses = ("failed", "abandoned")
+    lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", *statuses)
+    assert lost == [], f"sessions were lost\n{run.explain()}"
     assert run.process is not None
     run.process.terminate()
     assert run.wait(120) == 130, run.explain()
     run.assert_no_orphans()
     run.assert_replies_recorded()
-    twice = run.query("SELECT sample_key FROM claims GROUP BY run_id, epoch, sample_key HAVING COUNT(*) > 1")
-    assert twice == []
+    duplicates = run.query(
+        "SELECT sample_key FROM claims GROUP BY run_id, epoch, sample_key HAVING COUNT(*) > 1"
+    )
+    assert duplicates == []
     assert {row["state"] for row in run_roles_command(run).values()} == {"down"}

@@ -34,7 +34,7 @@ def test_run_after_ctrl_c_drains_and_resumes(model: Path, tmp_path: Path) -> Non
     run.assert_no_orphans(within=0.5)
     steps = run.query("SELECT state FROM steps")
     assert 1 <= len(steps) < 4
-    assert {state for (state,) in steps} == {"committed"}, "the step under way is finished and saved"
+    assert {state for (state,) in steps} == {"committed"}, "the current step was not finished and saved"
     assert run.query("SELECT status FROM runs") == [("stopped",)]
     assert json.loads(run.output.read_text().splitlines()[-1])["stopped"] is True
     run.start(resume=True)
@@ -56,15 +56,15 @@ def test_run_after_second_ctrl_c_stops_immediately(model: Path, tmp_path: Path) 
     run.assert_no_orphans(within=1.0)
 
 
-def list_open_files(folder: Path) -> list[str]:
-    """Return the files and folders that other users may access."""
+def list_public_files(folder: Path) -> list[str]:
+    """Return the files and folders that other users can access."""
     return [str(path) for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
 
 
-def test_files_of_run_are_private_except_those_of_the_agent(model: Path, tmp_path: Path) -> None:
+def test_run_files_are_private_except_the_agents_own(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1, tensorboard=True)
-    evaluated = {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks", "args": {"count": 1}}
-    config["eval"] = {"tasks": evaluated, "modes": {"sampled": {}}, "at_end": False}
+    eval_tasks = {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks", "args": {"count": 1}}
+    config["eval"] = {"tasks": eval_tasks, "modes": {"sampled": {}}, "at_end": False}
     run = RunProcess(tmp_path, config)
     with use_umask(0o022):
         run.start()
@@ -74,19 +74,19 @@ def test_files_of_run_are_private_except_those_of_the_agent(model: Path, tmp_pat
     assert {"report", "checkpoints", "policies", "logs", "metrics.jsonl", "tensorboard", "store.db"} <= {
         path.name for path in run.run_dir.iterdir()
     }
-    assert list_open_files(run.run_dir) == []
-    assert list_open_files(tmp_path / "export") == []
+    assert list_public_files(run.run_dir) == []
+    assert list_public_files(tmp_path / "export") == []
     assert (tmp_path / "ledger.txt").stat().st_mode & 0o777 == 0o644
 
 
 def test_run_with_config_error_prints_one_message(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=4)
-    config["rollout"]["agent"]["function"] = "tests.torture.workload:nobody"
+    config["rollout"]["agent"]["function"] = "tests.torture.workload:missing"
     run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(60) == 1
     output = run.output.read_text()
-    assert "error: rollout: 'tests.torture.workload' has no 'nobody'" in output
+    assert "error: rollout: 'tests.torture.workload' has no 'missing'" in output
     assert "Traceback" not in output
     run.assert_no_orphans(within=0.5)
     assert run.query("SELECT status FROM runs") == [("failed",)]
@@ -101,7 +101,7 @@ def test_killed_engine_restarts_with_head_policy(model: Path, tmp_path: Path) ->
     assert "engine exited (signal SIGKILL); restarting it" in run.output.read_text()
     run.assert_consistent()
     stale = run.query("SELECT COUNT(*) FROM claims WHERE reason = 'stale'")
-    assert stale == [(0,)], "what was sampled after came from the head, not from the base model"
+    assert stale == [(0,)], "the restarted engine must sample with the head policy, not with the base model"
 
 
 def test_resume_after_finished_run_trains_further_steps(model: Path, tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_resume_after_finished_run_trains_further_steps(model: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_role_exits_if_supervisor_is_killed_during_start(role: str, model: Path, tmp_path: Path) -> None:
+def test_role_exits_if_supervisor_is_killed_during_startup(role: str, model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4))
     run.start()
     assert run.wait_until(lambda: role in run.list_processes().values())

@@ -1,4 +1,4 @@
-"""In a real run only the trainer has the service's key: no file, log, report or agent contains it."""
+"""In a real run only the trainer gets the service's key. No agent, file, log or report contains it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import yaml
 
 from tests.tiny import make_tiny_model
 
-KEY = "tml-0123456789-do-not-write-this-down"
+KEY = "tml-0123456789-test-secret"
 ROOT = Path(__file__).parents[2]
 AGENT = """
 import json, os, subprocess, sys
@@ -28,9 +28,9 @@ def tasks():
     return [{"number": 1}, {"number": 2}]
 
 
-async def agent(task, session, *, seen):
-    below = subprocess.run([sys.executable, "-c", "import os; print(dict(os.environ))"], capture_output=True)
-    Path(seen).write_text(json.dumps([dict(os.environ), below.stdout.decode()]))
+async def agent(task, session, *, output):
+    child = subprocess.run([sys.executable, "-c", "import os; print(dict(os.environ))"], capture_output=True)
+    Path(output).write_text(json.dumps([dict(os.environ), child.stdout.decode()]))
     return 1.0
 """
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class KeyEchoingHandler(BaseHTTPRequestHandler):
-    """A service that rejects every key and repeats it in the error, as some services do."""
+    """A service that rejects every key and echoes it in the error message, as some services do."""
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -69,21 +69,21 @@ def service_url() -> Iterator[str]:
 
 def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
     return {
-        "name": "kept",
+        "name": "secrets",
         "dir": str(folder / "run"),
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
         "engine": {"type": "scripted"},
         "backend": {"deadline": 20, **backend},
         "trainer": {"mode": "sync", "steps": 1, "tensorboard": False},
         "rollout": {
-            "tasks": {"type": "python", "function": "kept_agent:tasks"},
+            "tasks": {"type": "python", "function": "agent_module:tasks"},
             "agent": {
                 "type": "function",
-                "function": "kept_agent:agent",
-                "args": {"seen": str(folder / "seen")},
+                "function": "agent_module:agent",
+                "args": {"output": str(folder / "environments.json")},
             },
         },
-        "eval": {"tasks": {"type": "python", "function": "kept_agent:tasks"}, "modes": {"greedy": {}}},
+        "eval": {"tasks": {"type": "python", "function": "agent_module:tasks"}, "modes": {"greedy": {}}},
     }
 
 
@@ -94,32 +94,32 @@ def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
         ({"type": "tinker", "api_key": KEY}, {"TINKER_API_KEY": f"{KEY}-another"}),
         ({"type": "weaver"}, {"WEAVER_API_KEY": KEY, "COPY": f"Bearer {KEY}"}),
     ],
-    ids=["in the file", "in the environment"],
+    ids=["key in file", "key in environment"],
 )
 def test_service_key_is_visible_only_to_roles_that_need_it(
     model: Path, service_url: str, tmp_path: Path, backend: dict[str, str], env: dict[str, str]
 ) -> None:
-    (tmp_path / "kept_agent.py").write_text(AGENT)
+    (tmp_path / "agent_module.py").write_text(AGENT)
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=service_url, **backend)))
-    clean = {
+    base_env = {
         name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
     }
     completed = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"],
         cwd=ROOT,
-        env={**clean, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
+        env={**base_env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
         text=True,
         timeout=280,
     )
     output = completed.stdout + completed.stderr
     assert completed.returncode == 1, output
-    assert "trainer: " in output, "it got as far as the service"
+    assert "trainer: " in output, "the trainer did not reach the service"
     assert KEY not in output
-    mine, below = json.loads((tmp_path / "seen").read_text())
-    assert KEY not in json.dumps(mine) + below
-    assert mine["PATH"], "the rest is inherited"
+    agent_env, child_env = json.loads((tmp_path / "environments.json").read_text())
+    assert KEY not in json.dumps(agent_env) + child_env
+    assert agent_env["PATH"], "the other variables must be inherited"
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"config.json", "store.db", "trainer.log"} <= {path.name for path in written}
     assert [path for path in written if KEY.encode() in path.read_bytes()] == []

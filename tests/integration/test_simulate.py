@@ -1,4 +1,4 @@
-"""Two real runs, one in each mode, compared with what `instar simulate` predicts from the first."""
+"""Compares real runs in both modes with what `instar simulate` predicts from the first run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
 STEPS = 8
 TOLERANCE = 0.35
-"""The tolerated relative error of the samples per hour; the machine may be busy with other work."""
+"""The tolerated relative error of the samples per hour, with slack for a busy machine."""
 
 
 def make_environment() -> dict[str, str]:
@@ -34,12 +34,12 @@ def run_instar(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The figures of the run and the folder of its YAML, by mode."""
+    """The metrics of a run in each mode, with the folder of its YAML."""
     folder = tmp_path_factory.mktemp("runs")
     model = make_tiny_model(folder / "model", hidden=32, context=1024)
     workload = folder / "workload.jsonl"
-    turns = [[[8, 6, 0.2]], [[8, 6, 0.3], [4, 10, 0.2]], [[8, 6, 0.1]], [[8, 6, 2.5], [4, 6, 0.2]]]
-    workload.write_text("".join(json.dumps({"turns": played}) + "\n" for played in turns))
+    sessions = [[[8, 6, 0.2]], [[8, 6, 0.3], [4, 10, 0.2]], [[8, 6, 0.1]], [[8, 6, 2.5], [4, 6, 0.2]]]
+    workload.write_text("".join(json.dumps({"turns": session}) + "\n" for session in sessions))
     sys.path.insert(0, str(BENCH))
     try:
         from async_parts.runs import RunPlan, run_training  # pyright: ignore[reportMissingImports]
@@ -49,7 +49,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         engine={"type": "scripted", "function": "tests.integration.scripted_replies:reply", "delay": 0.01},
         model={"name": str(model), "dtype": "fp32", "device": "cpu"},
         backend={"type": "local", "threads": 1, "lora": {"rank": 4}},
-        kind="digits",
+        characters="digits",
         lr=1e-3,
         steps=STEPS,
         group_size=2,
@@ -60,7 +60,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         speed=40.2,
         context=1024,
         eval_tasks=2,
-        limit=200.0,
+        timeout=200.0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", make_environment()["PYTHONPATH"])
@@ -74,14 +74,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
-    figures = measured[mode]
-    folder = figures["folder"]
+    metrics = measured[mode]
+    folder = metrics["folder"]
     output = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
-    error = output["samples_per_hour"] / figures["samples_per_hour"] - 1
-    print(f"{mode}: {figures['samples_per_hour']:.0f} measured, {error:+.1%} predicted")
+    error = output["samples_per_hour"] / metrics["samples_per_hour"] - 1
+    print(f"{mode}: {metrics['samples_per_hour']:.0f} samples/h measured, prediction error {error:+.1%}")
     assert output["finished"]
     assert abs(error) < TOLERANCE
-    assert figures["samples_per_hour"] < 1.1 * output["bound"]
+    assert metrics["samples_per_hour"] < 1.1 * output["bound"]
 
 
 def test_async_mode_is_faster_as_predicted(measured: dict[str, dict[str, Any]]) -> None:

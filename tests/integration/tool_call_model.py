@@ -1,7 +1,7 @@
 """Tiny models for the exactness tests: one that samples tool calls, and adapters that change it.
 
 A model with random weights never writes a valid tool call. After a few seconds of supervised training it
-often does, and otherwise writes malformed ones of many kinds.
+often does, and otherwise writes many kinds of malformed calls.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ TOOLS: list[Tool] = [
 WORDS = ("plus", "the answer", "tool", "naïve", "日本", "🦋", "12 * 34", "<|im_end|>", "\n\n", "{}", " ", "é")
 
 
-def model_config(folder: Path) -> ModelConfig:
+def make_model_config(folder: Path) -> ModelConfig:
     return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=CONTEXT)
 
 
-def random_text(rng: random.Random, most: int = 6) -> str:
-    return " ".join(rng.choices(WORDS, k=rng.randint(0, most)))
+def random_text(rng: random.Random, max_words: int = 6) -> str:
+    return " ".join(rng.choices(WORDS, k=rng.randint(0, max_words)))
 
 
 def random_messages(rng: random.Random) -> list[Message]:
@@ -58,7 +58,7 @@ def random_tools(rng: random.Random) -> list[Tool]:
 async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
     """Train a randomly initialized fp32 model to call its tools; return its folder."""
     make_tiny_model(folder / "random", std=0.1, context=CONTEXT)
-    model = model_config(folder / "random")
+    model = make_model_config(folder / "random")
     renderer, rng = load_renderer(folder / "random", model), random.Random(0)
     backend = LocalBackend(model, LocalBackendConfig(lora=None, threads=1))
     for step in range(steps):
@@ -71,7 +71,7 @@ async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 1
 
 
 def _make_training_sample(renderer: Renderer, rng: random.Random, key: str) -> Sample:
-    """Return a random prompt with the reply to learn: a tool call if there are tools, else a text."""
+    """Return a random prompt with the reply to learn: a tool call if there are tools, else text."""
     tools = random_tools(rng)
     prompt = renderer.render(random_messages(rng), tools)
     text = "The answer is 893."
@@ -109,14 +109,14 @@ class PolicyLineage:
     backend: LocalBackend
 
     async def load_version(self, version: int) -> LocalBackend:
-        """Return the backend with the weights of that version."""
+        """Load the weights of a version into the backend, and return it."""
         await self.backend.load_state(self.states[version], optimizer=False)
         return self.backend
 
 
 async def train_lineage(model: Path, folder: Path, versions: int) -> PolicyLineage:
-    """Train adapters that differ strongly from one another, each from the one before."""
-    settings = model_config(model)
+    """Train a series of adapters, each of which starts from the previous one and differs strongly from it."""
+    settings = make_model_config(model)
     backend = LocalBackend(settings, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
     renderer, rng = load_renderer(model, settings), random.Random(1)
     policies, states = [Policy("exact", 0, Artifact("base"))], [folder / "state-0"]

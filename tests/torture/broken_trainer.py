@@ -5,8 +5,8 @@ from __future__ import annotations
 from instar.trainer.loop import Trainer
 
 
-class TrainerThatLoadsTheLatest(Trainer):
-    """Recovery loads the newest state on disk, even if the store does not refer to it."""
+class LatestStateTrainer(Trainer):
+    """Recovers from the newest state on disk, even if the store does not refer to it."""
 
     async def recover(self) -> None:
         await super().recover()

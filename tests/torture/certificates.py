@@ -1,5 +1,8 @@
-"""A short certificate file: an SDK's clients load all installed certificates several times per process, which
-takes longer than anything else they do in a test."""
+"""A certificate file with a single certificate, to start test processes faster.
+
+SDK clients load all installed certificates several times per process, which takes longer than the rest of a
+test.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ END = "-----END CERTIFICATE-----\n"
 
 @cache
 def single_certificate_env() -> dict[str, str]:
-    """Return the variable that names a file with one certificate, for processes that only use localhost."""
+    """Return the environment variable for a file with one certificate, which suffices for localhost."""
     file = Path(tempfile.mkdtemp()) / "one.pem"
     first, end, _ = certifi.contents().partition(END)
     file.write_text(first + end)

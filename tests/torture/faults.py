@@ -1,4 +1,4 @@
-"""Faults of the machine that a run is on: full disks, jumps of the clock, processes that are stopped."""
+"""Machine faults: full disks, clock jumps and stopped processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOOKS = Path(__file__).parent / "hooks"
 
 
 class Clock:
-    """The offset of the wall clock of all processes that have the environment."""
+    """Shifts the wall clock of every process started with ``env``."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -29,25 +29,25 @@ class Clock:
 
     def jump(self, seconds: float) -> None:
         self._offset += seconds
-        with self._file.open("r+b") as file:  # the processes have mapped this file, so it is not replaced
+        with self._file.open("r+b") as file:  # write in place, because the processes have mapped this file
             file.write(struct.pack("d", self._offset))
 
 
 class Disk(ABC):
     @abstractmethod
     def fill(self) -> None:
-        """Let every write of more data fail until `free` is called."""
+        """Make all writes that need more space fail until `free` is called."""
 
     @abstractmethod
     def free(self) -> None: ...
 
     def remove(self) -> None:
-        """Remove the disk with its content."""
+        """Remove the disk and its contents."""
         return
 
 
 class SmallDisk(Disk):
-    """A file system in memory, mounted on an existing folder. Only root can mount it."""
+    """An in-memory file system, mounted on an existing folder. Requires root."""
 
     def __init__(self, folder: Path, megabytes: int) -> None:
         options = f"size={megabytes}m,mode=755"
@@ -64,12 +64,12 @@ class SmallDisk(Disk):
         self._filler.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        # Lazily, because a process that exits may still have a file open.
+        # Unmount lazily, because an exiting process may still have files open.
         subprocess.run(["umount", "--lazy", str(self._folder)], check=True)
 
 
 class FileSizeLimit(Disk):
-    """A limit on the size of files instead of a full disk, which needs no rights."""
+    """Simulates a full disk with RLIMIT_FSIZE, which does not require root."""
 
     def __init__(self, list_processes: Callable[[], Collection[int]]) -> None:
         self._list_processes = list_processes
@@ -88,7 +88,7 @@ class FileSizeLimit(Disk):
 
 
 def stop_process(pid: int, seconds: float) -> None:
-    """Stop the process for a while with SIGSTOP."""
+    """Pause the process with SIGSTOP for ``seconds``."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -1,7 +1,8 @@
-"""Processes that start immediately: each is forked from one that has already imported its modules.
+"""Start processes quickly by forking them from a process that has already imported their modules.
 
-As a program, ``python -m tests.torture.fork_server module...`` imports the modules, forks a child for every
-line on standard input, waits for the child to exit and prints its exit code.
+``python -m tests.torture.fork_server module...`` imports the modules and reads pairs of lines from standard
+input: the first line makes it fork a child and print its pid, the second makes it wait for the child and
+print its exit code.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ import msgspec
 from tests.torture.certificates import single_certificate_env
 
 ROOT = Path(__file__).parents[2]
-DEADLINE = 120.0
-"""Seconds for the imports, and for a child to exit after `wait` was called."""
+TIMEOUT = 120.0
+"""Seconds allowed for the imports, and for a child to exit after `wait` is called."""
 
 
 class ChildSpec(msgspec.Struct):
     function: str
-    """`module:name`, called without arguments; the process exits with 1 if it raises."""
+    """`module:name`, called without arguments. If it raises, the process exits with code 1."""
     arguments: list[str]
-    """The arguments in `sys.argv`."""
+    """The rest of `sys.argv`."""
     env: dict[str, str]
     output: str
-    """The file that receives standard output and standard error."""
+    """The file to which standard output and standard error are appended."""
 
 
 class ForkServer:
@@ -47,7 +48,7 @@ class ForkServer:
             stdout=subprocess.PIPE,
         )
         self.pid: int | None = None
-        """The child's process id until `wait` has returned its exit code."""
+        """The child's pid, or None if no child is running or waiting to be reaped."""
 
     def start(self, spec: ChildSpec) -> None:
         assert self.pid is None
@@ -58,11 +59,11 @@ class ForkServer:
 
     def signal(self, number: int) -> None:
         assert self.pid is not None
-        # The fork server reaps the child only when `wait` asks, so the id still belongs to this child.
+        # The fork server reaps the child only in `wait`, so its pid cannot have been reused.
         os.kill(self.pid, number)
 
     def wait(self) -> int:
-        """Return the child's exit code; it is negative after a signal, as in `subprocess`."""
+        """Wait for the child and return its exit code (negative after a signal, as in `subprocess`)."""
         assert self.pid is not None
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
@@ -91,10 +92,10 @@ class ForkServer:
 
     def _read_integer(self) -> int:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], DEADLINE)
-        assert readable, f"the fork server did not answer within {DEADLINE:g} s"
+        readable, _, _ = select.select([self._process.stdout], [], [], TIMEOUT)
+        assert readable, f"the fork server did not answer within {TIMEOUT:g} s"
         line = self._process.stdout.readline()
-        assert line, "the fork server has died"
+        assert line, "the fork server has exited"
         return int(line)
 
 
@@ -111,7 +112,7 @@ def run_child(spec: ChildSpec) -> NoReturn:
         module, _, name = spec.function.partition(":")
         getattr(import_module(module), name)()
         code = 0
-    except BaseException:  # noqa: BLE001 - the interpreter, too, prints whatever ends a program
+    except BaseException:  # noqa: BLE001 - print any exception, as the interpreter does
         traceback.print_exc()
     finally:
         sys.stdout.flush()

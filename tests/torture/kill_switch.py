@@ -1,8 +1,8 @@
 """An interpreter with a kill switch: ``python -m tests.torture.kill_switch FOLDER -m module arguments...``
 
-It runs the module as `python -m` would and kills its own process with SIGKILL at the points that
-`plan.json` in the folder lists, in that order, each one time. A test reaches every state of a training
-step this way, without a hook in the product.
+Runs the module like `python -m` and kills its own process with SIGKILL once at each of the points listed in
+`FOLDER/plan.json`, in order. Tests use it to interrupt a training step in every state without hooks in the
+product.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ import msgspec
 
 OTHER_PID_TIMEOUT = 30.0
 RECOVERY_STEP = 0
-"""The step number for everything that happens before a process has started a step."""
+"""The step number of everything that happens before the process starts a step."""
 
 
 class PlannedKill(msgspec.Struct, frozen=True):
-    """A kill as soon as the point is reached in the step."""
+    """A kill when ``point`` is reached in ``step``."""
 
     point: str
     step: int
     kills_supervisor: bool = False
-    """True if the supervisor is killed first."""
+    """Also kill the supervisor, before the process itself."""
     kills_other: bool = False
-    """True if another process is killed instead. The file `other` in the folder holds its id; the switch
-    waits for the file and deletes it after reading."""
+    """Kill another process instead. The switch waits for the file `other` in its folder, reads the pid from
+    it and deletes it."""
 
 
 @dataclass(frozen=True)
 class KillPoint:
     target: str
     step_argument: int | None = None
-    """The position of the step among the arguments, if it is one of them."""
+    """The position of the step number in the arguments, if it is passed."""
     argument_filter: tuple[int, str] | None = None
     """(position, value): only calls with this argument reach the point."""
     fires_before_call: bool = False
-    """True if the point is reached when the call begins, not when it has ended."""
+    """Fire before the call instead of after it."""
 
 
 STORE = "instar.store.sqlite:SqliteStore"
@@ -80,26 +80,26 @@ class KillSwitch:
         self.step = RECOVERY_STEP
 
     def reach_point(self, name: str) -> None:
-        number = len(list(self.folder.glob("fired-*")))
-        if number == len(self.plan):
+        fired = count_fired_kills(self.folder)
+        if fired == len(self.plan):
             return
-        moment = self.plan[number]
-        if (moment.point, moment.step) != (name, self.step):
+        kill = self.plan[fired]
+        if (kill.point, kill.step) != (name, self.step):
             return
-        (self.folder / f"fired-{number}").touch()
-        if moment.kills_supervisor:
+        (self.folder / f"fired-{fired}").touch()
+        if kill.kills_supervisor:
             os.kill(os.getppid(), signal.SIGKILL)
-        os.kill(self._take_other_pid() if moment.kills_other else os.getpid(), signal.SIGKILL)
+        os.kill(self._take_other_pid() if kill.kills_other else os.getpid(), signal.SIGKILL)
 
     def _take_other_pid(self) -> int:
         file = self.folder / "other"
         deadline = time.monotonic() + OTHER_PID_TIMEOUT
         while not file.exists():
-            assert time.monotonic() < deadline, "no other process to kill was named"
+            assert time.monotonic() < deadline, f"no {file} within {OTHER_PID_TIMEOUT:g} s"
             time.sleep(0.01)
-        process = int(file.read_text())
+        pid = int(file.read_text())
         file.unlink()
-        return process
+        return pid
 
 
 def install_kill_points(switch: KillSwitch, points: Mapping[str, KillPoint]) -> None:
@@ -129,37 +129,37 @@ def _wrap_function(
             switch.reach_point(name)
 
     @functools.wraps(function)
-    async def call_async(*arguments: Any, **keywords: Any) -> Any:
+    async def call_async(*arguments: Any, **kwargs: Any) -> Any:
         before_call(arguments)
-        result = await function(*arguments, **keywords)
+        result = await function(*arguments, **kwargs)
         after_call(arguments)
         return result
 
     @functools.wraps(function)
-    def call_sync(*arguments: Any, **keywords: Any) -> Any:
+    def call_sync(*arguments: Any, **kwargs: Any) -> Any:
         before_call(arguments)
-        result = function(*arguments, **keywords)
+        result = function(*arguments, **kwargs)
         after_call(arguments)
         return result
 
     return call_async if inspect.iscoroutinefunction(function) else call_sync
 
 
-def write_other_pid(folder: Path, process: int) -> None:
-    """Name the process that a kill with ``kills_other`` ends."""
+def write_other_pid(folder: Path, pid: int) -> None:
+    """Set the process that the next kill with ``kills_other`` will hit."""
     scratch = folder / "other.new"
-    scratch.write_text(str(process))
+    scratch.write_text(str(pid))
     scratch.rename(folder / "other")
 
 
-def write_plan(folder: Path, moments: list[PlannedKill]) -> None:
+def write_plan(folder: Path, plan: list[PlannedKill]) -> None:
     folder.mkdir()
-    (folder / "plan.json").write_bytes(msgspec.json.encode(moments))
+    (folder / "plan.json").write_bytes(msgspec.json.encode(plan))
 
 
-def write_interpreter(folder: Path, moments: list[PlannedKill]) -> Path:
-    """Write the plan and a program for `backend.python`; return the program's path."""
-    write_plan(folder, moments)
+def write_interpreter(folder: Path, plan: list[PlannedKill]) -> Path:
+    """Write the plan and a script to use as `backend.python`. Return the path of the script."""
+    write_plan(folder, plan)
     program = folder / "python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.torture.kill_switch "{folder}" "$@"\n')
     program.chmod(0o755)

@@ -1,4 +1,4 @@
-"""A backend that keeps a list of the samples in its weights, independently of the store."""
+"""A backend that records the samples its weights were trained on, independently of the store."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ LINEAGE_FILE = "lineage.json"
 
 
 class LineageBackend(LocalBackend):
-    """The local backend. A saved state also contains the keys of the samples of every optimizer step. Each
-    call takes at least the setting ``call_seconds``, like those of a larger model."""
+    """A local backend that saves the sample keys of every optimizer step with its state.
+
+    Each call takes at least ``call_seconds`` (a setting), to imitate a larger model.
+    """
 
     def __init__(self, model: ModelConfig, config: PluginConfig, *, seed: int = 0) -> None:
         settings: dict[str, Any] = {"type": "local", **config.args}
         self._call_seconds: float = settings.pop("call_seconds", 0.0)
         super().__init__(model, LocalBackendConfig.model_validate(settings), seed=seed)
         self._order = asyncio.Lock()
-        """Keeps the order of the calls of a step, which are submitted together."""
+        """Keeps the calls of a step in order, although they are submitted concurrently."""
         self._submitted: list[str] = []
         self._trained: list[list[str]] = []
 
@@ -59,5 +61,5 @@ class LineageBackend(LocalBackend):
 
 
 def read_lineage(state: Path) -> list[list[str]]:
-    """Return the keys of the samples of every optimizer step in a saved state."""
+    """Return the sample keys of every optimizer step in a saved state."""
     return json.loads((state / LINEAGE_FILE).read_text())

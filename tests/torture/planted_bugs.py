@@ -1,4 +1,4 @@
-"""Bugs that are planted in the processes of a run, to show that the torture finds such bugs."""
+"""Bugs planted in the processes of a run, to show that the torture tests find them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PlantedBug:
 
 
 def acknowledge_before_commit() -> None:
-    """Let the gateway acknowledge calls that it stores only later."""
+    """Make the gateway acknowledge calls before they are stored."""
     from instar.store.base import Store
 
     add_calls: Any = Store.add_calls
@@ -36,11 +36,11 @@ def acknowledge_before_commit() -> None:
 
 
 def load_unrecorded_state() -> None:
-    """Let the trainer continue from the newest state on disk, even if the store does not refer to it."""
+    """Make the trainer resume from the newest state on disk, even if the store does not refer to it."""
     from instar.cluster.roles import trainer as role
-    from tests.torture.broken_trainer import TrainerThatLoadsTheLatest
+    from tests.torture.broken_trainer import LatestStateTrainer
 
-    setattr(role, "Trainer", TrainerThatLoadsTheLatest)  # noqa: B010 - a type checker would reject the assignment
+    setattr(role, "Trainer", LatestStateTrainer)  # noqa: B010 - a type checker would reject the assignment
 
 
 BUGS = {

@@ -1,4 +1,4 @@
-"""A run with a PostgreSQL store that can be started, killed and compared with another."""
+"""A run with a PostgreSQL store that tests can start, kill and compare with another run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import psycopg
 from tests.postgres import PASSWORD, PostgresTestServer
 from tests.torture.run_process import ROOT, RunProcess
 
-PASSWORD_VARIABLE = "OF_THE_STORE"
+PASSWORD_VARIABLE = "TEST_STORE_PASSWORD"
 
 
 class PostgresRun(RunProcess):
-    """A run that gets the password of its server from the environment."""
+    """A run that reads the password of its PostgreSQL server from an environment variable."""
 
     def __init__(self, folder: Path, config: dict[str, Any], server: PostgresTestServer) -> None:
         config["store"] = {
@@ -37,7 +37,7 @@ class PostgresRun(RunProcess):
             schema = self.config["store"]["db_schema"]
             return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
         except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
-            return []  # the table does not exist yet, or the server restarts
+            return []  # the table does not exist yet, or the server is restarting
 
     def run_command(self, *arguments: str) -> str:
         completed = subprocess.run(

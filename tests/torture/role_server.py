@@ -1,11 +1,11 @@
-"""Processes that start immediately: each is forked from one that has already imported its modules.
+"""Start runs and roles quickly by forking them from a process that has already imported their modules.
 
-`RoleServer.program` takes the place of the interpreter of a run. It passes its arguments, environment and
-open files to the server, forwards signals to the forked process, and exits like it. If one of the two is
-killed, so is the other. The forked process has the program as its `sys.executable`, so that the roles of a
-supervisor are forked, too.
+Use `RoleServer.program` as the interpreter of a run. It passes its arguments, environment and open files to
+the server, forwards signals to the forked process, and exits with the same status. If one of the two is
+killed, so is the other. The program is also the `sys.executable` of the forked process, so a supervisor's
+roles are forked, too.
 
-As a program, ``python -m tests.torture.role_server FOLDER MODULES PADDING`` is the server.
+``python -m tests.torture.role_server FOLDER MODULES PADDING`` runs the server.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODULES = (
     "tests.torture.lineage_backend",
     "tests.torture.workload",
 )
-"""The modules that the server imports, and with them most of what a run imports."""
+"""The modules that the server imports before it forks. They import most of what a run needs."""
 PROGRAM_FLAGS = "-IS"
 PROGRAM = """#!{python} {flags}
 import json, os, signal, socket, sys
@@ -66,7 +66,7 @@ os._exit(status)
 
 
 def is_program(arguments: Sequence[str]) -> bool:
-    """True if a process with these arguments is not a role or run itself, but `RoleServer.program`."""
+    """True if these are the arguments of `RoleServer.program` rather than of a role or run."""
     return arguments[1:2] == [PROGRAM_FLAGS]
 
 
@@ -78,7 +78,7 @@ class RoleServer:
         address = str(folder / "socket")
         self.program.write_text(PROGRAM.format(python=sys.executable, flags=PROGRAM_FLAGS, address=address))
         self.program.chmod(0o755)
-        padding = "-" * 500  # room for the arguments of a role in the process table
+        padding = "-" * 500  # makes room for a role's arguments in the process table
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -120,7 +120,7 @@ class _Server:
                 key.data(key.fileobj)
 
     def _exit(self, _: Any) -> NoReturn:
-        """Exit, because the parent has exited, with all children."""
+        """Kill all children and exit, because the parent has exited."""
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)
         os._exit(0)
@@ -138,8 +138,8 @@ class _Server:
             os.close(file)
         self._children[connection] = pid
         self._selector.register(connection, selectors.EVENT_READ, self._kill)
-        exit_file = os.pidfd_open(pid)
-        self._selector.register(exit_file, selectors.EVENT_READ, partial(self._report, connection))
+        pidfd = os.pidfd_open(pid)
+        self._selector.register(pidfd, selectors.EVENT_READ, partial(self._report_exit, connection))
         _send(connection, pid)
 
     def _kill(self, connection: socket.socket) -> None:
@@ -147,10 +147,10 @@ class _Server:
         os.kill(self._children[connection], signal.SIGKILL)
         self._selector.unregister(connection)
 
-    def _report(self, connection: socket.socket, exit_file: int) -> None:
+    def _report_exit(self, connection: socket.socket, pidfd: int) -> None:
         _, status = os.waitpid(self._children.pop(connection), 0)
-        self._selector.unregister(exit_file)
-        os.close(exit_file)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
         if connection in self._selector.get_map():
             self._selector.unregister(connection)
             _send(connection, os.waitstatus_to_exitcode(status))
@@ -185,7 +185,7 @@ def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
         code = 0
     except SystemExit as exit_request:
         code = exit_request.code
-    except BaseException:  # noqa: BLE001 - the interpreter, too, prints whatever ends a program
+    except BaseException:  # noqa: BLE001 - print any exception, as the interpreter does
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -194,15 +194,15 @@ def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _move_files(files: list[int], targets: list[int]) -> None:
-    """Give the files the numbers of the targets, and close all files of the server."""
-    above = max(targets) + 1
-    moved = [fcntl(file, F_DUPFD_CLOEXEC, above) for file in files]
+    """Move the files to the target descriptors and close all others."""
+    first_unused = max(targets) + 1
+    moved = [fcntl(file, F_DUPFD_CLOEXEC, first_unused) for file in files]
     for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - these are numbers
         if file not in moved:
             try:
                 os.close(file)
             except OSError:
-                continue  # the folder that was being listed
+                continue  # the descriptor of the listing itself
     os.open(os.devnull, os.O_RDONLY)
     for file, target in zip(moved, targets, strict=True):
         os.dup2(file, target)
@@ -210,7 +210,7 @@ def _move_files(files: list[int], targets: list[int]) -> None:
 
 
 def _show_arguments(arguments: list[str]) -> None:
-    """Let the process table show the arguments, by which the processes of a run are found."""
+    """Overwrite argv so that `ps` shows the role's arguments; tests find a run's processes by them."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     first, end = int(fields[45]), int(fields[46])
     text = b"".join(argument.encode() + b"\0" for argument in arguments)
@@ -224,7 +224,7 @@ def main() -> None:
     folder, modules, _ = sys.argv[1:]
     for module in modules.split(","):
         import_module(module)
-    gc.freeze()  # the collector of a forked process must not copy what it shares with the server
+    gc.freeze()  # keep the garbage collector of forked processes from copying shared memory
     assert len(list(Path("/proc/self/task").iterdir())) == 1, "a process with threads must not be forked"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(Path(folder) / "socket"))

@@ -1,4 +1,4 @@
-"""A run that can be started, killed and compared with another."""
+"""A run that tests can start, kill and compare with another run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROLES = ("engine", "gateway", "trainer", "rollout")
 
 
 def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
-    """Return the config of a run in which everything is determined by the seed."""
+    """Return the config of a run that is deterministic for its seed."""
     return {
         "name": "tortured",
         "dir": str(folder / "run"),
@@ -61,18 +61,18 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dic
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The results that are equal for two runs that trained identically."""
+    """The results of a run. They are equal for two runs that trained identically."""
 
     trained: tuple[tuple[int, str, float, float], ...]
-    """(step, group and slot, reward, advantage), in order. The number of a sample within its session is not
-    compared, because a reply that a killed engine did not finish is counted in it."""
+    """(step, group and slot, reward, advantage), in order. The sample's number within its session is left
+    out, because it also counts replies that a killed engine did not finish."""
     dropped: tuple[tuple[int, str, str], ...]
     """(step, group and slot, reason)."""
     adapter: str
     optimizer: str
 
     def list_differences(self, other: Fingerprint) -> list[str]:
-        """Return the rows that only one of the two has, and the names of the hashes that differ."""
+        """Return the names of the hashes that differ, and the rows that only one of the two has."""
         own, others = (Counter([*run.trained, *run.dropped]) for run in (self, other))
         rows = [*(own - others), *(others - own)]
         hashes = [name for name in ("adapter", "optimizer") if getattr(self, name) != getattr(other, name)]
@@ -101,11 +101,11 @@ class StoredRun:
             store.close()
 
     def progress(self) -> str:
-        """Return the number of committed steps as text for a person."""
+        """Describe the progress of the run for a log line."""
         try:
             (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
         except sqlite3.OperationalError:
-            return "before its first step"
+            return "no store yet"
         return f"{steps} steps committed"
 
     def fingerprint(self) -> Fingerprint:
@@ -134,7 +134,7 @@ class StoredRun:
         return Path(artifact)
 
     def state_folder(self, saved: Path) -> Path:
-        """Return the folder of the weights and optimizer state that the backend saved."""
+        """Return the folder with the weights and optimizer state that the backend saved to ``saved``."""
         return saved
 
     def assert_consistent(self) -> None:
@@ -163,7 +163,7 @@ def list_pids() -> list[int]:
 
 
 def read_arguments(pid: int) -> list[str]:
-    """Return the command line of a process; empty if it has exited."""
+    """Return the command line of a process, or [] if it has exited."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -194,7 +194,7 @@ class RunProcess(StoredRun):
         self.file.write_text(yaml.safe_dump(config))
         self.roles: tuple[str, ...] = ROLES
         self.python = sys.executable
-        """The program that starts the run, such as that of a `RoleServer`."""
+        """The interpreter that starts the run. May be `RoleServer.program`."""
         self.process: subprocess.Popen[bytes] | None = None
         self.output = folder / "output.txt"
 
@@ -244,8 +244,7 @@ class RunProcess(StoredRun):
         return "\n".join(parts)
 
     def list_processes(self) -> dict[int, str]:
-        """Return the names of the run's live role processes by process id, read from the process table
-        and not from the run's store."""
+        """Return the role of each live role process of the run by pid, according to the process table."""
         return {pid: role for pid in list_pids() if (role := self.find_role(pid)) is not None}
 
     def find_role(self, pid: int) -> str | None:
@@ -258,7 +257,7 @@ class RunProcess(StoredRun):
         return arguments[arguments.index("instar.cluster.role") + 1]
 
     def kill_role(self, role: str) -> bool:
-        """Kill the role with SIGKILL; return False if it is not running."""
+        """Kill the role with SIGKILL. Return False if it is not running."""
         for pid, name in self.list_processes().items():
             if name == role:
                 os.kill(pid, signal.SIGKILL)
@@ -287,40 +286,40 @@ class RunProcess(StoredRun):
         return self.process is not None and self.process.poll() is not None
 
     def wait_until(self, condition: Callable[[], bool], timeout: float = 90) -> bool:
-        """Wait until the condition holds; return False if the run exits first."""
+        """Wait until the condition holds. Return False if the run exits first."""
         assert self.process is not None
         deadline = time.monotonic() + timeout
         while not condition():
             if self.process.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, f"not within {timeout:g} s\n{self.explain()}"
+            assert time.monotonic() < deadline, f"condition not met within {timeout:g} s\n{self.explain()}"
             time.sleep(0.02)
         return True
 
     def assert_no_orphans(self, within: float = 5.0) -> None:
         deadline = time.monotonic() + within
-        while left := self.list_processes():
-            assert time.monotonic() < deadline, f"still running without a supervisor: {left}"
+        while orphans := self.list_processes():
+            assert time.monotonic() < deadline, f"still running without a supervisor: {orphans}"
             time.sleep(0.05)
 
     def assert_consistent(self) -> None:
         super().assert_consistent()
         self.assert_replies_recorded()
-        last = json.loads(self.output.read_text().splitlines()[-1])
-        assert last["steps"] == self.steps, "the metrics lack a step"
+        summary = json.loads(self.output.read_text().splitlines()[-1])
+        assert summary["steps"] == self.steps, f"the run reported {summary['steps']} of {self.steps} steps"
 
     def assert_replies_recorded(self) -> None:
-        """Check that every reply that the agent received completely is in the store."""
-        assert self.list_acknowledged(), "the agent recorded no reply"
+        """Check that every reply that the agent received in full is in the store."""
+        assert self.list_acknowledged(), "the agent received no replies"
         lost = self.list_lost()
-        assert not lost, f"acknowledged and not recorded: {lost}"
+        assert not lost, f"acknowledged but not recorded: {lost}"
 
     def list_acknowledged(self) -> set[str]:
-        """Return the ids of the replies that the agent received completely."""
+        """Return the ids of the replies that the agent received in full."""
         ledger = self.folder / "ledger.txt"
         return set(ledger.read_text().splitlines()) if ledger.exists() else set()
 
     def list_lost(self) -> list[str]:
-        """Return the acknowledged replies that are not in the store."""
+        """Return the ids of acknowledged replies that are not in the store."""
         stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}
         return sorted(self.list_acknowledged() - stored)

@@ -1,4 +1,4 @@
-"""The points of a step at a training service at which a trainer can be killed."""
+"""The kill points of a trainer that uses a training service."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REQUEST_SENT_POINTS = {
     "mint": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
     "weaver": KillPoint("instar.clouds.weaver:WeaverCallPolicy.await_operation", fires_before_call=True),
 }
-"""A request was sent and its response has not arrived."""
+"""Reached when a request has been sent and its response has not arrived yet."""
 STEP_POINT_NAMES = (
     "claimed",
     "submitted",

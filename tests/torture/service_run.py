@@ -1,4 +1,4 @@
-"""A trainer and its training service as processes that can be started, killed and compared."""
+"""A trainer and its training service in processes that tests can start, kill and compare."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from tests.torture.run_process import StoredRun
 from tests.unit.data.builders import RUN, add_group, put_test_run
 
 STEPS = 6
-DEADLINE = 60.0
-"""Seconds for one call to the service, and for every wait in this module."""
+TIMEOUT = 60.0
+"""Seconds allowed for one call to the service, and for each wait in this module."""
 NEVER_STALE_VERSION = 1000
-"""A policy version so high that a group is never too stale for any step."""
+"""A policy version so high that no group is ever too stale."""
 SERVICE_ERROR = re.compile(r"^instar\.errors\.Backend(Unavailable|Lost): ", re.M)
-"""The last error of a trainer that is to be started again."""
+"""The error with which a trainer exits if the service is unavailable. The tests restart it."""
 
 
 @dataclass
 class ServiceProcess:
-    """A server process that keeps its port, folder and key over restarts."""
+    """A server process that keeps its port, folder and key across restarts."""
 
     protocol: str
     model: Path
@@ -52,7 +52,7 @@ class ServiceProcess:
         self.checkpoints = self.folder / "checkpoints"
 
     def start(self) -> None:
-        """Start the process without waiting until it accepts connections."""
+        """Start the process, but do not wait until it accepts connections."""
         arguments = [
             self.protocol,
             str(self.model),
@@ -71,13 +71,13 @@ class ServiceProcess:
         return self.fork_server.pid
 
     def wait_until_listening(self) -> None:
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + TIMEOUT
         while not _is_listening(self.port):
-            assert time.monotonic() < deadline, "the server does not accept connections"
+            assert time.monotonic() < deadline, f"the server accepted no connection within {TIMEOUT:g} s"
             time.sleep(0.05)
 
     def restart(self) -> None:
-        """Start the server again after it was killed."""
+        """Start the server again after it has been killed."""
         assert self.fork_server.wait() == -9, self.output.read_text()
         self.start()
 
@@ -97,7 +97,7 @@ def _is_listening(port: int) -> bool:
 
 
 class ServiceRun(StoredRun):
-    """A run in its own folder. With the service `local` the trainer computes without a server."""
+    """A training run in its own folder. With the service `local`, it needs no server."""
 
     def __init__(
         self,
@@ -113,15 +113,15 @@ class ServiceRun(StoredRun):
         self.service_process = service_process
         self.output = folder / "trainer.txt"
         config = RunConfig.model_validate(make_config(self.run_dir, model, service, service_process))
-        self._file = folder / "run.json"
-        self._file.write_bytes(msgspec.json.encode(config.model_dump(mode="json")))
+        self._config_file = folder / "run.json"
+        self._config_file.write_bytes(msgspec.json.encode(config.model_dump(mode="json")))
         self._env = {SERVICES[service].key_env: service_process.key} if service_process is not None else {}
         asyncio.run(add_groups(config))
 
     def start(self, plan: Path | None = None) -> None:
-        arguments = [str(self._file), *([] if plan is None else [str(plan)])]
-        life = ChildSpec("tests.torture.service_trainer:main", arguments, self._env, str(self.output))
-        self.fork_server.start(life)
+        arguments = [str(self._config_file), *([] if plan is None else [str(plan)])]
+        spec = ChildSpec("tests.torture.service_trainer:main", arguments, self._env, str(self.output))
+        self.fork_server.start(spec)
 
     def finish(self) -> None:
         self.wait_until(self.fork_server.has_exited)
@@ -129,7 +129,7 @@ class ServiceRun(StoredRun):
         assert code == 0, f"exit code {code}\n{self.explain()}"
 
     def has_given_up(self) -> bool:
-        """Return True if the trainer exited because the service was unavailable; reap it if it has exited."""
+        """Reap the trainer if it has exited. Return True if it exited because the service was unavailable."""
         if not self.fork_server.has_exited():
             return False
         code = self.fork_server.wait()
@@ -139,15 +139,15 @@ class ServiceRun(StoredRun):
         return code == 1
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + DEADLINE
+        deadline = time.monotonic() + TIMEOUT
         while not condition():
-            assert time.monotonic() < deadline, f"not within {DEADLINE:g} s\n{self.explain()}"
+            assert time.monotonic() < deadline, f"condition not met within {TIMEOUT:g} s\n{self.explain()}"
             time.sleep(0.01)
 
     def explain(self) -> str:
-        parts = [self.output] if self.service_process is None else [self.output, self.service_process.output]
-        existing = [part for part in parts if part.exists()]
-        return "\n".join(f"--- {part.name}\n{part.read_text(errors='replace')[-3000:]}" for part in existing)
+        logs = [self.output] if self.service_process is None else [self.output, self.service_process.output]
+        existing = [log for log in logs if log.exists()]
+        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in existing)
 
     def adapter_folder(self, artifact: str) -> Path:
         return (
@@ -177,7 +177,7 @@ def make_config(
     if service_process is None:
         backend |= {"lora": {"rank": 4}, "threads": 1}
     else:
-        backend |= {"rank": 4, "base_url": service_process.url, "deadline": DEADLINE}
+        backend |= {"rank": 4, "base_url": service_process.url, "deadline": TIMEOUT}
     return {
         "name": RUN,
         "dir": str(run_dir),
@@ -197,7 +197,7 @@ def make_config(
 
 
 async def add_groups(config: RunConfig) -> None:
-    """Add every group of the run to the store, the same ones each time."""
+    """Add the groups of all steps to the store. They are the same in every run."""
     store = SqliteStore(config.store_path)
     await put_test_run(store)
     for index in range(STEPS):

@@ -1,4 +1,4 @@
-"""A protocol server as a process that can be killed; INSTAR_PROTOCOL_KEYS holds its key."""
+"""A protocol server that tests run in its own process. INSTAR_PROTOCOL_KEYS holds its key."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 MAX_MODELS = 10_000
-"""The limit is high because every killed trainer leaves its models behind."""
+"""High, because every killed trainer leaves its models behind."""
 
 
 def main() -> None:

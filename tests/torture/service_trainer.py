@@ -1,7 +1,7 @@
-"""A trainer as a process that can be killed, over a store with all its data and a training service.
+"""A trainer that tests run in its own process, with a training service and a store that holds all its data.
 
-`sys.argv` holds the path of the run's config and optionally the folder of a kill plan. The service's key is
-in its environment variable.
+`sys.argv` contains the path of the run's config and optionally the folder of a kill plan. The service's key
+is read from its environment variable.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import msgspec
-from transformers import PreTrainedTokenizerFast  # noqa: F401 - imported before the fork, not in every child
+from transformers import PreTrainedTokenizerFast  # noqa: F401 - import it before the fork, not in every child
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.config import RunConfig, ScriptedEngineConfig

@@ -1,6 +1,8 @@
-"""After kill -9 at any moment a run ends as if nothing had happened: the same samples are trained in the same
-steps, weights and optimizer are equal bit for bit, nothing is trained twice, and every reply that an agent
-received completely is in the store."""
+"""A run that is killed with SIGKILL at any moment ends like an undisturbed run.
+
+The same samples are trained in the same steps, weights and optimizer state are bit-identical, nothing is
+trained twice, and every reply that an agent received in full is in the store.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,14 @@ from tests.torture.kill_switch import (
     write_interpreter,
 )
 from tests.torture.run_process import Fingerprint, RunProcess, make_config
-from tests.torture.tortured_run import KILLS as KILLED_ROLES
-from tests.torture.tortured_run import Setup, Torture, TorturedRun
+from tests.torture.tortured_run import KILL_WEIGHTS, Setup, TortureConfig, TorturedRun
 
 pytestmark = pytest.mark.alone  # the test itself runs several processes concurrently
 STEPS = 6
 KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """The number of kills at random moments."""
 CONCURRENT_RUNS = 2
-"""The number of concurrent runs; a run that is starting leaves a core idle."""
+"""More than one, because a run leaves a core idle while it starts."""
 
 ReportProgress = Callable[[str], None]
 
@@ -49,16 +50,14 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fingerpr
     run.start()
     run.finish()
     fingerprint = run.fingerprint()
-    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), (
-        "every step trains something"
-    )
+    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), "some step trained nothing"
     return fingerprint
 
 
 def run_concurrently(
     jobs: Sequence[Callable[[ReportProgress], None]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run the jobs, a few at a time, and print their progress, because this takes minutes."""
+    """Run the jobs, a few at a time, and print their progress, because they take minutes."""
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
     began = time.monotonic()
     with ThreadPoolExecutor(CONCURRENT_RUNS) as pool:
@@ -75,8 +74,10 @@ def run_concurrently(
 
 
 def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
-    """Return plans that cover every point of a step over a few runs, and one plan for the points of recovery,
-    each after a kill that leaves something to recover."""
+    """Return plans that together cover every kill point of a step, and one plan for the recovery points.
+
+    The recovery plan also contains kills that leave something to recover.
+    """
     names = list(STEP_POINTS)
     step_plans = [
         [PlannedKill(name, step, kills_supervisor) for step, name in enumerate(names[first::3], start=1)]
@@ -128,20 +129,18 @@ def test_run_killed_in_every_state_of_a_step_matches_undisturbed_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def job(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
+    def make_job(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
         return lambda report: kill_by_plan(tmp_path / str(number), model, plan, reference, report)
 
-    run_concurrently(
-        [job(number, plan) for number, plan in enumerate(make_kill_plans(kills_supervisor=kills_supervisor))],
-        capsys,
-    )
+    plans = make_kill_plans(kills_supervisor=kills_supervisor)
+    run_concurrently([make_job(number, plan) for number, plan in enumerate(plans)], capsys)
 
 
 def kill_at_random(
     folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
 ) -> int:
     """Kill a run at random moments until it finishes; return the number of kills."""
-    torture = Torture(STEPS, max_kills=100, faults=KILLED_ROLES)
+    torture = TortureConfig(STEPS, max_kills=100, faults=KILL_WEIGHTS)
     with TorturedRun(folder, model, Setup(), torture, f"seed {seed}") as run:
         result = run.run(reference, report=lambda text: report(f"seed {seed}: {text}"))
         assert result.is_correct, result
@@ -152,7 +151,7 @@ def kill_at_random(
 def test_run_killed_at_random_moments_matches_undisturbed_run(
     model: Path, reference: Fingerprint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def job(slot: int) -> Callable[[ReportProgress], None]:
+    def make_job(slot: int) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
             kills, seed = 0, slot
             while kills < KILLS // CONCURRENT_RUNS:
@@ -161,7 +160,7 @@ def test_run_killed_at_random_moments_matches_undisturbed_run(
 
         return kill_enough
 
-    run_concurrently([job(slot) for slot in range(CONCURRENT_RUNS)], capsys)
+    run_concurrently([make_job(slot) for slot in range(CONCURRENT_RUNS)], capsys)
 
 
 @pytest.mark.timeout(200)

@@ -1,5 +1,7 @@
-"""If trainer and service are killed at any moment, no batch is trained twice and none is lost: the run ends
-with the same claims and the same weights, bit for bit, as a run without kills and a run without a service."""
+"""A run whose trainer or training service is killed at any moment trains every batch exactly once.
+
+It ends with the same claims and bit-identical weights as an undisturbed run and as a run without a service.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,12 @@ MODULES = {
     "mint": ("instar.backends.tinker", "tinker"),
     "weaver": ("instar.backends.weaver",),
 }
-"""The modules that a trainer of the service imports. MinT's own module changes the environment, so it is
-imported later."""
+"""The modules to import before forking trainers, by service. MinT's own module changes the environment, so
+it is imported after the fork."""
 KILLS = {"tinker": 20, "weaver": 20, "mint": 12}
-"""The number of kills at random moments. INSTAR_KILLS=4 makes it four times as many, over 200
-with those of `test_crash.py`."""
-VICTIMS = {"trainer": 3, "server": 1}
+"""The number of kills at random moments, by service. INSTAR_KILLS=4 makes it four times as many."""
+TARGET_WEIGHTS = {"trainer": 3, "server": 1}
+"""How often each process is killed, relative to the other."""
 MAX_KILL_INTERVAL = 0.6
 """The longest time between two kills, as a fraction of an undisturbed run."""
 
@@ -62,7 +64,7 @@ class RunSlot:
 def undisturbed_seconds(
     slots: list[RunSlot], reference: Fingerprint, tmp_path_factory: pytest.TempPathFactory
 ) -> float:
-    """The seconds that a run takes at the service after its server has warmed up."""
+    """The duration of a run without kills, on a server that has warmed up."""
     seconds = 0.0
     for number in range(2):
         run = slots[0].create_run(tmp_path_factory.mktemp("undisturbed") / str(number))
@@ -99,9 +101,7 @@ def reference(
     run.start()
     run.finish()
     fingerprint = run.fingerprint()
-    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), (
-        "every step trains something"
-    )
+    assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), "some step trained nothing"
     return fingerprint
 
 
@@ -128,7 +128,7 @@ def slots(
 
 
 def make_step_plans(*, kills_server: bool) -> list[list[PlannedKill]]:
-    """Return plans that cover every point of a step over a few runs."""
+    """Return plans that together cover every kill point of a step."""
     return [
         [
             PlannedKill(name, step, kills_other=kills_server)
@@ -139,7 +139,7 @@ def make_step_plans(*, kills_server: bool) -> list[list[PlannedKill]]:
 
 
 def make_recovery_plan(*, kills_server: bool) -> list[PlannedKill]:
-    """Return a plan for the points of recovery; if the trainer dies, each follows a kill that leaves
+    """Return a plan for the recovery points. If the trainer is killed, it also contains kills that leave
     something to recover."""
     if kills_server:
         return [PlannedKill(name, RECOVERY_STEP, kills_other=True) for name in ("started", "released")]
@@ -178,15 +178,15 @@ def kill_by_plan(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("victim", ["trainer", "server"])
+@pytest.mark.parametrize("target", ["trainer", "server"])
 def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
-    victim: str,
+    target: str,
     slots: list[RunSlot],
     reference: Fingerprint,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    kills_server = victim == "server"
+    kills_server = target == "server"
     plans = [*make_step_plans(kills_server=kills_server), make_recovery_plan(kills_server=kills_server)]
     planned = {kill.point for plan in plans for kill in plan}
     assert planned >= {*STEP_POINT_NAMES}
@@ -195,7 +195,7 @@ def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
         or planned == {*STEP_POINT_NAMES, *RECOVERY_POINT_NAMES} == make_kill_points(slots[0].service).keys()
     )
 
-    def job(slot: RunSlot, slot_plans: list[list[PlannedKill]]) -> Callable[[ReportProgress], None]:
+    def make_job(slot: RunSlot, slot_plans: list[list[PlannedKill]]) -> Callable[[ReportProgress], None]:
         def kill_all(report: ReportProgress) -> None:
             for plan in slot_plans:
                 folder = tmp_path / f"{plans.index(plan)}"
@@ -203,15 +203,17 @@ def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
 
         return kill_all
 
-    jobs = [job(slot, plans[number::CONCURRENT_RUNS]) for number, slot in enumerate(slots)]
+    jobs = [make_job(slot, plans[number::CONCURRENT_RUNS]) for number, slot in enumerate(slots)]
     run_concurrently(jobs, capsys)
 
 
 def kill_at_random(
     run: ServiceRun, rng: random.Random, max_kills: int, max_interval: float, report: ReportProgress
 ) -> int:
-    """Kill the trainer and the server at random moments, at most ``max_interval`` seconds apart, until there
-    were ``max_kills`` kills or the run has finished; return the number of kills."""
+    """Kill the trainer and the server at random moments until the run finishes. Return the number of kills.
+
+    Kills are at most ``max_interval`` seconds apart. After ``max_kills`` kills, the run finishes undisturbed.
+    """
     service_process = run.service_process
     assert service_process is not None
     kills = 0
@@ -225,8 +227,8 @@ def kill_at_random(
             continue
         if kills == max_kills:
             continue
-        (victim,) = rng.choices(list(VICTIMS), list(VICTIMS.values()))
-        if victim == "trainer":
+        (target,) = rng.choices(list(TARGET_WEIGHTS), list(TARGET_WEIGHTS.values()))
+        if target == "trainer":
             run.fork_server.kill()
             run.start()
         else:
@@ -234,7 +236,7 @@ def kill_at_random(
             time.sleep(rng.uniform(0.0, 0.2))
             service_process.start()
         kills += 1
-        report(f"{run.folder.name}, kill {kills}: {victim}, {run.progress()}")
+        report(f"{run.folder.name}, kill {kills}: {target}, {run.progress()}")
 
 
 @pytest.mark.timeout(400)
@@ -245,12 +247,10 @@ def test_service_run_killed_at_random_moments_matches_local_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def job(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
+    def make_job(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
-            kills_left, seed = (
-                int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[slot.service] // CONCURRENT_RUNS,
-                number,
-            )
+            kills_left = int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[slot.service] // CONCURRENT_RUNS
+            seed = number
             while kills_left > 0:
                 run = slot.create_run(tmp_path / f"seed {seed}")
                 kills_left -= kill_at_random(
@@ -261,4 +261,4 @@ def test_service_run_killed_at_random_moments_matches_local_run(
 
         return kill_enough
 
-    run_concurrently([job(number, slot) for number, slot in enumerate(slots)], capsys)
+    run_concurrently([make_job(number, slot) for number, slot in enumerate(slots)], capsys)

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped, and left without disk space or with a wrong clock at random moments."""
+"""A run that is hit by faults at random moments: kills, stopped processes, full disks and clock jumps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.torture.run_process import (
     make_config,
 )
 
-KILLS = {
+KILL_WEIGHTS = {
     "trainer": 9,
     "gateway": 3,
     "rollout": 3,
@@ -41,42 +41,44 @@ KILLS = {
     "supervisor": 1,
     "process tree": 1,
 }
-"""The weights of the victims of SIGKILL."""
-OTHER_FAULTS = {"stop": 3, "full disk": 2, "clock jump": 2}
-KILLS_OF_ALL = ("supervisor", "process tree")
-KILLS_OF_TRAFFIC = ("gateway", "rollout", "engine")
-"""The victims that are killed while agents run."""
+"""How often each target is killed, relative to the others."""
+OTHER_FAULT_WEIGHTS = {"stop": 3, "full disk": 2, "clock jump": 2}
+WHOLE_RUN_TARGETS = ("supervisor", "process tree")
+"""The targets after whose kill the run must be resumed."""
+TRAFFIC_TARGETS = ("gateway", "rollout", "engine")
+"""The targets that are killed while agents run."""
 MAX_RESTARTS = {"local": 4, "ray": 6}
-"""The most kills of one role under one supervisor, by runner. The supervisor gives up on a role that crashes
-more than six times, and the last restarts take longer than starting a run anew, except on Ray."""
-RAY_SHARE = 0.3
-"""The factor of the weights of kills after which Ray itself must be started again."""
+"""The maximum number of kills of one role per supervisor, by runner. The supervisor gives up on a role that
+crashes more than six times. Except on Ray, its backoff makes late restarts slower than resuming the whole
+run."""
+RAY_WEIGHT_FACTOR = 0.3
+"""Scales down the kills that also take Ray down, because restarting Ray is slow."""
 MAX_FAILURES = 20
-"""The number of times that a run may fail by itself, for example because its disk was full for too long."""
-READY_SHARE = 0.6
-"""The share of faults that wait until all roles run. The others may hit a role that starts or recovers."""
+"""How often a run may fail without a kill, for example because its disk was full for too long."""
+READY_PROBABILITY = 0.6
+"""The fraction of faults that wait until all roles are ready. The others may hit a role while it starts."""
 MAX_PAUSE_SECONDS = 1.0
-MAX_STEP_SECONDS = 0.4
-"""The longest time between the start of a step or session and a kill in it."""
+MAX_KILL_DELAY_SECONDS = 0.4
+"""The maximum time between the start of a step or session and a kill in it."""
 CALL_SECONDS = 0.12
-"""The time that each call to the backend takes at least, so that a step lasts longer than the above."""
+"""The minimum duration of a backend call, so that a step lasts longer than MAX_KILL_DELAY_SECONDS."""
 MAX_STOP_SECONDS = 3.0
-MAX_FULL_SECONDS = 3.0
-JUMPS = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
-"""The jumps of the clock, in seconds."""
-DEADLINE = 240.0
-"""Seconds until the roles are ready, until the next step begins, and until the run ends without faults."""
+MAX_FULL_DISK_SECONDS = 3.0
+CLOCK_JUMPS = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
+"""In seconds."""
+TIMEOUT = 240.0
+"""Seconds allowed until the roles are ready, until the next step begins, and until the run ends."""
 RUN_DISK_MEGABYTES = 64
 SERVER_DISK_MEGABYTES = 320
 OPEN_STEP_SQL = (
     "SELECT 1 FROM steps WHERE state = 'saved' OR (state IN ('claimed', 'submitted') AND version IS NULL)"
 )
-"""A step that is not saved but has a version waits for the checkpoint of a later step."""
+"""Selects steps in progress. An unsaved step with a version only waits for a later checkpoint."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The parts that a tortured run is made of."""
+    """The store, runner and training mode of a tortured run."""
 
     store: Literal["sqlite", "postgres"] = "sqlite"
     runner: Literal["local", "ray"] = "local"
@@ -88,36 +90,38 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Torture:
+class TortureConfig:
+    """How long a run is and which faults hit it."""
+
     steps: int
     max_kills: int
-    """The number of kills after which the run is left alone, so that it ends."""
-    faults: Mapping[str, float] = field(default_factory=lambda: {**KILLS, **OTHER_FAULTS})
+    """The number of kills after which the run is left undisturbed so that it can finish."""
+    faults: Mapping[str, float] = field(default_factory=lambda: {**KILL_WEIGHTS, **OTHER_FAULT_WEIGHTS})
     bug: str | None = None
     """The name of a bug to plant in the run."""
     python: str = sys.executable
-    """The program that starts the run and its roles, such as that of a `RoleServer`. On Ray, which starts its
-    own processes, it starts only the trainer."""
+    """The interpreter of the run and its roles. May be `RoleServer.program`. On Ray, which starts its own
+    processes, only the trainer uses it."""
     has_small_disk: bool = field(default_factory=lambda: os.getuid() == 0)
-    """True if disks are filled. Otherwise, the size of files is limited, which needs no rights."""
+    """Fill small disks, which requires root. Otherwise, limit the size of files."""
 
 
 @dataclass
 class TortureResult:
     kills: dict[str, int] = field(default_factory=dict[str, int])
-    """The number of kills by victim."""
+    """The number of kills by target."""
     kills_in_step: int = 0
-    """The number of kills that ended the trainer between the claim and the commit of a step."""
+    """The number of kills that ended the trainer while a step was in progress."""
     other_faults: dict[str, int] = field(default_factory=dict[str, int])
     failures: int = 0
-    """The number of times that the run failed by itself and was resumed."""
+    """How often the run failed without a kill and was resumed."""
     acknowledged: int = 0
     lost: list[str] = field(default_factory=list[str])
-    """The replies that an agent received and that are not in the store."""
-    twice: list[str] = field(default_factory=list[str])
-    """The samples that are in the final weights twice."""
+    """The replies that an agent received but that are not in the store."""
+    trained_twice: list[str] = field(default_factory=list[str])
+    """The samples that the final weights were trained on more than once."""
     problem: str = ""
-    """The first other difference from an undisturbed run, or an empty text."""
+    """The first other difference from an undisturbed run, or an empty string."""
     seconds: float = 0.0
 
     @property
@@ -126,10 +130,10 @@ class TortureResult:
 
     @property
     def is_correct(self) -> bool:
-        return not (self.lost or self.twice or self.problem)
+        return not (self.lost or self.trained_twice or self.problem)
 
 
-def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: Torture) -> dict[str, Any]:
+def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: TortureConfig) -> dict[str, Any]:
     trainer = {} if setup.mode == "sync" else {"mode": "async", "checkpoint_every": 2, "keep_checkpoints": 1}
     config = make_config(folder, model, steps=torture.steps, **trainer)
     config["dir"] = str(folder / "disk" / "run")
@@ -147,9 +151,9 @@ def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: Tortu
 
 
 class TorturedRun:
-    """A run in a new folder. Use it as a context manager, which ends the run and removes its disks."""
+    """A run in a new folder. On exit, the context manager kills the run and removes its disks."""
 
-    def __init__(self, folder: Path, model: Path, setup: Setup, torture: Torture, seed: str) -> None:
+    def __init__(self, folder: Path, model: Path, setup: Setup, torture: TortureConfig, seed: str) -> None:
         self.folder = folder
         self.result = TortureResult()
         self._setup = setup
@@ -181,7 +185,7 @@ class TorturedRun:
             self._resources.callback(self._disks[-1].remove)
 
     def _start_server(self) -> PostgresTestServer:
-        # Not in the folder of the run, which another user may not enter.
+        # Not in the run's folder, which the server's user may not be allowed to enter.
         folder = Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
         self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
         self._add_disk(folder, SERVER_DISK_MEGABYTES)
@@ -197,16 +201,16 @@ class TorturedRun:
         self._resources.close()
 
     def abort(self) -> None:
-        """End the run if it has not ended. It is not resumed."""
+        """Kill the run if it has not ended, and do not resume it."""
         self._is_aborted = True
         if self._run.process is not None and not self._run.has_exited():
             self._run.kill_tree()
 
-    # --- the life of the run -----------------------------------------------------------------------
+    # --- start and end -----------------------------------------------------------------------------
 
     def run_undisturbed(self) -> Fingerprint:
         self._start()
-        self._run.finish(DEADLINE)
+        self._run.finish(TIMEOUT)
         return self._run.fingerprint()
 
     def run(
@@ -216,18 +220,22 @@ class TorturedRun:
         should_end: Callable[[], bool] = lambda: False,
         report: Callable[[str], None] = lambda _: None,
     ) -> TortureResult:
-        """Inject faults until the run ends or has had enough of them, and compare it with the reference."""
+        """Inject faults into the run and compare its result with the reference.
+
+        Faults stop when ``should_end()`` is true or `max_kills` is reached; the run then finishes
+        undisturbed.
+        """
         began = time.monotonic()
         try:
             self._start()
             while not self._is_finished():
                 if should_end() or self.result.kill_count >= self._torture.max_kills:
-                    self._run.wait_until(lambda: False, DEADLINE)
+                    self._run.wait_until(lambda: False, TIMEOUT)
                 elif fault := self._inject():
                     self._write_log(fault)
                     report(f"{fault}, {self._run.progress()}")
             self._check(reference)
-        except Exception as error:  # noqa: BLE001 - whatever goes wrong in a run is what the torture looks for
+        except Exception as error:  # noqa: BLE001 - any error is a finding of the torture run
             self.result.problem = f"{type(error).__name__}: {error}"
             self._write_log(self.result.problem)
         self.result.seconds = time.monotonic() - began
@@ -241,7 +249,7 @@ class TorturedRun:
         self._run.start(resume=(self._run.run_dir / "config.json").exists(), **env, **self._clock.env, **bug)
 
     def _is_finished(self) -> bool:
-        """True if the run has ended successfully. A run that has failed is resumed."""
+        """Return True if the run has ended successfully. Resume it if it has failed."""
         if not self._run.has_exited():
             return False
         if self._run.wait() == 0:
@@ -259,14 +267,14 @@ class TorturedRun:
         result.lost = run.list_lost()
         (state,) = run.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
         trained = [key for keys in read_lineage(Path(state) / "backend") for key in keys]
-        result.twice = sorted(key for key, count in Counter(trained).items() if count > 1)
+        result.trained_twice = sorted(key for key, count in Counter(trained).items() if count > 1)
         claims = {key for (key,) in run.query("SELECT sample_key FROM claims WHERE outcome = 'trained'")}
-        assert claims.issuperset(trained), f"trained without a claim: {sorted(set(trained) - claims)}"
+        assert claims.issuperset(trained), f"trained but not claimed: {sorted(set(trained) - claims)}"
         if reference is None:
             run.assert_consistent()
         else:
-            different = run.fingerprint().list_differences(reference)
-            assert not different, f"the result differs from that of an undisturbed run: {different}"
+            differences = run.fingerprint().list_differences(reference)
+            assert not differences, f"the result differs from an undisturbed run: {differences}"
 
     def _write_log(self, text: str) -> None:
         with (self.folder / "faults.txt").open("a") as file:
@@ -275,30 +283,28 @@ class TorturedRun:
     # --- faults ------------------------------------------------------------------------------------
 
     def _inject(self) -> str | None:
-        """Inject a random fault and return its description, or None if the run exited before."""
-        if self._rng.random() < READY_SHARE and not self._run.wait_until(self._run.is_ready, DEADLINE):
+        """Inject a random fault and return its description, or None if there was nothing to hit."""
+        if self._rng.random() < READY_PROBABILITY and not self._run.wait_until(self._run.is_ready, TIMEOUT):
             return None
         faults, runner = dict(self._torture.faults), self._setup.runner
         if runner == "ray":
-            faults |= {name: RAY_SHARE * faults.get(name, 0) for name in KILLS_OF_ALL}
+            faults |= {name: RAY_WEIGHT_FACTOR * faults.get(name, 0) for name in WHOLE_RUN_TARGETS}
         (fault,) = self._rng.choices(list(faults), list(faults.values()))
         is_in_step = fault == "trainer"
         if self._restarts[fault] == MAX_RESTARTS[runner]:
-            fault = self._rng.choice(KILLS_OF_ALL)
+            fault = self._rng.choice(WHOLE_RUN_TARGETS)
         condition = (
-            self._is_in_step
-            if is_in_step
-            else (self._has_open_session if fault in KILLS_OF_TRAFFIC else None)
+            self._is_in_step if is_in_step else (self._has_open_session if fault in TRAFFIC_TARGETS else None)
         )
         if condition is None:
             time.sleep(self._rng.uniform(0, MAX_PAUSE_SECONDS))
-        elif self._run.wait_until(condition, DEADLINE):
-            time.sleep(self._rng.uniform(0, MAX_STEP_SECONDS))
+        elif self._run.wait_until(condition, TIMEOUT):
+            time.sleep(self._rng.uniform(0, MAX_KILL_DELAY_SECONDS))
         if self._run.has_exited():
             return None
-        if fault not in OTHER_FAULTS:
+        if fault not in OTHER_FAULT_WEIGHTS:
             return self._kill(fault)
-        inject = {"stop": self._stop, "full disk": self._fill_disk, "clock jump": self._jump}[fault]
+        inject = {"stop": self._stop, "full disk": self._fill_disk, "clock jump": self._jump_clock}[fault]
         description = inject()
         self.result.other_faults[fault] = self.result.other_faults.get(fault, 0) + 1
         return description
@@ -313,7 +319,7 @@ class TorturedRun:
             return False  # the store does not exist yet
 
     def _has_recovered(self) -> bool:
-        """True if the trainer runs and has released the steps that an earlier trainer left open."""
+        """True if the trainer is running and has released the steps that an earlier trainer left open."""
         try:
             trainers = self._run.query("SELECT pid, doing FROM endpoints WHERE role = 'trainer'")
         except sqlite3.OperationalError:
@@ -322,20 +328,20 @@ class TorturedRun:
             doing.startswith(("waiting", "step")) and self._run.find_role(pid) for pid, doing in trainers
         )
 
-    def _kill(self, victim: str) -> str | None:
-        has_recovered = victim in ("trainer", *KILLS_OF_ALL) and self._has_recovered()
-        if victim in KILLS_OF_ALL:
-            (self._run.kill if victim == "supervisor" else self._run.kill_tree)()
+    def _kill(self, target: str) -> str | None:
+        has_recovered = target in ("trainer", *WHOLE_RUN_TARGETS) and self._has_recovered()
+        if target in WHOLE_RUN_TARGETS:
+            (self._run.kill if target == "supervisor" else self._run.kill_tree)()
             self._run.assert_no_orphans(30.0 if self._setup.runner == "ray" else 5.0)
-        elif not self._run.kill_role(victim):
+        elif not self._run.kill_role(target):
             return None
         is_in_step = has_recovered and bool(self._run.query(OPEN_STEP_SQL))
         self.result.kills_in_step += is_in_step
-        self.result.kills[victim] = self.result.kills.get(victim, 0) + 1
-        self._restarts[victim] += 1
-        if victim in KILLS_OF_ALL:
+        self.result.kills[target] = self.result.kills.get(target, 0) + 1
+        self._restarts[target] += 1
+        if target in WHOLE_RUN_TARGETS:
             self._start()
-        return f"killed the {victim}{' in a step' if is_in_step else ''}"
+        return f"killed the {target}{' in a step' if is_in_step else ''}"
 
     def _list_tree(self) -> set[int]:
         pid = self._run.supervisor_pid
@@ -349,17 +355,17 @@ class TorturedRun:
         return f"stopped the {processes[pid]} for {seconds:.1f} s"
 
     def _fill_disk(self) -> str:
-        disk, seconds = self._rng.choice(self._disks), self._rng.uniform(0.2, MAX_FULL_SECONDS)
+        disk, seconds = self._rng.choice(self._disks), self._rng.uniform(0.2, MAX_FULL_DISK_SECONDS)
         try:
             disk.fill()
             time.sleep(seconds)
         finally:
             disk.free()
         if self._server is not None and self._server.has_exited():
-            self._server.start()  # a server that cannot write its log exits, and an operator restarts it
+            self._server.start()  # a server that cannot write its log exits; restart it as an operator would
         return f"filled a disk for {seconds:.1f} s"
 
-    def _jump(self) -> str:
-        seconds = self._rng.choice(JUMPS)
+    def _jump_clock(self) -> str:
+        seconds = self._rng.choice(CLOCK_JUMPS)
         self._clock.jump(seconds)
         return f"moved the clock by {seconds} s"

@@ -1,4 +1,4 @@
-"""The replies, tasks, agent and reward rule of a crash-test run, all deterministic for a given seed."""
+"""The tasks, agent, replies and reward rule of crash tests, all deterministic for a given seed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ADD: Any = {
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """Return a tool call first, then the tool's number or one of two wrong numbers, chosen by the seed."""
+    """Return a tool call first, and then the tool's result plus 0, 1 or 2, depending on the seed."""
     results = re.findall(r"result=(\d+)", prompt)
     offset = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
     if not results:
@@ -41,7 +41,7 @@ def tasks(count: int = 64) -> list[dict[str, Any]]:
 
 
 def rule(task: dict[str, Any], transcript: Transcript) -> float:
-    """Return 1 for the right number and 0.5 for the next one, so that rewards differ within a group."""
+    """Return 1 for the right number and 0.5 for the next number, so that rewards differ within a group."""
     return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
 
 
@@ -61,7 +61,7 @@ class BackgroundRule(Scorer):
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     """Take two turns, the second one streamed, and append the id of each completed reply to the ledger."""
-    # Many retries: a gateway may be killed again while it starts.
+    # Retry often, because the gateway may be killed again while it restarts.
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60, max_retries=10)
     messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
     async with client:
@@ -83,7 +83,7 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
 
 
 def append_reply_id(ledger: str, reply_id: str) -> None:
-    """Append the id and sync it to disk, so that it survives a kill of the process."""
+    """Append the id and sync it to disk, so that it is kept if the process is killed."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""The config: defaults, rejected values, and the round trip through JSON."""
+"""Tests for the config's defaults, rejected values and JSON round trip."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from instar import registry
-from instar.cli.config_errors import kinds_of, sections_in
+from instar.cli.config_errors import find_section_classes, type_values
 from instar.config import RunConfig
 
 ROLLOUT = {
@@ -38,13 +38,13 @@ def test_max_staleness_default_depends_on_the_mode(trainer: dict[str, Any], stal
 
 
 def test_sync_mode_rejects_staleness_above_zero() -> None:
-    with pytest.raises(ValidationError, match=r"trainer\.max_staleness: given 2"):
+    with pytest.raises(ValidationError, match=r"trainer\.max_staleness: must be 0 .* got 2"):
         RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 2}})
     assert RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 0}}).max_staleness == 0
 
 
 def test_combine_sum_without_weights_is_rejected() -> None:
-    with pytest.raises(ValidationError, match="weights: missing"):
+    with pytest.raises(ValidationError, match="weights: required"):
         RunConfig.model_validate({"scoring": {"combine": {"how": "sum"}}})
 
 
@@ -56,14 +56,14 @@ def test_combine_sum_without_weights_is_rejected() -> None:
     ],
 )
 def test_reward_timeout_above_the_scoring_deadline_is_rejected(reward: dict[str, object], field: str) -> None:
-    with pytest.raises(ValidationError, match=rf"reward\.0\.{field}: given 90; .* 60 seconds"):
+    with pytest.raises(ValidationError, match=rf"reward\.0\.{field}: must not exceed .*60 seconds\), got 90"):
         RunConfig.model_validate({"reward": reward})
     RunConfig.model_validate({"reward": reward, "scoring": {"deadline": 90}})
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_dumped_config_validates_to_the_same_config(mode: str) -> None:
-    """Roles read what the supervisor dumped, so a dumped default must not be rejected."""
+    """Roles load the config that the supervisor dumped, so dumped defaults must be valid."""
     config = RunConfig.model_validate({"trainer": {"mode": mode}, "rollout": ROLLOUT, "eval": ROLLOUT_EVAL})
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
@@ -89,7 +89,7 @@ ROLLOUT_EVAL = {"tasks": {"type": "reasoning_gym", "dataset": "basic_arithmetic"
         {"gateway": {"port": -1}},
         {"rollout": ROLLOUT | {"failed_reward": float("nan")}},
         {"rollout": ROLLOUT | {"sampling": {"top_p": 0}}},
-        {"name": "../elsewhere"},
+        {"name": "../other"},
         {"name": ""},
     ],
 )
@@ -100,24 +100,24 @@ def test_config_rejects_values_out_of_range(data: dict[str, Any]) -> None:
 
 def test_config_is_frozen() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        RunConfig().seed = 3  # pyright: ignore[reportAttributeAccessIssue] # the test of it
+        RunConfig().seed = 3  # pyright: ignore[reportAttributeAccessIssue] # intended
 
 
 def list_sections(section: type[BaseModel] = RunConfig) -> list[type[BaseModel]]:
     sections = [section]
     for field in section.model_fields.values():
-        for inner in sections_in(field.annotation):
-            sections += [below for below in list_sections(inner) if below not in sections]
+        for inner in find_section_classes(field.annotation):
+            sections += [nested for nested in list_sections(inner) if nested not in sections]
     return sections
 
 
 def test_config_documents_every_setting() -> None:
-    """A setting that holds a section may be documented by the section."""
+    """A setting whose value is a section may be documented by the section's docstring instead."""
     undocumented = [
         f"{section.__name__}.{name}"
         for section in list_sections()
         for name, field in section.model_fields.items()
-        if name != "type" and not field.description and not sections_in(field.annotation)
+        if name != "type" and not field.description and not find_section_classes(field.annotation)
     ]
     assert undocumented == []
     assert all(section.__doc__ for section in list_sections())
@@ -138,8 +138,8 @@ def test_config_types_match_the_registry(path: str, kind: str) -> None:
     sections = [RunConfig]
     for part in path.split("."):
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
-        sections = [inner for field in fields for inner in sections_in(field.annotation)]
-    types = {name for section in sections for name in kinds_of(section)}
-    # These have no engine of their own: the gateway forwards calls to an upstream, a cloud's sampler belongs
-    # to the backend, `mixed` starts engines of other types, and `auto` resolves to one of them.
+        sections = [inner for field in fields for inner in find_section_classes(field.annotation)]
+    types = {name for section in sections for name in type_values(section)}
+    # These types have no class in the registry: the gateway forwards calls to an upstream, a cloud's sampler
+    # belongs to the backend, `mixed` starts engines of other types, and `auto` resolves to one of them.
     assert types - {"plugin", "upstream", "cloud", "mixed", "auto"} == set(registry.BUILTIN[kind])

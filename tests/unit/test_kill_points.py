@@ -1,4 +1,4 @@
-"""The kill points of the torture tests, which are too slow to run every time, name existing functions."""
+"""Check that the kill points name existing functions, because the torture tests are too slow to run often."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """A model with random weights learns a task through the complete training loop in one process.
 
-The gateway listens on a socket and records into SQLite; the agent requests a reply from it; the batcher, the
-LoRA backend and the trainer produce versions that the engine loads while the run continues. A task requests
-digits or letters, and the reward is the share of the reply's characters of that kind. The model has to learn
-to write such characters, and to read from the prompt which kind is requested.
+The gateway listens on a socket and records to SQLite, the agent requests replies from it, and the batcher,
+the LoRA backend and the trainer produce versions that the engine loads during the run. A task asks for
+digits or capital letters, and the reward is the fraction of the reply that consists of them. The model has
+to learn to write such characters, and to tell from the prompt which ones to write.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from instar.types import StepState
 from tests.serving import ADMIN_KEY, running_gateway
 from tests.tiny import make_tiny_model
 
-HERE = "tests.unit.test_learns"
+MODULE = "tests.unit.test_learns"
 KINDS = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
 STEPS = 40
-LENGTH = 4
-LEARNED = 0.75
-"""The required reward. At higher learning rates some seeds converge to replies with one wrong character."""
+MAX_TOKENS = 4
+MIN_FINAL_REWARD = 0.75
+"""The reward for a reply with one wrong character. At higher learning rates, some seeds converge to it."""
 
 
 def tasks() -> list[dict[str, str]]:
@@ -51,11 +51,11 @@ def tasks() -> list[dict[str, str]]:
 
 
 async def ask(task: dict[str, str], session: AgentSession) -> None:
-    """Run the agent: one question and a short reply."""
+    """An agent that sends one request and receives a short reply."""
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],
-        "max_tokens": LENGTH,
+        "max_tokens": MAX_TOKENS,
     }
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with aiohttp.ClientSession(headers=headers) as http:
@@ -64,13 +64,13 @@ async def ask(task: dict[str, str], session: AgentSession) -> None:
             await response.read()
 
 
-def share(task: dict[str, str], transcript: Transcript) -> float:
-    """Return the share of the reply's characters that are of the requested kind."""
+def score_characters(task: dict[str, str], transcript: Transcript) -> float:
+    """Return the fraction of the reply's characters that are of the requested kind."""
     text = transcript.final_text
     return sum(char in KINDS[task["kind"]] for char in text) / max(1, len(text))
 
 
-def run_config(folder: Path, seed: int) -> RunConfig:
+def make_config(folder: Path, seed: int) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": "learns",
@@ -89,18 +89,18 @@ def run_config(folder: Path, seed: int) -> RunConfig:
                 "tensorboard": False,
             },
             "rollout": {
-                "tasks": {"type": "python", "function": f"{HERE}:tasks"},
-                "agent": {"type": "function", "function": f"{HERE}:ask"},
+                "tasks": {"type": "python", "function": f"{MODULE}:tasks"},
+                "agent": {"type": "function", "function": f"{MODULE}:ask"},
                 "group_size": 32,
                 "concurrency": 64,
             },
-            "reward": {"type": "rule", "function": f"{HERE}:share"},
+            "reward": {"type": "rule", "function": f"{MODULE}:score_characters"},
         }
     )
 
 
 async def train(config: RunConfig) -> list[dict[str, Any]]:
-    """Run the roles of `instar train` in this process and return the record of every step."""
+    """Run the roles of `instar train` in this process and return the metrics of every step."""
     assert config.rollout is not None
     store = SqliteStore(config.store_path)
     await store.put_run(Run(config.name, config.name, {}))
@@ -137,15 +137,15 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
     return read_steps(config.run_dir)
 
 
-async def learn(folder: Path, seed: int) -> None:
-    # Weights this large let one token dominate: with smaller ones no LoRA could make a reply certain.
+async def check_model_learns(folder: Path, seed: int) -> None:
+    # With smaller weights, no LoRA adapter could make one token dominate the others.
     make_tiny_model(folder / "model", seed=seed, std=0.2)
-    config = run_config(folder, seed)
+    config = make_config(folder, seed)
     config.run_dir.mkdir()
     rewards = [record["reward_mean"] for record in await train(config)]
     assert rewards[0] < 0.2
-    assert mean(rewards[-3:]) > LEARNED, [round(reward, 2) for reward in rewards]
+    assert mean(rewards[-3:]) > MIN_FINAL_REWARD, [round(reward, 2) for reward in rewards]
 
 
-async def test_random_model_trained_in_one_process_reaches_reward(tmp_path: Path) -> None:
-    await learn(tmp_path, seed=0)
+async def test_random_model_learns_in_one_process(tmp_path: Path) -> None:
+    await check_model_learns(tmp_path, seed=0)

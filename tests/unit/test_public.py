@@ -61,8 +61,8 @@ def test_light_modules_import_nothing_heavy() -> None:
         f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
         "    assert not loaded, f'{name} imports {loaded}'\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 def test_light_modules_include_every_base_module() -> None:
@@ -72,20 +72,20 @@ def test_light_modules_include_every_base_module() -> None:
     assert bases <= set(LIGHT)
 
 
-def test_help_takes_less_than_the_limit() -> None:
+def test_help_is_fast() -> None:
     command = [str(Path(sys.executable).with_name("instar")), "--help"]
     seconds: list[float] = []
     for _ in range(5):
         before = os.times()
-        shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        help_text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         after = os.times()
-        # CPU time, because the machine may be busy with other things.
+        # Measure CPU time, because the machine may be busy.
         seconds.append(
             after.children_user + after.children_system - before.children_user - before.children_system
         )
     assert min(seconds) < 0.3, seconds
-    for verb in ("demo", "train", "serve", "report", "doctor", "config", "sessions"):
-        assert re.search(rf"^\s+{verb}\b", shown, re.MULTILINE), verb
+    for command_name in ("demo", "train", "serve", "report", "doctor", "config", "sessions"):
+        assert re.search(rf"^\s+{command_name}\b", help_text, re.MULTILINE), command_name
 
 
 def test_configuration_reference_is_current() -> None:
@@ -111,7 +111,7 @@ def test_agents_page_is_short() -> None:
     assert len((ROOT / "AGENTS.md").read_text(encoding="utf-8").splitlines()) < 80
 
 
-def test_readme_run_is_valid() -> None:
+def test_readme_config_is_valid() -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     config = RunConfig.model_validate(yaml.safe_load(block))
     assert config.name == "my-agent"
@@ -130,13 +130,13 @@ def test_tool_format_in_docs_matches_the_code() -> None:
     assert f"```\n{called}\n```" in page
 
 
-def test_docs_list_every_control_route() -> None:
+def test_docs_list_every_control_field() -> None:
     from instar.gateway import base
 
     page = (ROOT / "docs" / "gateway.md").read_text(encoding="utf-8")
     table = page[page.index("## Control") :]
-    for kind in (base.OpenSession, base.OpenedSession, base.CompleteSession, base.FailSession):
-        for field in kind.__struct_fields__:
-            assert re.search(rf"\b{field}\b", table), f"{kind.__name__}.{field}"
+    for message_type in (base.OpenSession, base.OpenedSession, base.CompleteSession, base.FailSession):
+        for field in message_type.__struct_fields__:
+            assert re.search(rf"\b{field}\b", table), f"{message_type.__name__}.{field}"
     for field in (*base.RewardBody.__struct_fields__, *base.SAMPLING_KEYS):
         assert re.search(rf"\b{field}\b", table), field

@@ -21,12 +21,12 @@ IMPORTABLE_NAMES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), IMPORTABLE_NAMES)
-def test_resolve_of_a_builtin_name_returns_a_callable(kind: str, name: str) -> None:
+def test_resolve_builtin_name_returns_a_callable(kind: str, name: str) -> None:
     assert callable(registry.resolve(kind, name))
 
 
-def test_resolve_of_an_unknown_name_lists_the_known_names() -> None:
-    with pytest.raises(ConfigError, match=r"unknown engine 'vllmm'; known: local, scripted"):
+def test_resolve_unknown_name_lists_the_known_names() -> None:
+    with pytest.raises(ConfigError, match=r"unknown engine 'vllmm'; available: local, scripted"):
         registry.resolve("engines", "vllmm")
 
 
@@ -34,12 +34,12 @@ def test_resolve_of_an_unknown_name_lists_the_known_names() -> None:
     ("path", "message"),
     [
         ("instar.registry", "is not of the form 'package.module:attribute'"),
-        ("instar.nowhere:x", "cannot import 'instar.nowhere'"),
-        ("instar.registry:nothing", "'instar.registry' has no 'nothing'"),
-        ("instar.registry:resolve.nothing", "'instar.registry' has no 'resolve.nothing'"),
+        ("instar.missing:x", "cannot import 'instar.missing'"),
+        ("instar.registry:missing", "'instar.registry' has no 'missing'"),
+        ("instar.registry:resolve.missing", "'instar.registry' has no 'resolve.missing'"),
     ],
 )
-def test_load_object_with_a_wrong_path_names_the_mistake(path: str, message: str) -> None:
+def test_load_object_with_an_invalid_path_raises(path: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         registry.load_object(path)
 
@@ -48,8 +48,8 @@ def test_load_object_with_a_nested_attribute_returns_it() -> None:
     assert registry.load_object("pathlib:Path.home") == Path.home
 
 
-def test_resolve_finds_the_entry_point_of_another_package(tmp_path: Path) -> None:
-    """The test writes the metadata that pip would install."""
+def test_resolve_finds_entry_points_of_other_packages(tmp_path: Path) -> None:
+    """The test writes the metadata files that pip would install."""
     metadata = tmp_path / "instar_extra-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: instar-extra\nVersion: 1.0\n")
@@ -71,5 +71,5 @@ def test_resolve_section_accepts_a_plugin_by_path() -> None:
     assert registry.resolve_section("engines", ScriptedEngineConfig()) is registry.resolve_section(
         "engines", by_path
     )
-    with pytest.raises(ConfigError, match="unknown engine 'nowhere'"):
-        registry.resolve_section("engines", PluginConfig(type="plugin", name="nowhere"))
+    with pytest.raises(ConfigError, match="unknown engine 'missing'"):
+        registry.resolve_section("engines", PluginConfig(type="plugin", name="missing"))

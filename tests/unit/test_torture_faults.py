@@ -1,4 +1,4 @@
-"""The faults of the torture tests do what they say."""
+"""Tests for the faults that the torture tests inject."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def start_python(program: str, **env: str) -> subprocess.Popen[str]:
     )
 
 
-def ask(process: subprocess.Popen[str], line: str) -> str:
+def send_line(process: subprocess.Popen[str], line: str) -> str:
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(f"{line}\n")
@@ -45,7 +45,7 @@ def test_clock_jump_changes_the_time_of_a_running_process(tmp_path: Path) -> Non
     with start_python(READ_CLOCK, **clock.env) as process:
         for jump, offset in ((0, 0), (-86_400, -86_400), (3600, -82_800)):
             clock.jump(jump)
-            seconds, nanoseconds = map(float, ask(process, "now").split())
+            seconds, nanoseconds = map(float, send_line(process, "now").split())
             assert abs(seconds - time.time() - offset) < 60
             assert abs(nanoseconds - seconds) < 60
         process.kill()
@@ -55,9 +55,9 @@ def test_file_size_limit_while_filled_rejects_writes(tmp_path: Path) -> None:
     file = str(tmp_path / "file")
     with start_python(WRITE_FILE) as process:
         limit = FileSizeLimit(lambda: [process.pid])
-        assert ask(process, file) == "written"
+        assert send_line(process, file) == "written"
         limit.fill()
-        assert "File too large" in ask(process, file)
+        assert "File too large" in send_line(process, file)
         limit.free()
-        assert ask(process, file) == "written"
+        assert send_line(process, file) == "written"
         process.kill()

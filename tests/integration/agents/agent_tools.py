@@ -1,4 +1,4 @@
-"""The tool names of each agent, and the small task that they are used for."""
+"""The tools of each agent, and the file-editing task that the agents are given."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 FILE = "greeting.txt"
 BEFORE, AFTER = "hello world\n", "hello moon\n"
 SUBAGENT_TASK_PREFIX = "Look into"
-"""The beginning of a sub-agent's task."""
+"""Every sub-agent task starts with these words."""
 ToolUse = tuple[str, dict[str, Any]]
 
 
@@ -19,8 +19,10 @@ def make_task(path: str) -> str:
 
 @dataclass(frozen=True)
 class AgentTools:
-    """Templates of an agent's tool calls that read a file, edit it and start a sub-agent, with
-    the placeholders ``{path}`` and ``{prompt}``."""
+    """Templates for the tool calls with which an agent reads a file, edits it and starts a sub-agent.
+
+    ``{path}`` and ``{prompt}`` are placeholders.
+    """
 
     read: ToolUse
     edit: ToolUse
@@ -32,18 +34,20 @@ class AgentTools:
     def make_edit_call(self, path: str) -> ToolUse:
         return _fill_template(self.edit, path=path)
 
-    def make_delegate_call(self, path: str, what: str) -> ToolUse:
-        return _fill_template(self.delegate, prompt=f"{SUBAGENT_TASK_PREFIX} {path} and report its {what}.")
+    def make_delegate_call(self, path: str, topic: str) -> ToolUse:
+        return _fill_template(self.delegate, prompt=f"{SUBAGENT_TASK_PREFIX} {path} and report its {topic}.")
 
 
 def make_codex_wait_call(text: str) -> ToolUse:
-    """Return the call with which Codex waits for its sub-agents, whose ids are in the text; it does not wait
-    by itself."""
+    """Return the call that makes Codex wait for the sub-agents whose ids are in ``text``.
+
+    Codex does not wait for sub-agents unless it calls this tool.
+    """
     ids = dict.fromkeys(re.findall(r"agent_id\W+([0-9a-f-]{36})", text))
     return "multi_agent_v1.wait_agent", {"targets": list(ids), "timeout_ms": 20000}
 
 
-def _fill_template(use: ToolUse, **values: str) -> ToolUse:
+def _fill_template(template: ToolUse, **values: str) -> ToolUse:
     def fill(value: Any) -> Any:
         if isinstance(value, str):
             for name, text in values.items():
@@ -53,7 +57,7 @@ def _fill_template(use: ToolUse, **values: str) -> ToolUse:
             return {key: fill(inner) for key, inner in value.items()}
         return [fill(inner) for inner in value] if isinstance(value, list) else value
 
-    return use[0], fill(use[1])
+    return template[0], fill(template[1])
 
 
 AGENT_TOOLS = {

@@ -1,7 +1,6 @@
-"""A server that replies to an agent from a script, in the agent's own dialect, and keeps its requests.
+"""A server that sends scripted replies to an agent and captures its requests.
 
-It does not use Instar: it records the requests of real agents. It supports Chat Completions, Responses and
-Messages, streamed or not.
+It does not use Instar. It supports Chat Completions, Responses and Messages, with and without streaming.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ SECRET_HEADERS = {"authorization", "x-api-key", "cookie"}
 
 @dataclass(frozen=True)
 class ScriptedReply:
-    """A reply of the model: a text, then tool calls. ``prompt_tokens`` is the reported length of the prompt;
-    agents decide by it when to compact their context."""
+    """A model reply: text, then tool calls."""
 
     text: str = ""
     calls: tuple[tuple[str, Json], ...] = ()
     prompt_tokens: int = 1000
+    """The reported prompt length. Agents use it to decide when to compact their context."""
     status: int = 200
-    """The HTTP status; with any other than 200 the response is an error and the other fields are ignored."""
+    """The HTTP status. If it is not 200, the response is an error and the other fields are ignored."""
 
 
 Script = Callable[[str, Json], ScriptedReply]
-"""A function from dialect and request body to the reply."""
+"""Returns the reply to a request, from its dialect and body."""
 
 
 @dataclass
@@ -43,7 +42,7 @@ class CapturedExchange:
     headers: dict[str, str]
     body: Json
     reply: Json
-    """The response body, in its unstreamed form."""
+    """The response body in its non-streaming form, even if the response was streamed."""
 
 
 @dataclass
@@ -55,11 +54,11 @@ class CaptureServer:
         return Starlette(
             routes=[
                 Route("/{path:path}", self._serve, methods=["POST"]),
-                Route("/{path:path}", self._models, methods=["GET", "HEAD"]),
+                Route("/{path:path}", self._list_models, methods=["GET", "HEAD"]),
             ]
         )
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "instar", "object": "model"}]})
 
     async def _serve(self, request: Request) -> Response:
@@ -67,9 +66,9 @@ class CaptureServer:
         body = json.loads(await request.body() or b"{}")
         if path.endswith("/count_tokens"):
             return JSONResponse({"input_tokens": 1000})
-        dialect = next((name for end, name in DIALECTS.items() if path.endswith(end)), None)
+        dialect = next((name for suffix, name in DIALECTS.items() if path.endswith(suffix)), None)
         if dialect is None:
-            return JSONResponse({"error": {"message": f"no such path: {path}"}}, status_code=404)
+            return JSONResponse({"error": {"message": f"Unknown path: {path}"}}, status_code=404)
         reply = self.script(dialect, body)
         number = len(self.exchanges)
         headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
@@ -223,17 +222,17 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
         started = {**response_body, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": started}
         for index, item in enumerate(items):
-            at = {"output_index": index, "item_id": item["id"]}
+            position = {"output_index": index, "item_id": item["id"]}
             if item["type"] == "message":
                 opened = {**item, "content": [], "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": opened}
                 text = {"type": "response.output_text.delta", "content_index": 0, "delta": reply.text}
-                yield {**text, **at}
+                yield {**text, **position}
             else:
                 opened = {**item, "arguments": "", "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": opened}
                 delta = item["arguments"]
-                yield {"type": "response.function_call_arguments.delta", "delta": delta, **at}
+                yield {"type": "response.function_call_arguments.delta", "delta": delta, **position}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": "response.completed", "response": response_body}
 
@@ -245,6 +244,6 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
 
 
 def _split_namespace(name: str) -> Json:
-    """Split ``space.tool`` into the fields that Responses uses for a tool of a namespace."""
-    space, _, tool = name.rpartition(".")
-    return {"namespace": space, "name": tool} if space else {"name": tool}
+    """Split ``namespace.tool`` into the fields that the Responses API uses for namespaced tools."""
+    namespace, _, tool = name.rpartition(".")
+    return {"namespace": namespace, "name": tool} if namespace else {"name": tool}

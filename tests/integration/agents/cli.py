@@ -15,7 +15,7 @@ from tests.cached_folders import create_folder_once
 
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
 NODE = "24.21.0"
-"""OpenClaw needs at least 24.16; the other agents work with it, too."""
+"""OpenClaw requires at least 24.16. The other agents work with it too."""
 INSTALL_TIMEOUT = 540
 
 
@@ -35,7 +35,7 @@ class ServerTarget:
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """A command and the variables it needs besides a clean HOME."""
+    """A command and the environment variables that it needs."""
 
     argv: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -47,7 +47,7 @@ class CliAgent:
     package: str
     version: str
     prepare: Callable[[Path, ServerTarget, str], AgentCommand]
-    """A function of HOME, server and task that returns the command and may write settings into HOME."""
+    """Returns the command for a HOME, server and task. May write settings to HOME."""
 
     @property
     def folder(self) -> Path:
@@ -58,7 +58,7 @@ class CliAgent:
         install(self.name, self.package, self.version)
 
     def run(self, home: Path, work: Path, target: ServerTarget, task: str, timeout: float = 120) -> str:
-        """Return the agent's output; raise CalledProcessError or TimeoutExpired, both with the output."""
+        """Run the agent and return its output. CalledProcessError and TimeoutExpired contain the output."""
         home.mkdir(parents=True, exist_ok=True)
         command = self.prepare(home, target, task)
         completed = subprocess.run(
@@ -77,9 +77,9 @@ class CliAgent:
 
 
 def install(name: str, package: str, version: str) -> None:
-    """Install the package into the cache unless it is there."""
+    """Install the package into the cache unless it is already there."""
 
-    def make(folder: Path) -> None:
+    def create(folder: Path) -> None:
         npm = shutil.which("npm")
         if npm is None:
             raise AgentInstallError("npm is not installed")
@@ -91,22 +91,24 @@ def install(name: str, package: str, version: str) -> None:
                 command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT
             )
         except subprocess.CalledProcessError as error:
-            raise AgentInstallError(f"npm refused {package}@{version}: {error.stderr[-500:]}") from error
+            raise AgentInstallError(
+                f"npm could not install {package}@{version}: {error.stderr[-500:]}"
+            ) from error
         except subprocess.TimeoutExpired as error:
             raise AgentInstallError(
-                f"npm did not install {package}@{version} in {INSTALL_TIMEOUT} s"
+                f"npm did not install {package}@{version} within {INSTALL_TIMEOUT} s"
             ) from error
 
-    create_folder_once(CACHE / f"{name}-{version}", make)
+    create_folder_once(CACHE / f"{name}-{version}", create)
 
 
 def _search_path() -> str:
-    """Return PATH with the cached Node before the system's."""
+    """Return PATH with the cached Node before the system's Node."""
     return f"{CACHE / f'node-{NODE}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
 
 
-def _make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without the machine's own settings."""
+def _make_environment(home: Path, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment that does not inherit this machine's settings."""
     return {
         "HOME": str(home),
         "PATH": _search_path(),
@@ -114,7 +116,7 @@ def _make_environment(home: Path, more: Mapping[str, str]) -> dict[str, str]:
         "LANG": "C.UTF-8",
         "TERM": "dumb",
         "NO_COLOR": "1",
-        **more,
+        **variables,
     }
 
 
@@ -187,8 +189,11 @@ def _opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
 
 
 def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    """Run OpenClaw with its default tools. It then adds a note on running programs and sub-agents after the
-    last message and removes it in the next request, so no request continues another."""
+    """Return the command for OpenClaw with its default tools.
+
+    With them, it adds a note about running programs and sub-agents after the last message and removes the
+    note in the next request, so no request extends an earlier one.
+    """
     settings = home / ".openclaw" / "openclaw.json"
     settings.parent.mkdir(exist_ok=True)
     model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
@@ -216,8 +221,8 @@ def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> Agen
 def _openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     command = openclaw_with_all_tools(home, target, task)
     settings = home / ".openclaw" / "openclaw.json"
-    without = {"tools": {"deny": ["process", "sessions_spawn"]}}
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **without}))
+    denied_tools = {"tools": {"deny": ["process", "sessions_spawn"]}}
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), **denied_tools}))
     return command
 
 

@@ -1,9 +1,9 @@
-"""Record the traffic of real agents: ``python -m tests.integration.agents.record [agent-scenario ...]``.
+"""Record the traffic of real agents: ``python -m tests.integration.agents.record [agent[-scenario] ...]``.
 
-An agent runs against a server that follows a scenario. Its requests and the responses are written to
+Each agent runs against a server that follows a scenario. Its requests and the responses are written to
 ``tests/unit/record/fixtures/traffic/<agent>-<scenario>.json.gz`` as a list of
-``{path, headers, body, reply}``, without the machine's paths, names and ids. A long text is replaced by its
-beginning and a digest, equal texts by equal ones: the traffic has the agent's structure, with short prompts.
+``{path, headers, body, reply}``, without the paths, names and ids of this machine. Long texts are truncated
+and get a digest, so that equal texts stay equal.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.integration.agents.scenarios import SCENARIOS, SUMMARY
 
 FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
 MAX_TEXT_LENGTH = 300
-"""Longer texts are shortened to this number of characters."""
+"""Longer texts are truncated to half of this length and get a digest."""
 KEPT_HEADERS = re.compile(
     r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata"
 )
@@ -43,7 +43,7 @@ RECORDED_SCENARIOS = {
 
 
 async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[CapturedExchange]:
-    """Run the agent in the scenario and return its traffic; raise if it did not complete its task."""
+    """Run the agent in the scenario and return its traffic. Raises RuntimeError if the agent fails."""
     work, home = folder / "project", folder / "home"
     work.mkdir()
     path = work / FILE
@@ -59,7 +59,9 @@ async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[Cap
         stop.set()
         await server
     if path.read_text() != AFTER:
-        raise RuntimeError(f"{agent.name} did not do its task in {scenario}: {output[-2000:]}")
+        raise RuntimeError(
+            f"{agent.name} did not complete its task in the scenario {scenario}: {output[-2000:]}"
+        )
     if scenario == "compaction" and not any(
         SUMMARY in json.dumps(exchange.reply) for exchange in capture.exchanges
     ):
@@ -68,7 +70,7 @@ async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[Cap
 
 
 def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str, Any]]:
-    names = {
+    replacements = {
         str(folder): "/home/user",
         platform.release(): "6.1.0",
         f"host={socket.gethostname()}": "host=host",
@@ -77,26 +79,26 @@ def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str,
         {
             "path": exchange.path,
             "headers": {
-                key: _clean(value, names)
+                key: _anonymize_value(value, replacements)
                 for key, value in exchange.headers.items()
                 if KEPT_HEADERS.search(key)
             },
-            "body": _clean(exchange.body, names),
-            "reply": _clean(exchange.reply, names),
+            "body": _anonymize_value(exchange.body, replacements),
+            "reply": _anonymize_value(exchange.reply, replacements),
         }
         for exchange in exchanges
     ]
 
 
-def _clean(value: Any, names: dict[str, str]) -> Any:
+def _anonymize_value(value: Any, replacements: dict[str, str]) -> Any:
     if isinstance(value, dict):
-        return {key: _clean(inner, names) for key, inner in value.items()}
+        return {key: _anonymize_value(inner, replacements) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_clean(inner, names) for inner in value]
+        return [_anonymize_value(inner, replacements) for inner in value]
     if not isinstance(value, str):
         return value
-    for name, replacement in names.items():
-        value = value.replace(name, replacement)
+    for text, replacement in replacements.items():
+        value = value.replace(text, replacement)
     value = re.sub(r"(device_id\W+|installation_id\W+)[0-9a-f-]{32,}", r"\g<1>0", value)
     if len(value) <= MAX_TEXT_LENGTH or value.lstrip().startswith("{"):
         return value

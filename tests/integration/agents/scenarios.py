@@ -1,4 +1,4 @@
-"""Scripts that make an agent produce the traffic to be recorded."""
+"""Scenarios that make an agent produce the traffic to record."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.integration.agents.capture import Json, Script, ScriptedReply
 
 Step = ScriptedReply | Callable[[Json], ScriptedReply]
 FULL_CONTEXT_TOKENS = 1_000_000
-"""More tokens than the context of any agent, so that it compacts."""
+"""More tokens than fit into any agent's context, so that the agent compacts it."""
 SUMMARY = "The user wants world changed to moon in greeting.txt. It says hello world. Next: edit it."
 
 
 @dataclass
 class Scenario:
-    """The replies to the main conversation in order, and those to every sub-agent."""
+    """The replies to the main conversation and to each sub-agent, in order."""
 
     main: list[Step]
     subagent: list[Step] = field(default_factory=list[Step])
@@ -36,17 +36,17 @@ class Scenario:
         def reply_to(dialect: str, body: Json) -> ScriptedReply:
             nonlocal is_context_full
             messages: list[Json] = body.get("messages") or body["input"]
-            users = [_text(message) for message in messages if message.get("role") == "user"]
-            if is_context_full and _asks_for_summary(users[-1]):
+            user_texts = [_get_text(message) for message in messages if message.get("role") == "user"]
+            if is_context_full and _asks_for_summary(user_texts[-1]):
                 return ScriptedReply(f"<summary>{SUMMARY}</summary>", prompt_tokens=FULL_CONTEXT_TOKENS)
             if not body.get("tools"):
                 return ScriptedReply("A title")
-            delegated = re.search(f"{SUBAGENT_TASK_PREFIX}.*", "\n".join(users))
-            is_subagent = delegated is not None and not any("Change the word" in user for user in users)
-            speaker = delegated.group() if delegated and is_subagent else "main"
+            task_match = re.search(f"{SUBAGENT_TASK_PREFIX}.*", "\n".join(user_texts))
+            is_subagent = task_match is not None and not any("Change the word" in text for text in user_texts)
+            conversation = task_match.group() if task_match and is_subagent else "main"
             steps = self.subagent if is_subagent else self.main
-            turn = turns.get(speaker, 0)
-            turns[speaker] = turn + 1
+            turn = turns.get(conversation, 0)
+            turns[conversation] = turn + 1
             step = steps[min(turn, len(steps) - 1)]
             reply = step if isinstance(step, ScriptedReply) else step(body)
             is_context_full = is_context_full or reply.prompt_tokens == FULL_CONTEXT_TOKENS
@@ -55,7 +55,7 @@ class Scenario:
         return reply_to
 
 
-def edit(agent: str, path: str) -> Scenario:
+def make_edit_scenario(agent: str, path: str) -> Scenario:
     tools = AGENT_TOOLS[agent]
     return Scenario(
         [
@@ -66,8 +66,8 @@ def edit(agent: str, path: str) -> Scenario:
     )
 
 
-def retry(agent: str, path: str) -> Scenario:
-    """Return a scenario whose second call fails one time."""
+def make_retry_scenario(agent: str, path: str) -> Scenario:
+    """Return a scenario in which the second request fails once."""
     tools = AGENT_TOOLS[agent]
     return Scenario(
         [
@@ -79,9 +79,11 @@ def retry(agent: str, path: str) -> Scenario:
     )
 
 
-def compaction(agent: str, path: str) -> Scenario:
-    """Return a scenario with a compaction, after which the file is read again: some agents refuse to edit a
-    file that their context does not hold."""
+def make_compaction_scenario(agent: str, path: str) -> Scenario:
+    """Return a scenario with a compaction.
+
+    The file is read again afterwards, because some agents refuse to edit a file that is not in their context.
+    """
     tools = AGENT_TOOLS[agent]
     return Scenario(
         [
@@ -94,7 +96,7 @@ def compaction(agent: str, path: str) -> Scenario:
     )
 
 
-def subagents(agent: str, path: str) -> Scenario:
+def make_subagent_scenario(agent: str, path: str) -> Scenario:
     """Return a scenario with two concurrent sub-agents."""
     tools = AGENT_TOOLS[agent]
     ask = _reply_with_calls(
@@ -120,11 +122,11 @@ def subagents(agent: str, path: str) -> Scenario:
 
 
 SCENARIOS: dict[str, Callable[[str, str], Scenario]] = {
-    "edit": edit,
-    "rewriting": edit,
-    "retry": retry,
-    "compaction": compaction,
-    "subagents": subagents,
+    "edit": make_edit_scenario,
+    "rewriting": make_edit_scenario,
+    "retry": make_retry_scenario,
+    "compaction": make_compaction_scenario,
+    "subagents": make_subagent_scenario,
 }
 
 
@@ -132,7 +134,7 @@ def _reply_with_calls(text: str, *calls: ToolUse) -> ScriptedReply:
     return ScriptedReply(text, calls)
 
 
-def _text(message: Json) -> str:
+def _get_text(message: Json) -> str:
     content: Any = message.get("content") or message.get("output") or ""
     if isinstance(content, str):
         return content

@@ -1,5 +1,8 @@
-"""Replies for the scripted engine, one function per agent: read the file, edit it, report it; with sub-agents
-first if the task asks for helpers. The next reply depends on the prompt alone."""
+"""Scripted engine replies, one function per agent.
+
+The agent reads the file, edits it and reports. If the task asks for helpers, it starts two sub-agents first.
+A reply depends only on the prompt.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from tests.integration.agents.agent_tools import (
 )
 
 TASK = re.compile(r"(?:moon in|Look into) (/\S+?greeting\.txt)( with helpers)?")
-REPLY = "<|im_start|>assistant\n"
+REPLY_START = "<|im_start|>assistant\n"
 
 
 def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
@@ -25,7 +28,7 @@ def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
         if task_match is None or not re.search(rf"^{tools.edit[0]}\(", prompt, re.M):
             return "A title"
         path, helpers = task_match.groups()
-        turn = prompt.count(REPLY) - 1
+        turn = prompt.count(REPLY_START) - 1
         if SUBAGENT_TASK_PREFIX in task_match.group():
             steps = [_format_reply("I look.", tools.make_read_call(path)), "It says hello world."]
         else:
@@ -45,15 +48,15 @@ def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
 
 
 def _format_reply(text: str, *calls: ToolUse) -> str:
-    written = [
-        f"<tool_call>{json.dumps({'name': _gateway_tool_name(name), 'arguments': arguments})}</tool_call>"
+    formatted_calls = [
+        f"<tool_call>{json.dumps({'name': _to_gateway_tool_name(name), 'arguments': arguments})}</tool_call>"
         for name, arguments in calls
     ]
-    return "\n".join([text, *written] if text else written)
+    return "\n".join([text, *formatted_calls] if text else formatted_calls)
 
 
-def _gateway_tool_name(name: str) -> str:
-    """Return the name under which the gateway offers a tool of a namespace to the model."""
+def _to_gateway_tool_name(name: str) -> str:
+    """Return the name that the gateway gives a namespaced tool in the prompt."""
     return name.replace(".", "__")
 
 

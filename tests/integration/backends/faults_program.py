@@ -1,8 +1,9 @@
-"""Trains and samples on a service while a proxy injects faults, and prints the results as JSON.
+"""Train and sample on a service while a proxy injects faults, and print the results as JSON.
 
-The interpreter must have the service's SDK. The arguments are the service's name and address, the folder of
-the model, a folder to write to, and the selection of cases: `faults` for all faults, `even` or `odd` for one
-half of them, or `idle`, where the service expires sessions without heartbeats. The key is in the service's
+    python -m tests.integration.backends.faults_program SERVICE URL MODEL FOLDER SELECTION
+
+The interpreter must have the service's SDK. SELECTION is `faults` for all faults, `even` or `odd` for half of
+them, or `idle` for pauses in which the service expires the session. The API key is read from the service's
 environment variable.
 """
 
@@ -35,10 +36,10 @@ from tests.integration.backends.faulty_proxy import ANY_ENDPOINT, FAULTS, PERMAN
 ADAM = AdamConfig(lr=0.01)
 CONCURRENCY = 8
 DEADLINE_SECONDS, SHORT_DEADLINE_SECONDS = 150.0, 8.0
-"""The deadlines of a call. The short one applies to faults without a response. The SDKs wait for up to 90
-s."""
+"""Call deadlines. The short one is for permanent faults and for faults without a response; the SDKs
+themselves wait for up to 90 s."""
 IDLE_SECONDS = 5.0
-"""The time without a heartbeat, after which the service has ended the session."""
+"""A pause after which the service has expired the session."""
 MAX_ERRORS = 6
 TICK_SECONDS = 0.02
 SAMPLERS = {
@@ -171,8 +172,10 @@ def describe_error(name: str, error: Exception, seconds: float, key: str) -> dic
 
 
 class StallMonitor:
-    """Measures the longest time that the event loop was blocked. The clock is a thread of this process, so
-    the time during which the machine does not run the process is not counted."""
+    """Measures the longest time that the event loop was blocked.
+
+    The clock is a thread of this process, so time in which the process is not scheduled does not count.
+    """
 
     def __init__(self) -> None:
         self._ticks = 0
@@ -238,7 +241,7 @@ class FaultRunner:
         }
 
     async def run_with_fault(self, number: int, endpoint: str, count: int, fault: Fault) -> dict[str, Any]:
-        """Return the result of a run with a fault after half of the ``count`` requests to the endpoint."""
+        """Return the result of a run with a fault after half of the endpoint's ``count`` requests."""
         proxy = FaultyProxy(self.url, endpoint, fault, after=count // 2)
         deadline = SHORT_DEADLINE_SECONDS if fault.hangs or fault in PERMANENT_FAULTS else DEADLINE_SECONDS
         async with self.slots, proxy.serve():

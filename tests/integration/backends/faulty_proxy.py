@@ -15,16 +15,16 @@ from aiohttp import web
 ID_PATTERN = re.compile(r"\b(session|model|op)-[0-9a-f]+|\bsampling-(?!sessions)[^/]*")
 ANY_ENDPOINT = "any endpoint"
 REQUEST_TYPE_HEADER = "X-Tinker-Request-Type"
-"""The header with the type of the operation whose result a Tinker client requests."""
+"""The header in which a Tinker client names the type of operation whose result it requests."""
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
     times: float = 1
-    """The number of consecutive requests with this fault."""
+    """The number of consecutive requests that have this fault."""
     status: int | None = None
-    """The status of a response that the proxy sends instead of the service."""
+    """The status of the response, if the proxy responds instead of the service."""
     body: bytes = b""
     content_type: str = "application/json"
     forwards: bool = False
@@ -32,7 +32,7 @@ class Fault:
     truncates: bool = False
     """True if the client receives only the first half of the response's body."""
     hangs: bool = False
-    """True if the client receives no response. Otherwise a fault without a response closes the connection."""
+    """True if the connection stays open without a response, False if the proxy closes it."""
 
 
 FAULTS = [
@@ -57,8 +57,10 @@ PERMANENT_FAULTS = [
 
 
 class FaultyProxy:
-    """Injects ``fault`` into requests to an endpoint, or to `ANY_ENDPOINT`, after the first ``after``
-    requests. ``request_counts`` has the number of requests to each endpoint."""
+    """Injects ``fault`` into requests to ``endpoint`` (or `ANY_ENDPOINT`) after the first ``after`` requests.
+
+    ``request_counts`` has the number of requests to each endpoint.
+    """
 
     def __init__(self, url: str, endpoint: str = "", fault: Fault | None = None, after: int = 0) -> None:
         self._target_url = url
@@ -90,7 +92,7 @@ class FaultyProxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        fault = self._next_fault(_endpoint_name(request))
+        fault = self._next_fault(_get_endpoint_name(request))
         if fault is None:
             return await self._forward(request, body)
         self.fault_count += 1
@@ -134,7 +136,7 @@ class FaultyProxy:
             return response
 
 
-def _endpoint_name(request: web.Request) -> str:
+def _get_endpoint_name(request: web.Request) -> str:
     path = ID_PATTERN.sub("*", request.path.removeprefix("/api/v1/"))
     request_type = request.headers.get(REQUEST_TYPE_HEADER) if path == "retrieve_future" else None
     return f"{request.method} {path}" + (f" {request_type}" if request_type else "")

@@ -1,7 +1,7 @@
-"""Trains, saves, loads, publishes and samples through the MinT adapters, and prints the results as JSON.
+"""Train, save, load, publish and sample through the MinT adapters, and print the results as JSON.
 
-It runs in an environment that has MinT, whose tinker conflicts with the one of the tests. Its arguments are
-the service's URL, the model folder and an output folder; the key is in MINT_API_KEY.
+It runs in its own environment, because MinT and the tests require different versions of tinker. Its arguments
+are the service's URL, the model folder and an output folder. The API key is read from MINT_API_KEY.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 def make_batch() -> list[Sample]:
-    """Return samples of one length, because SkyRL compiles for each length."""
+    """Return samples of the same length, because SkyRL compiles for each length."""
     rng = np.random.default_rng(0)
     return [make_sample(f"s{i}", rng.integers(3, 300, 30).tolist(), 12 + i, i) for i in range(4)]
 

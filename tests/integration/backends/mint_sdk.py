@@ -1,7 +1,7 @@
-"""Makes the calls of a program for MinT, and prints the results as JSON.
+"""Train and sample with MinT's SDK, and print the results as JSON.
 
-It runs in an environment that has MinT. The service's URL and the key are in MINT_BASE_URL and MINT_API_KEY;
-the first argument is the name of the base model.
+It runs in an environment that has MinT. The service's URL and key are read from MINT_BASE_URL and
+MINT_API_KEY. The argument is the name of the base model.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def step(training: Any) -> float:
 
 
 def run_in_protobuf_and_json(service: Any, training: Any) -> list[list[float]]:
-    """Return the results of the same pass sent as protobuf, which the server prefers, and as JSON."""
+    """Return the results of the same pass, sent as protobuf (which the server prefers) and as JSON."""
     results: list[list[float]] = []
     server_config = service.holder.get_client_config()
     assert server_config.proto_write_fwdbwd

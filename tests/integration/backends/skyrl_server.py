@@ -1,10 +1,10 @@
-"""SkyRL's Tinker server on a CPU, run by the interpreter of an environment that has it.
+"""Run SkyRL's Tinker server on a CPU, in an environment that has SkyRL.
 
-    python skyrl_server.py api PORT MODEL FOLDER     what clients talk to
-    python skyrl_server.py engine ARGUMENTS          what it starts, in the same environment
+    python skyrl_server.py api PORT MODEL FOLDER     the HTTP server
+    python skyrl_server.py engine ARGUMENTS          the engine, which the HTTP server starts
 
-It is made to be started by `uv run` on Python 3.12. On 3.11 pydantic wants typing_extensions' TypedDict, and
-the engine is started by this very script.
+SkyRL expects Python 3.12 and starts its engine with `uv run`. On 3.11, pydantic requires the TypedDict of
+typing_extensions. The engine is started with this script instead, in the same environment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def serve(port: int, model: str, folder: str) -> None:
     from skyrl.tinker import api
     from skyrl.tinker.config import EngineConfig, config_to_argv
 
-    def engine_command(parent: list[str], config: EngineConfig) -> list[str]:
+    def build_engine_command(parent: list[str], config: EngineConfig) -> list[str]:
         return [sys.executable, __file__, "engine", *config_to_argv(config)]
 
-    api._build_uv_run_cmd_engine = engine_command
+    api._build_uv_run_cmd_engine = build_engine_command
     api.app.state.engine_config = EngineConfig(
         base_model=model,
         backend="jax",
@@ -36,7 +36,7 @@ def serve(port: int, model: str, folder: str) -> None:
     uvicorn.run(api.app, host="127.0.0.1", port=port, log_level="warning")
 
 
-def engine(arguments: list[str]) -> None:
+def run_engine(arguments: list[str]) -> None:
     from skyrl.tinker.engine import main
 
     sys.argv = [sys.argv[0], *arguments]
@@ -45,6 +45,6 @@ def engine(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "engine":
-        engine(sys.argv[2:])
+        run_engine(sys.argv[2:])
     else:
         serve(int(sys.argv[2]), sys.argv[3], sys.argv[4])

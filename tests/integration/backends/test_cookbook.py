@@ -1,4 +1,4 @@
-"""The unmodified RL recipe of tinker-cookbook trains on our Tinker server."""
+"""The unmodified RL recipe of tinker-cookbook trains on Instar's Tinker server."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.integration.backends.command import RunningService, run_server
 from tests.integration.backends.environments import get_interpreter
 
 RECIPE = "tinker_cookbook.recipes.math_rl.train"
-SECONDS = 600
-REWARD = "env/all/reward/total"
+RECIPE_SECONDS = 600
+REWARD_METRIC = "env/all/reward/total"
 
 
 def run_recipe(service: RunningService, model: str, log: Path, **settings: object) -> list[dict[str, Any]]:
-    """Train on additions with replies of a few tokens, and return the metrics logged for each step."""
+    """Train on additions with short replies, and return the metrics logged for each step."""
     settings = {
         "env": "arithmetic",
         "model_name": model,
@@ -42,7 +42,7 @@ def run_recipe(service: RunningService, model: str, log: Path, **settings: objec
     # The test must fail rather than wait for a download.
     env = {**os.environ, **service.environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=SECONDS, env=env, cwd=log.parent
+        command, capture_output=True, text=True, timeout=RECIPE_SECONDS, env=env, cwd=log.parent
     )
     assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
     return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
@@ -61,9 +61,9 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     assert [step["progress/batch"] for step in metrics] == list(range(6))
     assert all(math.isfinite(step["grad_norm"]) for step in metrics)
     assert first[0]["grad_norm"] > 0
-    # The sampled policy is the trained one.
+    # The replies are sampled from the trained policy.
     assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first)
-    assert mean(step[REWARD] for step in metrics[-2:]) > metrics[0][REWARD] + 0.01
+    assert mean(step[REWARD_METRIC] for step in metrics[-2:]) > metrics[0][REWARD_METRIC] + 0.01
     checkpoints = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
     assert [(checkpoint["name"], checkpoint["batch"]) for checkpoint in checkpoints] == [
         ("000002", 2),
@@ -79,4 +79,4 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
         if ".lora_B." in name
     ]
     assert len(changed) > 100
-    assert all(changed), "lora_B is initialized with zeros"
+    assert all(changed), "lora_B starts at zero, so training must have changed it"

@@ -1,6 +1,8 @@
-"""Backends of all services with connection faults. A transient fault causes no error, and any other fault
-causes an error within the deadline. The numbers equal those of a run without faults, so no step was lost or
-trained twice."""
+"""The backends of all services with connection faults.
+
+A transient fault must cause no error, and any other fault an error within the deadline. The results must
+equal those of a run without faults, so that no step is lost or trained twice.
+"""
 
 from __future__ import annotations
 
@@ -27,18 +29,17 @@ from tests.torture.service_run import ServiceProcess
 pytestmark = pytest.mark.alone
 PROGRAM_SECONDS = 400
 SLACK_SECONDS = 4.0
-"""The time after its deadline that a call may take on a busy machine."""
+"""How long a call may exceed its deadline on a busy machine."""
 MAX_STALL_SECONDS = 1.0
 SESSION_TTL_SECONDS = 2.5
 SELECTIONS = {"tinker": "even", "mint": "odd", "weaver": "faults"}
-"""The faults for each service. Tinker and MinT have the same backend, so each SDK gets one half of the
-faults."""
+"""The faults for each service. Tinker and MinT share a backend, so each gets one half."""
 ENDPOINTS = {
     "tinker": ("forward_backward", "optim_step", "save_weights", "load_weights", "asample", "create_model"),
     "mint": ("forward", "forward_backward", "optim_step", "save_weights", "load_weights", "asample"),
     "weaver": ("forward-passes", "forward-backward-passes", "optimizer-steps", "export-sampler", "load"),
 }
-"""Some of the endpoints that must have had faults."""
+"""Some of the endpoints that must get faults."""
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def fork_server() -> Generator[ForkServer]:
 def run_program(
     service: str, selection: str, model: Path, fork_server: ForkServer, folder: Path, ttl: float
 ) -> dict[str, Any]:
-    """Return the output of the program, which runs against a server of the service's protocol."""
+    """Run the program against a server with the service's protocol, and return its output."""
     served = ServiceProcess(PROTOCOLS[service], model, folder, fork_server, ttl)
     served.start()
     served.wait_until_listening()
@@ -97,7 +98,7 @@ def check_case(case: dict[str, Any], baseline: dict[str, Any]) -> None:
     results = case["results"]
     for name in ("before", "after", "sampled", "versions"):
         assert results[name] == baseline[name], name
-    for name in ("scored", "reference"):  # the last digit depends on the other sequences of a batch
+    for name in ("scored", "reference"):  # the last digit depends on the other sequences in a batch
         np.testing.assert_allclose(np.ravel(results[name]), np.ravel(baseline[name]), atol=1e-5)
 
 

@@ -1,5 +1,4 @@
-"""`instar train` through the SDK of each service, on a server of its protocol: a complete run as users start
-it, with gateway, cloud engine, trainer and rollout as separate processes."""
+"""Complete runs of `instar train` through the SDK of each service, on a server with its protocol."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from tests.integration.backends.command import INSTAR, PROTOCOLS, run_server, ru
 from tests.integration.backends.environments import ROOT, get_interpreter
 from tests.tiny import make_tiny_model
 from tests.torture import run_process
-from tests.unit.test_learns import LEARNED, run_config
+from tests.unit.test_learns import MIN_FINAL_REWARD, make_config
 
 RANK = 8
 STEPS = 60
 COMPARED_STEPS = 6
-"""The steps whose losses are compared."""
+"""The number of steps whose losses are compared."""
 
 
 @pytest.fixture(params=[*PROTOCOLS])
@@ -30,9 +29,9 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.timeout(1200)
 def test_random_model_learns_through_the_backend(name: str, tmp_path: Path) -> None:
-    """The task, the model and the expected reward are those of tests/unit/test_learns.py."""
+    """Uses the task, model and expected reward of tests/unit/test_learns.py."""
     model = make_tiny_model(tmp_path / "model", seed=0, std=0.2)
-    settings = run_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
+    settings = make_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
     settings["trainer"]["steps"] = STEPS
     with run_server(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
         steps = run_training(
@@ -41,7 +40,7 @@ def test_random_model_learns_through_the_backend(name: str, tmp_path: Path) -> N
     rewards = [step["reward_mean"] for step in steps]
     assert len(rewards) == STEPS
     assert rewards[0] < 0.2
-    assert mean(rewards[-3:]) > LEARNED, [round(reward, 2) for reward in rewards]
+    assert mean(rewards[-3:]) > MIN_FINAL_REWARD, [round(reward, 2) for reward in rewards]
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def local_steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 @pytest.mark.timeout(1200)
-def test_mint_losses_match_the_local_backend(
+def test_losses_match_the_local_backend(
     name: str, model: Path, local_steps: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with run_server(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
@@ -72,14 +71,14 @@ def test_mint_losses_match_the_local_backend(
     assert [step["sequence_tokens"] for step in steps] == [step["sequence_tokens"] for step in local_steps]
     expected = [step["loss"] for step in local_steps]
     assert len(expected) == COMPARED_STEPS
-    assert max(expected) - min(expected) > 0.01, "training changes the loss by more than is tolerated"
+    assert max(expected) - min(expected) > 0.01, "training must change the loss by more than the tolerance"
     assert [step["loss"] for step in steps] == pytest.approx(expected, abs=1e-4, rel=0)
 
 
-def test_recipe_runs_in_the_mint_environment() -> None:
+def test_mint_recipe_passes_config_check_in_the_mint_environment() -> None:
     """The other recipes are checked in tests/unit/cli/test_recipes.py."""
     python = f"backend.python={get_interpreter('mint')}"
     command = [*INSTAR, "config", "check", str(ROOT / "recipes" / "mint.yaml"), "--set", python]
-    env = {**os.environ, "MINT_API_KEY": "sk-mint-a-key-of-the-tests"}
+    env = {**os.environ, "MINT_API_KEY": "sk-mint-test-key"}
     process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
     assert process.returncode == 0, process.stderr

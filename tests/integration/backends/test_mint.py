@@ -1,4 +1,4 @@
-"""The MinT adapters, in MinT's own environment, against the Tinker server of SkyRL."""
+"""The MinT adapters in MinT's own environment, with SkyRL's Tinker server."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 def run_program(url: str, key: str, model: ModelConfig, scratch: Path) -> dict[str, Any]:
     command = [str(get_interpreter("mint")), str(HERE / "mint_program.py"), url, model.name, str(scratch)]
-    env = {**os.environ, "MINT_API_KEY": key, "TINKER_BASE_URL": "http://stays-as-it-was"}
+    env = {**os.environ, "MINT_API_KEY": key, "TINKER_BASE_URL": "http://unchanged.invalid"}
     process = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS, env=env)
     assert process.returncode == 0, process.stderr[-3000:]
     assert key not in process.stdout + process.stderr
@@ -64,7 +64,7 @@ def check_common_results(results: dict[str, Any]) -> None:
 
 
 async def run_local_backend(model: ModelConfig) -> tuple[list[Floats], list[float]]:
-    """Return the logprobs before training and the losses of the first steps of the local backend."""
+    """Train with the local backend; return the initial logprobs and the losses of the first steps."""
     backend = LocalBackend(model, LocalBackendConfig(threads=1, lora=LoraConfig(rank=8)), seed=5)
     logprobs, losses = await backend.forward(make_batch()), []
     for _ in range(STEPS):
@@ -124,7 +124,7 @@ async def test_mint_trains_against_skyrl(model: ModelConfig, tmp_path: Path) -> 
     first loss are compared with the local backend."""
     (tmp_path / "skyrl").mkdir()
     with run_skyrl_server(model, tmp_path / "skyrl") as url:
-        results = run_program(url, "tml-any", model, tmp_path)
+        results = run_program(url, "tml-test-key", model, tmp_path)
     check_common_results(results)
     logprobs, losses = await run_local_backend(model)
     assert results["losses"][0] == pytest.approx(losses[0], rel=1e-3)

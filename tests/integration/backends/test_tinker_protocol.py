@@ -1,4 +1,4 @@
-"""`instar backends serve --protocol tinker` as a process: stopped, killed, and called by MinT's own SDK."""
+"""`instar backends serve --protocol tinker` as a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.unit.protocol.tinker.raw import RawTinkerClient
 from tests.unit.protocol.tinker.test_json import make_pass_request
 from tests.unit.protocol.tinker.test_training import make_next_token_datum, run_step
 
-pytestmark = [IGNORE_SDK_LEAKS, pytest.mark.timeout(300)]  # processes that each import torch
+pytestmark = [IGNORE_SDK_LEAKS, pytest.mark.timeout(300)]  # each process imports torch
 INSTAR = str(Path(sys.executable).with_name("instar"))
 ROOT = Path(__file__).resolve().parents[3]
 KEY, MINT_KEY = "tml-0123456789abcdef", "sk-0123456789abcdefgh"
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def serving(model: Path, folder: Path, port: int = 0) -> Generator[tuple[str, subprocess.Popen[str]]]:
+def run_server(model: Path, folder: Path, port: int = 0) -> Generator[tuple[str, subprocess.Popen[str]]]:
     command = [INSTAR, "backends", "serve", "--protocol", "tinker", "--model", str(model), "--json"]
     process = subprocess.Popen(
         [*command, "--dir", str(folder), "--port", str(port)],
@@ -54,81 +54,81 @@ def serving(model: Path, folder: Path, port: int = 0) -> Generator[tuple[str, su
         process.stdout.close()
 
 
-def port_of(url: str) -> int:
+def parse_port(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
 def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as (url, process), RawTinkerClient(url, KEY) as raw:
-        waiting = raw.submit(
+    with run_server(model, tmp_path) as (url, process), RawTinkerClient(url, KEY) as raw:
+        request_id = raw.submit(
             "forward_backward", make_pass_request(raw.create_model(raw.create_session(), str(model)), 2)
         )
         started = time.monotonic()
-        answer = raw.post("retrieve_future", {"request_id": waiting})
-        held = time.monotonic() - started
-        assert answer.status_code == 408
-        assert answer.json() == {"type": "try_again", "request_id": waiting, "queue_state": "active"}
-        assert 25 < held < 40
+        response = raw.post("retrieve_future", {"request_id": request_id})
+        held_seconds = time.monotonic() - started
+        assert response.status_code == 408
+        assert response.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+        assert 25 < held_seconds < 40
         started = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
         assert time.monotonic() - started < 15
 
 
-def test_server_killed_during_a_step_restarts(model: Path, tmp_path: Path) -> None:
-    with collect_sdk_leaks(), serving(model, tmp_path) as (url, process):
+def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_path: Path) -> None:
+    with collect_sdk_leaks(), run_server(model, tmp_path) as (url, process):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         training = service.create_lora_training_client(str(model), rank=4, seed=3)
         run_step(training)
-        path = training.save_state("kept").result().path
+        path = training.save_state("state").result().path
         expected = run_step(training)
-        # One request: the SDK's client hangs for good when the first of several cannot be sent.
-        long = [make_next_token_datum([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
-        in_flight = training.forward_backward(long, "cross_entropy")
+        # Send a single request, because the SDK hangs forever if the first of several cannot be sent.
+        long_batch = [make_next_token_datum([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
+        in_flight = training.forward_backward(long_batch, "cross_entropy")
         time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
-        with serving(model, tmp_path, port_of(url)) as (url, _):
+        with run_server(model, tmp_path, parse_port(url)) as (url, _):
             with pytest.raises((RetryableException, tinker.NotFoundError)):
                 in_flight.result(60)
             with pytest.raises(tinker.NotFoundError):
                 training.forward_backward([make_next_token_datum()], "cross_entropy").result(30)
-            again = tinker.ServiceClient(base_url=url, api_key=KEY)
-            resumed = again.create_training_client_from_state_with_optimizer(path)
+            new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
+            resumed = new_service.create_training_client_from_state_with_optimizer(path)
             assert run_step(resumed) == pytest.approx(expected, rel=1e-6)
-            again.close("success").result(10)
+            new_service.close("success").result(10)
 
 
 def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
-    with serving(model, tmp_path) as (url, _):
-        reported = run_mint_program(url, MINT_KEY, str(model))
-        with_tinkers_key = run_mint_program(url, KEY, str(model))
-    assert reported["model_name"] == str(model)
-    assert reported["losses"] == sorted(reported["losses"], reverse=True)
-    assert reported["losses"][0] == pytest.approx(-sum(reported["forward"]), rel=1e-5)
-    assert reported["resumed"] == pytest.approx(reported["uninterrupted"], rel=1e-6)
-    protobuf, as_json = reported["protobuf_and_json"]
+    with run_server(model, tmp_path) as (url, _):
+        results = run_mint_program(url, MINT_KEY, str(model))
+        results_with_tinker_key = run_mint_program(url, KEY, str(model))
+    assert results["model_name"] == str(model)
+    assert results["losses"] == sorted(results["losses"], reverse=True)
+    assert results["losses"][0] == pytest.approx(-sum(results["forward"]), rel=1e-5)
+    assert results["resumed"] == pytest.approx(results["uninterrupted"], rel=1e-6)
+    protobuf, as_json = results["protobuf_and_json"]
     assert as_json == protobuf
-    assert reported["custom"] == 1.0
-    assert reported["ppo"] == pytest.approx(-2.5, rel=1e-4)
-    assert reported["scored"][0] is None
-    assert reported["scored"][1:] == pytest.approx(reported["policy"], abs=1e-4)
-    assert all(tokens == logprobs > 0 for tokens, logprobs in reported["sampled"])
-    assert reported["text"] == "hello"
-    assert "weights/three" in reported["checkpoints"]
-    assert "datum 0: loss_fn_inputs has mask; cross_entropy supports" in reported["error"]
-    assert with_tinkers_key["losses"] == pytest.approx(reported["losses"], rel=1e-6)
+    assert results["custom"] == 1.0
+    assert results["ppo"] == pytest.approx(-2.5, rel=1e-4)
+    assert results["scored"][0] is None
+    assert results["scored"][1:] == pytest.approx(results["policy"], abs=1e-4)
+    assert all(tokens == logprobs > 0 for tokens, logprobs in results["sampled"])
+    assert results["text"] == "hello"
+    assert "weights/three" in results["checkpoints"]
+    assert "datum 0: unknown loss_fn_inputs mask; cross_entropy supports" in results["error"]
+    assert results_with_tinker_key["losses"] == pytest.approx(results["losses"], rel=1e-6)
 
 
 def run_mint_program(url: str, key: str, name: str) -> dict[str, Any]:
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
     program = Path(__file__).with_name("mint_sdk.py")
-    done = subprocess.run(
+    completed = subprocess.run(
         [str(get_interpreter("mint")), str(program), name],
-        env=clean | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
+        env=env | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])

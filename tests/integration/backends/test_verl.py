@@ -1,4 +1,4 @@
-"""`backend: verl` in its own environment: two ranks under FSDP on the CPU."""
+"""`backend: verl` in its own environment, with two FSDP ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def python() -> Path:
 
 
 @pytest.mark.timeout(1500)  # the first run creates the environment, which takes minutes
-def test_two_ranks_follow_the_local_backend(python: Path) -> None:
+def test_two_ranks_match_the_local_backend(python: Path) -> None:
     process = subprocess.run([python, CHECK], cwd=ROOT, timeout=540)
     assert process.returncode == 0, "verl_check.py failed; see its output"
 
@@ -60,7 +60,7 @@ def start_run(folder: Path, model: Path, backend: dict[str, Any]) -> RunProcess:
 
 
 def list_rank_pids() -> list[int]:
-    """Return the processes of the ranks; Ray names an actor's process after its class."""
+    """Return the process ids of the ranks. Ray names an actor's process after its class."""
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
         try:

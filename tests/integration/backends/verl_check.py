@@ -1,7 +1,7 @@
-"""Checks the verl backend with two FSDP ranks on the CPU, in an interpreter that has verl.
+"""Check the verl backend with two FSDP ranks on the CPU, in an environment that has verl.
 
-The cases of `instar.conformance` run on the local backend and on verl, and the results are compared. More
-checks follow. The program prints one line for each check and exits with 1 if a check failed.
+The program runs the cases of `instar.conformance` on the local backend and on verl and compares the results.
+Further checks follow. It prints one line for each check and exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from instar.errors import BackendError, BackendLost, NonFiniteError
 CONTEXT = 256
 TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-4
-"""The tolerance of the weights after five steps. Adam divides small gradients by their own size, which
-amplifies rounding: the local backend differs from itself by 1.6e-5 with different micro batches."""
+"""The tolerance for the weights after five steps. Adam divides small gradients by their own size, which
+amplifies rounding errors: the local backend differs from itself by 1.6e-5 with different micro batches."""
 LORA = {"rank": 4, "alpha": 8.0}
 
 
@@ -81,11 +81,11 @@ def check_listeners(checks: CheckReport) -> None:
         for connection in psutil.Process(pid).net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
-    others = {ip for ip in addresses if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
+    exposed = {ip for ip in addresses if not ip_address(ip.removeprefix("::ffff:")).is_loopback}
     checks.check(
         "Ray and its workers listen on loopback",
-        bool(addresses) and not others,
-        f"{len(addresses)} {others}",
+        bool(addresses) and not exposed,
+        f"{len(addresses)} {exposed}",
     )
 
 
@@ -97,13 +97,13 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
         await backend.optim_step(ADAM)
     await backend.save_state(folder / "two")
     published: list[dict[str, bytes]] = []
-    for name in ("straight", "again"):
+    for name in ("uninterrupted", "resumed"):
         for number in range(2, 5):
             await backend.forward_backward(make_tree_samples(number), LossConfig())
             await backend.optim_step(ADAM)
-        published.append(read_all(Path((await backend.publish(folder / name)).path)))
+        published.append(read_files(Path((await backend.publish(folder / name)).path)))
         await backend.load_state(folder / "two")
-    checks.check("a saved state continues bit for bit", published[0] == published[1])
+    checks.check("a loaded state continues bit for bit", published[0] == published[1])
 
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     norms: list[float] = []
@@ -114,15 +114,16 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
             error = await catch(
                 NonFiniteError, backend.forward_backward([*make_tree_samples(1), far], LossConfig())
             )
-            checks.check("a loss that is not finite names its sample", "far" in str(error), str(error))
+            checks.check("the error for a non-finite loss names the sample", "far" in str(error), str(error))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
-    checks.check("a loss that is not finite adds nothing", norms[0] == norms[1], str(norms))
+    checks.check("a non-finite loss adds nothing to the gradient", norms[0] == norms[1], str(norms))
 
     before = await backend.forward(make_tree_samples())
     huge = make_sample("huge", [4, 5, 6, 7], 2, advantages=np.full(4, 1e37, np.float32))
     await backend.forward_backward([huge], LossConfig(name="cross_entropy"))
     checks.check(
-        "a gradient that is not finite", await catch(NonFiniteError, backend.optim_step(ADAM)) is not None
+        "a non-finite gradient raises NonFiniteError",
+        await catch(NonFiniteError, backend.optim_step(ADAM)) is not None,
     )
     after = await backend.forward(make_tree_samples())
     checks.check(
@@ -132,7 +133,7 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
 
     (alone,) = await backend.forward([make_tree_samples()[3]])
     gap = compute_difference(before[3], alone)
-    checks.check("one sample for two ranks", gap < TOLERANCE, f"{gap:.1e}")
+    checks.check("one sample on two ranks", gap < TOLERANCE, f"{gap:.1e}")
 
 
 async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
@@ -148,13 +149,14 @@ async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: P
     seconds = time.monotonic() - killed_at
     checks.check("a killed rank raises BackendLost", error is not None, f"{seconds:.1f} s: {error}")
     checks.check(
-        "... until a state is loaded",
+        "... for every call until a state is loaded",
         await catch(BackendLost, backend.forward(make_tree_samples())) is not None,
     )
     await backend.load_state(folder / "alive")
     actual = await backend.forward(make_tree_samples())
     checks.check(
-        "... into new ranks", all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, actual, strict=True))
+        "... which starts new ranks",
+        all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, actual, strict=True)),
     )
 
 
@@ -166,12 +168,15 @@ async def train_repeatedly(backend: VerlBackend) -> None:
 async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
     await backend.close()
     await backend.close()
-    checks.check("a closed backend raises", "closed" in str(await catch(BackendError, backend.forward([]))))
-    checks.check("no worker is running", not list_rank_pids())
+    checks.check(
+        "a closed backend raises BackendError",
+        "closed" in str(await catch(BackendError, backend.forward([]))),
+    )
+    checks.check("no worker is left", not list_rank_pids())
 
 
 async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder: Path) -> None:
-    """Check training of all weights in small micro batches."""
+    """Check full fine-tuning with small micro batches."""
     from instar.backends.local.backend import LocalBackend
     from instar.config import LocalBackendConfig
 
@@ -188,7 +193,7 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
             for number in range(3):
                 result = await backend.forward_backward(make_tree_samples(number), LossConfig())
                 micro_batches = result.metrics["micro_batches"]
-                # The weights that are gathered for this forward pass must not be used after the step.
+                # The weights gathered for this forward pass must not be used after the step.
                 await backend.forward(make_tree_samples(number))
                 await backend.optim_step(ADAM)
             forwards.append(np.concatenate(await backend.forward(make_tree_samples())))
@@ -209,7 +214,7 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
         compute_difference(weights[0][name], weights[1][name])
         for name in weights[0].keys() & weights[1].keys()
     )
-    checks.check("all weights: equal to the local backend's", gap < 1e-4, f"{gap:.1e}")
+    checks.check("all weights: equal to those of the local backend", gap < 1e-4, f"{gap:.1e}")
 
 
 async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
@@ -225,7 +230,7 @@ async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder
         merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
     checks.check("tensors(): the same names", live.keys() == merged.keys())
     gap = max(compute_difference(live[name], merged[name]) for name in live.keys() & merged.keys())
-    checks.check("tensors(): the adapter merged", gap < 1e-6, f"{gap:.1e}")
+    checks.check("tensors(): the adapter is merged", gap < 1e-6, f"{gap:.1e}")
 
 
 async def catch(error_type: type[Exception], awaitable: Awaitable[object]) -> Exception | None:
@@ -249,7 +254,7 @@ def list_rank_pids() -> list[int]:
     return sorted(pids)
 
 
-def read_all(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 

@@ -1,4 +1,4 @@
-"""The environment of the Python clients, cached under ``.cache/clients``, and functions to run them."""
+"""Install the Python clients in an environment under ``.cache/clients``, and run them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RUN_TIMEOUT = 100
 
 @dataclass(frozen=True)
 class ClientJob:
-    """One conversation of a client, in the form that `programs/job.py` reads."""
+    """A conversation for a client to hold, in the form that `programs/job.py` reads."""
 
     url: str
     key: str
@@ -40,10 +40,13 @@ class ClientResult:
 
 
 def install_clients() -> Path:
-    """Return the clients' interpreter; each version of the requirements has its own environment."""
+    """Install the clients if necessary, and return their interpreter.
+
+    Each version of the requirements has its own environment.
+    """
     folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
-    # The list is complete, so no dependencies need to be resolved.
-    create_folder_once(folder, lambda fresh: install(fresh, "--no-deps", "-r", str(REQUIREMENTS)))
+    # The requirements include all dependencies, so none need to be resolved.
+    create_folder_once(folder, lambda new_folder: install(new_folder, "--no-deps", "-r", str(REQUIREMENTS)))
     return folder / "bin" / "python"
 
 
@@ -63,14 +66,14 @@ async def run_client(
     )
     job_list = json.dumps([asdict(job) for job in jobs]).encode()
     try:
-        out, err = await asyncio.wait_for(process.communicate(job_list), timeout)
+        stdout, stderr = await asyncio.wait_for(process.communicate(job_list), timeout)
     except TimeoutError:
         process.kill()
         await process.wait()
         raise
     if process.returncode:
-        raise RuntimeError(f"{name} ended with {process.returncode}: {err.decode()[-2000:]}")
-    results = json.loads(out.decode().splitlines()[-1])
+        raise RuntimeError(f"{name} exited with code {process.returncode}: {stderr.decode()[-2000:]}")
+    results = json.loads(stdout.decode().splitlines()[-1])
     return [
         ClientResult(result["answers"], [(a, b) for a, b in result["usage"]], result["error"])
         for result in results

@@ -1,4 +1,4 @@
-"""Compare the calls that a gateway recorded of a conversation with what it should have recorded."""
+"""Check the calls that a gateway recorded for a conversation."""
 
 from __future__ import annotations
 
@@ -40,11 +40,13 @@ def select_calls_with_question(
     return [recorded for recorded in selected if recorded.calls]
 
 
-def find_continued_call(call: Call, before: Sequence[Call]) -> Call | None:
-    """Return the latest call whose messages and reply the messages of this call begin with. The comparison
-    uses the messages alone, not the links that the gateway recorded."""
+def find_continued_call(call: Call, earlier_calls: Sequence[Call]) -> Call | None:
+    """Return the latest call whose messages and reply are a prefix of this call's messages.
+
+    Only the messages are compared, not the links that the gateway recorded.
+    """
     messages = [_normalize_message(message) for message in call.messages]
-    for earlier in reversed(before):
+    for earlier in reversed(earlier_calls):
         earlier_messages = [_normalize_message(message) for message in (*earlier.messages, earlier.reply)]
         if (
             earlier.tools == call.tools
@@ -56,8 +58,11 @@ def find_continued_call(call: Call, before: Sequence[Call]) -> Call | None:
 
 
 def is_exact(call: Call, before: Call) -> bool:
-    """True if the call extends another and its prompt begins with the prompt and sampled tokens of
-    ``before``. (An agent that fills in defaults may continue a later call than its messages suggest.)"""
+    """True if the call extends another one and its prompt starts with all tokens of ``before``.
+
+    The parent is not compared, because an agent that fills in defaults may extend a later call than its
+    messages suggest.
+    """
     sequence = before.sequence
     return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
 

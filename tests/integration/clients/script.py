@@ -1,7 +1,7 @@
-"""Replies for the scripted engine, one function per model family, to the questions that the clients ask.
+"""Scripted engine replies to the clients' questions, one function per model family.
 
-The next reply depends on the prompt alone: on the last question in it and the tool results after it. A
-question ends with the style of its answer, because clients have their own tools for it.
+A reply depends only on the prompt: on its last question and the tool results after it. A question ends with
+the style of its answer, because the clients have different tools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WriteCall = Callable[[str, dict[str, object]], str]
 
 
 def make_question(number: int, style: str = "stepwise") -> str:
-    """``style``: stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
+    """``style`` is stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
     return f"Work out {number} * 310 + 5 {style}."
 
 
@@ -37,7 +37,7 @@ def reply(prompt: str, call: WriteCall) -> str:
     a, b, c = map(int, match.group(1, 2, 3))
     style, since = match.group(4), prompt[match.end() :]
     product, total = a * b, a * b + c
-    done = len(TOOL_RESULT_PATTERN.findall(since))
+    result_count = len(TOOL_RESULT_PATTERN.findall(since))
     is_thanked = THANKS in since
     if style == "badly":
         return WELCOME if is_thanked else MALFORMED
@@ -47,19 +47,19 @@ def reply(prompt: str, call: WriteCall) -> str:
         return call("transfer_to_worker", {})
     if style == "coded":
         code = [f'print(calc("{a} * {b}"))', f'print(calc("{product} + {c}"))', f"final_answer({total})"]
-        step = f'final_answer("{WELCOME}")' if is_thanked else code[min(done, 2)]
+        step = f'final_answer("{WELCOME}")' if is_thanked else code[min(result_count, 2)]
         return f"I write it.\n<code>\n{step}\n</code>"
     steps = [f"{a} * {b}", f"{product} + {c}"]
     if style in ("bashed", "fenced"):
         lines = [f"echo calc says $(({step})) | tee answer.txt" for step in steps]
-        line = [*lines, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"][min(done, 2)]
+        line = [*lines, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"][min(result_count, 2)]
         return (
             call("bash", {"command": line})
             if style == "bashed"
             else f"Next.\n\n```mswea_bash_command\n{line}\n```"
         )
-    if done < len(steps) and not is_thanked:
-        return call("calc", {"expression": steps[done]})
+    if result_count < len(steps) and not is_thanked:
+        return call("calc", {"expression": steps[result_count]})
     if style == "finally":
         return call("final_answer", {"answer": WELCOME if is_thanked else str(total)})
     if style == "typed":
@@ -88,7 +88,7 @@ def qwen3(prompt: str, seed: int | None) -> str:
 
 
 def llama3(prompt: str, seed: int | None) -> str:
-    """Return a reply in which a tool call has no text beside it."""
+    """Return a reply whose tool calls come without text."""
     return reply(prompt, format_bare_call)
 
 

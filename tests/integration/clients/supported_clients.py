@@ -9,12 +9,12 @@ from tests.integration.clients.script import MALFORMED, WELCOME, compute_answer
 
 @dataclass(frozen=True)
 class Client:
-    """A program of `programs/` with its variants, each mapped to the style in which the model replies."""
+    """A program in `programs/` and its variants, each mapped to the style of the model's replies."""
 
     name: str
     variants: dict[str, str]
     rewrites_replies: bool = False
-    """True if the client sends replies back in a changed form."""
+    """True if the client modifies replies before it sends them back."""
 
 
 SDK_VARIANTS = ("", "-stream", "-async", "-async-stream")
@@ -61,10 +61,10 @@ CLIENTS = [
     ),
 ]
 CALL_COUNTS = {"helped": 5, "bashed": 3, "fenced": 3, "plainly": 2, "badly": 2}
-"""The number of calls in a conversation, by style; the others take 4."""
+"""The number of calls in a conversation by style. Styles that are not listed take 4."""
 
 
-def expected_answers(number: int, style: str) -> list[object]:
+def get_expected_answers(number: int, style: str) -> list[object]:
     total = compute_answer(number)
     match style:
         case "typed":

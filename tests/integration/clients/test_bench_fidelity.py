@@ -1,4 +1,4 @@
-"""`bench/fidelity.py` runs and counts every call."""
+"""A run of `bench/fidelity.py` with two clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[3] / "bench" / "fidelity.py"
 
 
 @pytest.mark.timeout(600)  # the clients may have to be installed first
-def test_bench_fidelity_on_two_clients_reports_complete_figures() -> None:
+def test_bench_fidelity_on_two_clients_reports_full_fidelity() -> None:
     command = [
         sys.executable,
         str(BENCH),
@@ -25,11 +25,11 @@ def test_bench_fidelity_on_two_clients_reports_complete_figures() -> None:
     ]
     run = subprocess.run(command, capture_output=True, text=True, timeout=580)
     assert run.returncode == 0, run.stdout + run.stderr
-    figures = json.loads(run.stdout.splitlines()[-1])
-    assert [figures[name] for name in ("linked", "exact_prefix", "trained")] == [1, 1, 1]
-    dialects = [(row["client"], row["dialect"]) for row in figures["rows"]]
+    metrics = json.loads(run.stdout.splitlines()[-1])
+    assert [metrics[name] for name in ("linked", "exact_prefix", "trained")] == [1, 1, 1]
+    dialects = [(row["client"], row["dialect"]) for row in metrics["rows"]]
     assert dialects == [
         ("anthropic", "messages"),
         *(("mini_swe", d) for d in ("chat", "responses", "messages")),
     ]
-    assert all(row["counts"]["turns"] for row in figures["rows"])
+    assert all(row["counts"]["turns"] for row in metrics["rows"])

@@ -1,5 +1,7 @@
-"""Unmodified PyPI SDKs and agent frameworks at a live gateway: the question is answered, and every call is
-recorded exactly in the right session."""
+"""Conversations of unmodified PyPI SDKs and agent frameworks with a live gateway.
+
+The gateway must answer every question, and record every call exactly and in the right session.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ from tests.integration.clients.recorded_sessions import (
     select_calls_with_question,
 )
 from tests.integration.clients.script import MALFORMED, THANKS, WELCOME, make_question
-from tests.integration.clients.supported_clients import CALL_COUNTS, CLIENTS, Client, expected_answers
+from tests.integration.clients.supported_clients import CALL_COUNTS, CLIENTS, Client, get_expected_answers
 from tests.serving import ADMIN_KEY, running_gateway
 
 pytestmark = pytest.mark.timeout(600)  # the clients may have to be installed first
@@ -57,14 +59,14 @@ class ClientHarness:
     _keys: dict[str, str] = field(default_factory=dict[str, str])
 
     async def make_session_job(self, variant: str, question: str) -> ClientJob:
-        """Return a job in a session that is opened for it."""
+        """Open a session and return a job that uses it."""
         client = GatewayClient(self.url, ADMIN_KEY)
         session = await client.open_session(OpenSession(channel=Channel.TRAIN))
         await client.close()
         return ClientJob(session.base_url.removesuffix("/v1"), session.api_key, variant, question, THANKS)
 
     async def make_live_job(self, variant: str, question: str, agent: str) -> ClientJob:
-        """Return a job with an agent's key: the gateway has to find out which calls belong together."""
+        """Return a job with an agent's key. The gateway has to group its calls into sessions."""
         if agent not in self._keys:
             self._keys[agent] = await create_key(self.store, "agent", agent, agent)
         return ClientJob(self.url, self._keys[agent], variant, question, THANKS)
@@ -72,11 +74,13 @@ class ClientHarness:
     async def converse(
         self, name: str, variants: Mapping[str, str], jobs: Sequence[ClientJob]
     ) -> dict[str, Counter[tuple[int, int]]]:
-        """Run all jobs concurrently and check their answers; return the usage by question."""
+        """Run all jobs concurrently and check their answers. Returns the usage by question."""
         usage_by_question: dict[str, Counter[tuple[int, int]]] = {}
         for job, result in zip(jobs, await run_client(name, jobs, self.home), strict=True):
             assert not result.error, f"{job.variant}: {result.error}"
-            assert result.answers == expected_answers(parse_number(job), variants[job.variant]), job.variant
+            assert result.answers == get_expected_answers(parse_number(job), variants[job.variant]), (
+                job.variant
+            )
             usage_by_question.setdefault(job.question, Counter()).update(result.usage)
         return usage_by_question
 
@@ -98,8 +102,8 @@ async def harness(tmp_path: Path) -> AsyncIterator[ClientHarness]:
 
 
 def check_exact(recorded: RecordedSession, *, rewrites: bool) -> None:
-    """Check that every continuing call begins with the tokens of the previous one, and that every
-    sampled token is trained."""
+    """Check that every call that extends an earlier one starts with its tokens, and that every sampled token
+    is trained."""
     assert all(call.status is CallStatus.OK and call.trainable for call in recorded.calls)
     extending = 0
     for i, call in enumerate(recorded.calls):
@@ -110,8 +114,8 @@ def check_exact(recorded: RecordedSession, *, rewrites: bool) -> None:
         if parent is not None:
             assert is_exact(call, parent), (call.link, call.messages)
             extending += 1
-    handed_over = recorded.calls[0].tools != recorded.calls[-1].tools
-    assert extending == (0 if rewrites else len(recorded.calls) - 1 - handed_over)
+    has_handoff = recorded.calls[0].tools != recorded.calls[-1].tools
+    assert extending == (0 if rewrites else len(recorded.calls) - 1 - has_handoff)
     assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls)
 
 

@@ -1,4 +1,4 @@
-"""The official SDKs at a gateway with a real model: its replies vary, the record must be exact."""
+"""Conversations of the official SDKs with a gateway that serves a real model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.integration.clients.recorded_sessions import (
 from tests.serving import ADMIN_KEY, running_gateway
 
 QUESTIONS = ("Name a colour.", "And another one.", "Which is nicer?")
-LENGTH = 12
+MAX_TOKENS = 12
 
 
 @dataclass
@@ -57,7 +57,7 @@ class ReceivedReply:
 
     text: str
     usage: tuple[int, int]
-    pieces: int
+    piece_count: int
 
 
 async def chat(session: AgentSession) -> list[ReceivedReply]:
@@ -69,7 +69,7 @@ async def chat(session: AgentSession) -> list[ReceivedReply]:
             stream = await client.chat.completions.create(
                 model="instar",
                 messages=messages,
-                max_tokens=LENGTH,
+                max_tokens=MAX_TOKENS,
                 stream=True,
                 stream_options={"include_usage": True},
             )
@@ -90,10 +90,10 @@ async def responses(session: AgentSession) -> list[ReceivedReply]:
         for question in QUESTIONS:
             items.append({"role": "user", "content": question})
             async with client.responses.stream(
-                model="instar", instructions="Be short.", input=items, max_output_tokens=LENGTH
+                model="instar", instructions="Be short.", input=items, max_output_tokens=MAX_TOKENS
             ) as stream:
                 events = [event async for event in stream]
-            answer: Any = events[-1].response  # type: ignore[union-attr]  # completed, or cut short
+            answer: Any = events[-1].response  # type: ignore[union-attr]  # completed or incomplete
             pieces = sum(event.type == "response.output_text.delta" for event in events)
             usage = answer.usage.input_tokens, answer.usage.output_tokens
             replies.append(ReceivedReply(answer.output_text, usage, pieces))
@@ -109,7 +109,7 @@ async def messages(session: AgentSession) -> list[ReceivedReply]:
         for question in QUESTIONS:
             conversation.append({"role": "user", "content": question})
             async with client.messages.stream(
-                model="instar", system="Be short.", messages=conversation, max_tokens=LENGTH
+                model="instar", system="Be short.", messages=conversation, max_tokens=MAX_TOKENS
             ) as stream:
                 pieces = [text async for text in stream.text_stream]
                 answer = await stream.get_final_message()
@@ -132,8 +132,8 @@ async def test_real_model_replies_are_streamed_and_recorded_exactly(
     for reply, call in zip(replies, recorded.calls, strict=True):
         assert reply.text == call.reply["content"]
         assert reply.usage == (len(call.prompt_ids), len(call.sampled_ids))
-        assert reply.pieces > len(call.sampled_ids) / 2, "token by token"
+        assert reply.piece_count > len(call.sampled_ids) / 2, "the reply must be streamed token by token"
         assert np.isfinite(call.logprobs).all()
     for before, after in pairwise(recorded.calls):
         assert is_exact(after, before)
-    assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls) > LENGTH
+    assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls) > MAX_TOKENS

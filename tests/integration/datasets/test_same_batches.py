@@ -1,4 +1,4 @@
-"""An exported and imported run trains on the same batches and gives the same weights, bit for bit."""
+"""Training on an exported run uses the same batches and yields the same weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.torture.run_process import ROOT, RunProcess, StoredRun, make_config
 
 STEPS = 2
 UNUSED_EPOCH = 1
-"""An epoch in which no step of the run has claimed anything."""
+"""An epoch in which the run has claimed nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_settings(folder: Path, model: Path, name: str, **changes: Any) -> dict[str, Any]:
-    """Return the settings of a run in a folder that holds several runs."""
+    """Return the settings of a run in ``folder / "runs"``."""
     config = make_config(folder, model, steps=STEPS)
     return {**config, "name": name, "dir": str(folder / "runs" / name), **changes}
 
@@ -65,7 +65,7 @@ def run_cli(folder: Path, *arguments: object) -> Any:
 
 
 async def train_on_store(config: RunConfig) -> list[tuple[StepBatch, str]]:
-    """Train on every batch of the run's store; return the batches and the weights after each."""
+    """Train on every batch in the store; return the batches and a hash of the weights after each."""
     store = open_store(config)
     batcher = Batcher(store, config.name, config)
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # type: ignore[arg-type]
@@ -76,7 +76,7 @@ async def train_on_store(config: RunConfig) -> list[tuple[StepBatch, str]]:
         await store.claim_step(config.name, step, batch.claims)
         await backend.forward_backward(batch.samples, config.trainer.loss)
         await backend.optim_step(config.trainer.adam)
-        artifact = await backend.publish(config.run_dir / "again" / str(step))
+        artifact = await backend.publish(config.run_dir / "retrained" / str(step))
         results.append((batch, hash_adapter(Path(artifact.path))))
         step += 1
     await backend.close()
@@ -115,20 +115,20 @@ def test_imported_run_trains_bit_for_bit_like_the_original(
         assert weights == other_weights
 
 
-def _copy_store(run_dir: Path, to: Path) -> Path:
+def _copy_store(run_dir: Path, target: Path) -> Path:
     """Copy the original's store, so that the claims of one test do not affect the next."""
-    to.mkdir()
+    target.mkdir()
     for name in ("store.db", "store.db-wal", "store.db-shm"):
         if (run_dir / name).exists():
-            (to / name).write_bytes((run_dir / name).read_bytes())
-    return to
+            (target / name).write_bytes((run_dir / name).read_bytes())
+    return target
 
 
 @pytest.mark.timeout(300)
-def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
+def test_run_on_a_dataset_without_rollout_yields_the_original_weights(
     original: RunProcess, folder: Path, model: Path
 ) -> None:
-    """No agent runs, so the weights depend on the data alone."""
+    """No agent runs, so the weights depend only on the data."""
     run_cli(folder, "sessions", "export", original.run_dir, "--as", "golden")
     config = make_settings(folder, model, "alone", data="dataset:golden")
     del config["rollout"]
@@ -136,7 +136,7 @@ def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
     assert run.query("SELECT DISTINCT role FROM endpoints WHERE role = 'rollout'") == []
     assert {epoch for (epoch,) in run.query("SELECT epoch FROM claims")} == {0}
     assert run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'") == [(STEPS,)]
-    original_state, run_state = (StoredRun(each.run_dir, STEPS).fingerprint() for each in (original, run))
+    original_state, run_state = (StoredRun(stored.run_dir, STEPS).fingerprint() for stored in (original, run))
     assert (run_state.adapter, run_state.optimizer) == (original_state.adapter, original_state.optimizer)
     assert [(step, reward, advantage) for step, _, reward, advantage in run_state.trained] == [
         (step, reward, advantage) for step, _, reward, advantage in original_state.trained
@@ -144,12 +144,12 @@ def test_run_on_a_dataset_alone_gives_the_weights_of_the_original(
 
 
 @pytest.mark.timeout(300)
-def test_run_on_live_and_dataset_groups_follows_their_shares(
+def test_run_on_live_and_dataset_groups_respects_their_shares(
     original: RunProcess, folder: Path, model: Path
 ) -> None:
     run_cli(folder, "sessions", "export", original.run_dir, "--as", "half", "--format", "parquet")
-    shares = [{"source": "live", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]
-    run = run_to_end(folder, make_settings(folder, model, "both", data=shares))
+    sources = [{"source": "live", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]
+    run = run_to_end(folder, make_settings(folder, model, "both", data=sources))
     groups = run.query("SELECT DISTINCT step, group_id FROM claims ORDER BY step, group_id")
     assert [(step, group.split("/")[1]) for step, group in groups] == [
         (1, "data"),

@@ -27,19 +27,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 async def exported(tmp_path: Path) -> Path:
     store = SqliteStore(tmp_path / "store.db")
     await fill_store(store)
-    for form in ("sft", "dpo"):
-        await export_all(store, tmp_path / form, format=form)
+    for format in ("sft", "dpo"):
+        await export_all(store, tmp_path / format, format=format)
     await store.close()
     return tmp_path
 
 
-def load(path: Path, cache: Path) -> Any:
+def load_rows(path: Path, cache: Path) -> Any:
     import datasets
 
     return datasets.load_dataset("json", data_files=str(path), split="train", cache_dir=str(cache))
 
 
-def one_step_args(folder: Path) -> dict[str, Any]:
+def make_one_step_args(folder: Path) -> dict[str, Any]:
     return {
         "output_dir": str(folder / "out"),
         "max_steps": 1,
@@ -57,15 +57,15 @@ def one_step_args(folder: Path) -> dict[str, Any]:
 def test_sft_trainer_accepts_the_exported_rows(exported: Path, model: str, form: str) -> None:
     import trl
 
-    data = load(exported / "sft" / f"{form}.jsonl", exported / "cache")
-    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**one_step_args(exported)), train_dataset=data)
+    data = load_rows(exported / "sft" / f"{form}.jsonl", exported / "cache")
+    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**make_one_step_args(exported)), train_dataset=data)
     assert trainer.train().training_loss > 0
 
 
 def test_dpo_trainer_accepts_the_exported_rows(exported: Path, model: str) -> None:
     import trl
 
-    data = load(exported / "dpo" / "pairs.jsonl", exported / "cache")
+    data = load_rows(exported / "dpo" / "pairs.jsonl", exported / "cache")
     assert set(data.column_names) >= {"prompt", "chosen", "rejected"}
-    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**one_step_args(exported)), train_dataset=data)
+    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**make_one_step_args(exported)), train_dataset=data)
     assert trainer.train().training_loss > 0

@@ -1,5 +1,7 @@
-"""Ray nodes on one machine. Each node has its own network namespace, address and folder, and a bridge
-connects the nodes."""
+"""Ray nodes on one machine, connected by a bridge.
+
+Each node has its own network namespace, address and folder.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,9 @@ ROOT = Path(__file__).parents[3]
 def require_namespaces() -> None:
     """Skip the test if network namespaces cannot be created."""
     if os.getuid() != 0:
-        pytest.skip("root is required to create network namespaces")
+        pytest.skip("creating network namespaces requires root")
     if shutil.which("ip") is None:
-        pytest.skip("the command ip is not installed (Debian: iproute2)")
+        pytest.skip("the `ip` command is not installed (Debian package iproute2)")
     probe = f"instar-probe-{os.getpid()}"
     if subprocess.run(["ip", "netns", "add", probe], capture_output=True).returncode != 0:
         pytest.skip("network namespaces cannot be created on this machine")
@@ -32,7 +34,7 @@ def require_namespaces() -> None:
 
 
 class Network:
-    """A bridge. This machine has the address `.254` in its network."""
+    """A network bridge, on which this machine has the address `.254`."""
 
     def __init__(self) -> None:
         number = os.getpid() % 250
@@ -48,8 +50,7 @@ class Network:
 
 
 class RayNode:
-    """A Ray node, which the constructor starts. ``head`` is the node that it joins; None starts a head
-    node."""
+    """A Ray node, which the constructor starts. It joins ``head``, or is the head node if that is None."""
 
     def __init__(
         self, network: Network, name: str, number: int, folder: Path, head: RayNode | None, **resources: float
@@ -81,14 +82,14 @@ class RayNode:
             self._process = subprocess.Popen(
                 self.wrap_command(command),
                 cwd=ROOT,
-                env=self.environment(),
+                env=self.make_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
             )
 
-    def environment(self, **variables: str) -> dict[str, str]:
+    def make_environment(self, **variables: str) -> dict[str, str]:
         ray = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
@@ -112,7 +113,7 @@ class RayNode:
             time.sleep(0.1)
 
     def disconnect(self) -> None:
-        """Disconnect the node from the network. Its processes keep running."""
+        """Disconnect the node from the network, but leave its processes running."""
         _run_ip("link", "set", self._interface, "down")
 
     def remove(self) -> None:

@@ -1,4 +1,4 @@
-"""A run that starts a Ray cluster on this machine, and that leaves no process behind."""
+"""Runs that start a Ray cluster on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run on a Ray cluster of three nodes, which loses a node, an engine, the gateway and the trainer."""
+"""Runs on a three-node Ray cluster that loses a node, an engine, the gateway and the trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ThreeNodeCluster:
 
     def __init__(self, stack: ExitStack) -> None:
         require_namespaces()
-        # Ray creates its sockets in this folder, and the path of a socket must be short.
+        # Ray creates its sockets in this folder, and socket paths must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="instar-ray-", dir="/tmp"))
         stack.callback(shutil.rmtree, self.folder, ignore_errors=True)
         self.network = Network()
@@ -78,14 +78,14 @@ class RayRun:
         self.schema = cluster.postgres.new_schema()
         self.output = folder / "output.txt"
         file = folder / "run.yaml"
-        file.write_text(yaml.safe_dump(self._settings()))
+        file.write_text(yaml.safe_dump(self._make_settings()))
         command = [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"]
         head = cluster.head
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
                 head.wrap_command(command),
                 cwd=ROOT,
-                env=head.environment(
+                env=head.make_environment(
                     **{
                         "RAY_ADDRESS": head.cluster_address,
                         PASSWORD_ENV: PASSWORD,
@@ -97,15 +97,15 @@ class RayRun:
                 stderr=subprocess.STDOUT,
             )
 
-    def _settings(self) -> dict[str, Any]:
-        def place(**resources: float) -> dict[str, Any]:
+    def _make_settings(self) -> dict[str, Any]:
+        def request_resources(**resources: float) -> dict[str, Any]:
             return {"cpus": 0.1, "resources": resources}
 
         placement = {
-            "gateway": place(front=0.1),
-            "rollout": place(front=0.1),
-            "trainer": place(trainer=1),
-            "engine": place(engines=1),
+            "gateway": request_resources(front=0.1),
+            "rollout": request_resources(front=0.1),
+            "trainer": request_resources(trainer=1),
+            "engine": request_resources(engines=1),
         }
         return {
             "name": "three",
@@ -145,7 +145,7 @@ class RayRun:
                 "retries": 6,
                 "timeout": 120,
             },
-            "reward": {"type": "rule", "function": f"{WORKLOAD}:share"},
+            "reward": {"type": "rule", "function": f"{WORKLOAD}:score_characters"},
         }  # fmt: skip
 
     @property
@@ -163,7 +163,7 @@ class RayRun:
             return 0
 
     def endpoint(self, name: str) -> tuple[str, int, str]:
-        """Return the address, the process id and the state that the role announced."""
+        """Return the URL, the process id and the status that the role announced."""
         (row,) = self.query("SELECT url, pid, doing FROM endpoints WHERE name = %s", name)
         return row
 
@@ -172,7 +172,7 @@ class RayRun:
         while not condition():
             assert self.process.poll() is None, f"the run has ended\n{self.collect_logs()}"
             assert time.monotonic() < deadline, (
-                f"the condition is false after {timeout:g} s\n{self.collect_logs()}"
+                f"the condition is still false after {timeout:g} s\n{self.collect_logs()}"
             )
             time.sleep(0.05)
 
@@ -201,7 +201,7 @@ def run(cluster: ThreeNodeCluster, tmp_path: Path) -> Iterator[RayRun]:
 
 
 @pytest.mark.timeout(120)
-def test_ray_cluster_of_several_nodes_rejects_a_sqlite_store(
+def test_ray_cluster_with_several_nodes_rejects_a_sqlite_store(
     cluster: ThreeNodeCluster, tmp_path: Path
 ) -> None:
     file = tmp_path / "run.yaml"
@@ -212,13 +212,13 @@ def test_ray_cluster_of_several_nodes_rejects_a_sqlite_store(
             [sys.executable, "-m", "instar.cli.main", "serve", str(file), "--set", "engine.type=scripted"]
         ),
         cwd=ROOT,
-        env=head.environment(RAY_ADDRESS=head.cluster_address),
+        env=head.make_environment(RAY_ADDRESS=head.cluster_address),
         capture_output=True,
         text=True,
         timeout=100,
     )
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "error: store.type: sqlite works on one machine only" in result.stdout + result.stderr
+    assert "error: store.type: sqlite only works on one machine" in result.stdout + result.stderr
     assert "3 nodes; use postgres" in result.stdout + result.stderr
 
 
@@ -231,7 +231,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     assert cluster.head.address in run.endpoint("gateway")[0]
     (moved_engine,) = [name for name, host in hosts.items() if host == cluster.failing_node.address]
 
-    # The engine restarts on a node that cannot see the trainer's folder, but gets the newest version.
+    # The engine restarts on a node that cannot read the trainer's folder, but must get the newest version.
     killed_pid = run.endpoint(moved_engine)[1]
     os.kill(killed_pid, signal.SIGKILL)
     run.wait_until(
@@ -242,7 +242,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     cluster.failing_node.disconnect()
     steps = run.count_published_steps()
     run.wait_until(lambda: cluster.trainer_node.address in run.endpoint(moved_engine)[0])
-    run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())  # it must exit without the driver
+    run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())  # it cannot reach the driver
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
     assert any(kill_gateway_mid_reply(run) for _ in range(3)), (
@@ -259,7 +259,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     assert_consistent(run)
     output = run.output.read_text()
     assert f"{moved_engine} exited (signal SIGKILL); restarting it" in output
-    assert f"{moved_engine} is lost" in output
+    assert f"{moved_engine} was lost" in output
     assert "trainer exited (signal SIGKILL); restarting it" in output
     assert "gateway exited (signal SIGKILL); restarting it" in output
     rewards = [json.loads(line)["reward_mean"] for line in read_metrics(run)]
@@ -272,7 +272,7 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], 
 
 def kill_gateway_mid_reply(run: RayRun) -> bool:
     """Kill the gateway during a streamed reply. Return False if the reply had already ended."""
-    url, process, _ = run.endpoint("gateway")
+    url, pid, _ = run.endpoint("gateway")
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     ended = False
     with (
@@ -288,7 +288,7 @@ def kill_gateway_mid_reply(run: RayRun) -> bool:
         assert reply.status_code == 200, reply.read()
         for number, line in enumerate(reply.iter_lines()):
             if number == 0:
-                os.kill(process, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
             ended = ended or "[DONE]" in line
     return not ended
 
@@ -326,4 +326,4 @@ def assert_consistent(run: RayRun) -> None:
         "SELECT DISTINCT l.request_id FROM claims c JOIN calls l USING (session_id) "
         "WHERE c.outcome = 'trained'"
     )
-    assert {row[0] for row in trained} <= received, "a reply was trained that the agent did not receive"
+    assert {row[0] for row in trained} <= received, "a reply was trained on that the agent did not receive"

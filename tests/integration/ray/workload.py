@@ -1,4 +1,4 @@
-"""The tasks, the agent and the reward of the runs on Ray. The agent records the replies that it received."""
+"""The tasks, agent and reward function of the runs on Ray."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 import aiohttp
 
 from instar.rollout.base import AgentSession
-from tests.unit.test_learns import share, tasks
+from tests.unit.test_learns import score_characters, tasks
 
-__all__ = ["agent", "share", "tasks"]
+__all__ = ["agent", "score_characters", "tasks"]
 
 MAX_TOKENS = 6
 
 
 async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pause: float = 0.0) -> None:
-    """Send one streamed request after ``pause`` seconds, and add the id of the complete reply to the
-    ledger."""
+    """Send one streamed request after ``pause`` seconds, and add the reply's id to the ledger when it is
+    complete."""
     await asyncio.sleep(pause)
     body = {
         "model": session.model,
@@ -49,7 +49,7 @@ async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pau
 
 
 def append_to_ledger(ledger: str, reply_id: str) -> None:
-    """Write the id to disk before returning, so that it survives if the process is killed."""
+    """Write the id to disk before returning, so that it is not lost if the process is killed."""
     with Path(ledger).open("a") as file:
         file.write(f"{reply_id}\n")
         file.flush()

@@ -1,4 +1,4 @@
-"""A slow background scorer that fails at first."""
+"""A slow background scorer whose first attempt at each session fails."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ class SlowRule(Scorer):
         await asyncio.sleep(0.05)
         if transcript.session_id not in self.seen:
             self.seen.add(transcript.session_id)
-            raise ScoreError("not at the first try", retryable=True)
+            raise ScoreError("the first attempt fails", retryable=True)
         return [Reward(transcript.session_id, rule(task.data, transcript), RewardSource.RULE)]

@@ -12,7 +12,7 @@ from tests.torture.run_process import WORKLOAD_MODULE, RunProcess, make_config
 
 
 @pytest.mark.timeout(180)
-def test_run_is_scored_in_background_despite_killed_process(tmp_path: Path) -> None:
+def test_run_with_killed_scoring_process_scores_every_session(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     config = make_config(tmp_path, model, steps=3)
     config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow:SlowRule"}]

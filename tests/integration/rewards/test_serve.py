@@ -1,4 +1,4 @@
-"""Live sessions are scored when they complete, by all scorers except the agent's own."""
+"""`instar serve` scores live sessions when they complete, with all scorers except `agent`."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tests.tiny import make_tiny_model
 ROOT = Path(__file__).parents[3]
 
 
-def long_enough(task: dict[str, Any], transcript: Transcript) -> float:
+def score_length(task: dict[str, Any], transcript: Transcript) -> float:
     return float(len(transcript.final_text) > 1)
 
 
-def settings(tmp_path: Path) -> dict[str, Any]:
+def make_settings(tmp_path: Path) -> dict[str, Any]:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     return {
         "name": "live",
         "dir": str(tmp_path / "run"),
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
         "engine": {"type": "scripted", "function": "tests.integration.scripted_replies:reply"},
-        "reward": [{"type": "agent"}, {"type": "rule", "function": f"{__name__}:long_enough"}],
+        "reward": [{"type": "agent"}, {"type": "rule", "function": f"{__name__}:score_length"}],
     }
 
 
-def start(tmp_path: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
+def start_server(tmp_path: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump(config))
     return subprocess.Popen(
@@ -53,13 +53,13 @@ def start(tmp_path: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
 def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())
 
 
 @pytest.mark.timeout(120)
 def test_serve_scores_live_sessions(tmp_path: Path) -> None:
-    with start(tmp_path, settings(tmp_path)) as process:
+    with start_server(tmp_path, make_settings(tmp_path)) as process:
         try:
             assert process.stdout is not None
             status = json.loads(process.stdout.readline())
@@ -71,13 +71,13 @@ def test_serve_scores_live_sessions(tmp_path: Path) -> None:
             store = sqlite3.connect(f"file:{tmp_path / 'run' / 'store.db'}?mode=ro", uri=True)
             deadline = time.monotonic() + 30
             while not (rows := store.execute("SELECT scorer, state FROM scores").fetchall()):
-                assert time.monotonic() < deadline, "it was not scored"
+                assert time.monotonic() < deadline, "the session was not scored"
                 time.sleep(0.1)
-            assert rows == [(f"{__name__}:long_enough", "scored")]
+            assert rows == [(f"{__name__}:score_length", "scored")]
             rewards = store.execute("SELECT value, source FROM rewards ORDER BY seq").fetchall()
             assert [source for _, source in rewards] == ["agent", "rule"]
-            told_doing = store.execute("SELECT doing FROM endpoints WHERE role = 'rewards'").fetchall()
-            assert len(told_doing) == 1
+            statuses = store.execute("SELECT doing FROM endpoints WHERE role = 'rewards'").fetchall()
+            assert len(statuses) == 1
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)
@@ -85,9 +85,9 @@ def test_serve_scores_live_sessions(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 def test_serve_rejects_unknown_scorer_name_at_start(tmp_path: Path) -> None:
-    config = settings(tmp_path) | {"scoring": {"combine": {"weights": {"maths": 1.0}}}}
-    with start(tmp_path, config) as process:
+    config = make_settings(tmp_path) | {"scoring": {"combine": {"weights": {"missing": 1.0}}}}
+    with start_server(tmp_path, config) as process:
         _, stderr = process.communicate(timeout=50)
     assert process.returncode == 1
-    assert "scoring.combine.weights: this run has no scorer 'maths'" in stderr
+    assert "scoring.combine.weights: unknown scorer 'missing'" in stderr
     assert "Traceback" not in stderr

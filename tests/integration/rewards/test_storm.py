@@ -1,4 +1,4 @@
-"""10,000 sessions, a judge that fails in many ways, and a runner that is killed twice."""
+"""Scoring of 10,000 sessions with an unreliable judge and a scoring process that is killed twice."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_every_session_is_scored_once_or_has_a_failure_reason(tmp_path: Path) ->
     command = [sys.executable, str(ROOT / "bench" / "rewards.py"), "--json"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout)
-    assert done.stderr.count("killed at") == 2
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=480, check=False)
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    metrics = json.loads(completed.stdout)
+    assert completed.stderr.count("killed the scorer after") == 2
 
     store = sqlite3.connect(tmp_path / "store.db")
     states = dict(store.execute("SELECT state, COUNT(*) FROM scores GROUP BY state"))
@@ -41,5 +41,5 @@ def test_every_session_is_scored_once_or_has_a_failure_reason(tmp_path: Path) ->
     assert rewarded == rewards == states["scored"]
     assert store.execute("SELECT COUNT(*) FROM rewards").fetchone() == (rewards,)
     for fault in ("silent", "busy", "malformed", "broken"):
-        assert figures["endpoint"][fault] > 100, "the judge must fail often enough"
-    assert figures["mib_late"] < 1.15 * figures["mib_early"] + 8
+        assert metrics["endpoint"][fault] > 100, "the judge must fail often enough"
+    assert metrics["mib_late"] < 1.15 * metrics["mib_early"] + 8

@@ -1,4 +1,4 @@
-"""Submissions that try to harm the machine are stopped and scored as failed, and the machine is unharmed."""
+"""Submissions that attack the machine are stopped, get no reward and do no damage."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ TESTS = {"tests": ["assert f(1) == 2"]}
 
 ATTACKS = {
     "reads a secret": "SECRET = open({secret!r}).read()",
-    "lists a home": "import os\nassert os.listdir({home!r})",
+    "lists a home folder": "import os\nassert os.listdir({home!r})",
     "opens a socket": "import socket\nsocket.create_connection(('127.0.0.1', {port}), 2)",
-    "forks without end": """
+    "forks endlessly": """
 import os
 while True:
     try:
@@ -29,7 +29,7 @@ while True:
     except OSError:
         pass
 """,
-    "starts threads without end": """
+    "starts threads endlessly": """
 import threading, time
 while True:
     try:
@@ -37,8 +37,8 @@ while True:
     except RuntimeError:
         time.sleep(0.01)
 """,
-    "eats memory": "x = []\nwhile True: x.append(bytearray(10**7))",
-    "eats memory with many small processes": """
+    "exhausts memory": "x = []\nwhile True: x.append(bytearray(10**7))",
+    "exhausts memory with many small processes": """
 import os, time
 for _ in range(20):
     if os.fork() == 0:
@@ -46,7 +46,7 @@ for _ in range(20):
         time.sleep(60)
 time.sleep(60)
 """,
-    "eats memory that processes share": """
+    "exhausts memory with shared mappings": """
 import mmap, os, time
 for _ in range(20):
     if os.fork() == 0:
@@ -65,15 +65,15 @@ while True:
     kept[-1].flush()
     os.unlink('f')
 """,
-    "fills the folder for temporary files": """
+    "fills the temporary folder": """
 import tempfile
 while True:
     with tempfile.NamedTemporaryFile(delete=False) as file:
         file.write(bytes(10**6))
 """,
-    "makes empty files without end": "n = 0\nwhile True:\n    n += 1\n    open(f'f{{n}}', 'w').close()",
-    "makes one endless file": "with open('f', 'wb') as file:\n    while True: file.write(bytes(10**6))",
-    "writes without end": "while True: print('x' * 1000)",
+    "creates empty files endlessly": "n = 0\nwhile True:\n    n += 1\n    open(f'f{{n}}', 'w').close()",
+    "writes an endless file": "with open('f', 'wb') as file:\n    while True: file.write(bytes(10**6))",
+    "prints endlessly": "while True: print('x' * 1000)",
     "sleeps past the deadline": "import time\ntime.sleep(60)",
     "ignores SIGTERM": """
 import signal, time
@@ -82,7 +82,7 @@ for number in range(1, 32):
         signal.signal(number, signal.SIG_IGN)
 while True: time.sleep(1)
 """,
-    "hides as a daemon": """
+    "becomes a daemon": """
 import os, time
 if os.fork() == 0:
     os.setsid()
@@ -91,8 +91,8 @@ if os.fork() == 0:
     os._exit(0)
 os._exit(0)
 """,
-    "kills everybody": "import os, signal, time\nos.kill(-1, signal.SIGKILL)\ntime.sleep(60)",
-    "claims that all is well": "print('1 passed')\nimport os\nos._exit(0)",
+    "kills all processes": "import os, signal, time\nos.kill(-1, signal.SIGKILL)\ntime.sleep(60)",
+    "prints a false success message": "print('1 passed')\nimport os\nos._exit(0)",
 }
 
 
@@ -111,20 +111,20 @@ async def test_attack_fails_and_leaves_no_trace(
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = ATTACKS[attack].format(secret=str(secret), home=str(tmp_path), port=server.getsockname()[1])
         server.setblocking(False)
-        # The name of its file is an argument of every process of the job.
+        # The file name is an argument of every process of the job.
         section = {"type": "tests", "file": f"{marker}.py", "sandbox": {"kind": kind, **LIMITS}}
         async with start_scorer(**section) as scorer:
             job = asyncio.create_task(score_text(scorer, TESTS, f"```python\n{code}\n```"))
-            most = 0
+            max_processes = 0
             while not job.done():
-                most = max(most, len(find_processes(marker)))
+                max_processes = max(max_processes, len(find_processes(marker)))
                 await asyncio.wait([job], timeout=0.2)
             reward = await job
         with pytest.raises(BlockingIOError):
             server.accept()
     assert reward.value == 0.0
     assert reward.detail["reason"]
-    assert most <= PROCESSES + 6  # and bubblewrap's own, or the launcher, and those of the tests
+    assert max_processes <= PROCESSES + 6  # plus those of bubblewrap or the launcher, and of the tests
     assert find_processes(marker) == []
     assert list_names(tmp_path) == ["folders", "id_ed25519"]
     assert list_names(folders) == []
@@ -133,7 +133,7 @@ async def test_attack_fails_and_leaves_no_trace(
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("kind", available_sandboxes())
-async def test_honest_answer_passes_under_the_same_limits(kind: str) -> None:
+async def test_correct_answer_passes_under_the_same_limits(kind: str) -> None:
     async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
-        many = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]
-        assert [reward.value for reward in await asyncio.gather(*many)] == [1.0] * 3
+        jobs = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]
+        assert [reward.value for reward in await asyncio.gather(*jobs)] == [1.0] * 3

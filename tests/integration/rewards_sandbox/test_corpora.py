@@ -1,4 +1,4 @@
-"""Attempts to get a reward without a correct answer score 0, and correct answers in unusual forms score 1."""
+"""Reward hacks score 0, and correct answers in unusual forms score 1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HACKS: list[dict[str, Any]] = yaml.safe_load((CORPORA / "hacks.yaml").read_text(
 CORRECT: list[dict[str, Any]] = yaml.safe_load((CORPORA / "correct_answers.yaml").read_text(encoding="utf-8"))
 
 
-def name_group(group: dict[str, Any]) -> str:
+def get_rule_type(group: dict[str, Any]) -> str:
     return group["rule"]["type"]
 
 
@@ -42,7 +42,7 @@ async def score_all(group: dict[str, Any], texts: list[str], folder: Path) -> li
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("group", [g for g in HACKS if "task" in g], ids=name_group)
+@pytest.mark.parametrize("group", [g for g in HACKS if "task" in g], ids=get_rule_type)
 async def test_hack_scores_zero(group: dict[str, Any], tmp_path: Path) -> None:
     texts = [group["correct"], *group["attempts"].values()]
     (correct, detail), *results = await score_all(group, texts, tmp_path)
@@ -53,8 +53,8 @@ async def test_hack_scores_zero(group: dict[str, Any], tmp_path: Path) -> None:
     assert rewarded == {}
 
 
-@pytest.mark.parametrize("group", [g for g in HACKS if name_group(g) == "judge"], ids=name_group)
-async def test_hack_of_a_judge_gets_no_reward(group: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("group", [g for g in HACKS if get_rule_type(g) == "judge"], ids=get_rule_type)
+async def test_judge_hack_gets_no_reward(group: dict[str, Any], tmp_path: Path) -> None:
     rewarded: dict[str, Any] = {}
     for name, reply in group["attempts"].items():
         async with judge_server(lambda _, reply=reply: reply) as server:
@@ -69,7 +69,7 @@ async def test_hack_of_a_judge_gets_no_reward(group: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("group", CORRECT, ids=name_group)
+@pytest.mark.parametrize("group", CORRECT, ids=get_rule_type)
 async def test_correct_answer_in_an_unusual_form_scores_one(group: dict[str, Any], tmp_path: Path) -> None:
     results = await score_all(group, group["answers"], tmp_path)
     rejected = {
@@ -82,5 +82,5 @@ def test_corpora_have_the_required_size() -> None:
     assert sum(len(group["attempts"]) for group in HACKS) >= 60
     assert sum(len(group["answers"]) for group in CORRECT) >= 200
     types = {"exact", "numeric", "math", "json_schema", "regex", "command", "tests"}
-    assert {name_group(group) for group in HACKS} == {*types, "judge"}
-    assert {name_group(group) for group in CORRECT} == types
+    assert {get_rule_type(group) for group in HACKS} == {*types, "judge"}
+    assert {get_rule_type(group) for group in CORRECT} == types

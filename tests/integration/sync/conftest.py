@@ -7,8 +7,10 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
-    """Start a local Ray cluster and yield its address. Ray sets its token mode in the environment, which
-    processes started later inherit."""
+    """Start a local Ray cluster and yield its address.
+
+    Ray puts its token mode into the environment, which processes that are started later inherit.
+    """
     import ray
 
     ray.init(

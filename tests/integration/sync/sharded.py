@@ -1,7 +1,9 @@
-"""One of two ranks with a model sharded by FSDP2 over gloo: ``sharded.py MODEL URL TOKEN RAY``.
+"""Run one of two ranks of a model that is sharded with FSDP2 over gloo.
 
-Rank 0 sends the weights to the engine at URL through Ray. Both ranks gather one parameter at a time. Rank 0
-then prints the logprobs that the model computed before it was sharded.
+    sharded.py MODEL URL TOKEN RAY_ADDRESS
+
+Both ranks gather one parameter at a time. Rank 0 sends the weights to the engine at URL through Ray, and then
+prints the logprobs that the model computed before it was sharded.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ IDS = list(range(5, 45))
 
 
 class ShardedBackend(Backend):
-    """Sends gathered weights; the other rank must iterate over them at the same time."""
+    """Yields gathered weights. The other rank must iterate over them at the same time."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
@@ -57,7 +59,7 @@ def gather_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def build_sharded_model(folder: str) -> tuple[torch.nn.Module, list[float]]:
-    """Return the sharded model, equal on every rank, and its logprobs before sharding."""
+    """Return the sharded model, which is the same on every rank, and its logprobs before sharding."""
     torch.manual_seed(7)
     causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     adapter = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)

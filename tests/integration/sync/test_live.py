@@ -1,4 +1,4 @@
-"""Tests of sending weights to a real vLLM server through shared memory and Ray's object store."""
+"""Tests for sending weights to a real vLLM server through shared memory and Ray's object store."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ from instar.sync.shared import SharedBuffer, WeightPlacement
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.backends.environments import ROOT
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
-from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
+from tests.integration.vllm.servers import (
+    TOKEN,
+    ServedEngine,
+    make_model_config,
+    make_vllm_config,
+    make_vllm_model,
+)
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import get_versions
 
@@ -34,13 +40,13 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_model(tmp_path_factory.mktemp("tiny"))
+    return make_vllm_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
 def served(tiny: Path, cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """Depends on the cluster, because the server's workers need its token."""
-    config = RunConfig(model=model_config(tiny), engine=vllm_config(policy="merged"))
+    """Serve a vLLM engine. It starts after the cluster, because its workers need the cluster's token."""
+    config = RunConfig(model=make_model_config(tiny), engine=make_vllm_config(policy="merged"))
     served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
     yield served
     served.close()
@@ -53,9 +59,9 @@ async def engine(served: ServedEngine) -> AsyncIterator[RemoteEngine]:
     await engine.close()
 
 
-def config(tiny: Path, route: str) -> RunConfig:
+def make_config(tiny: Path, route: str) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": model_config(tiny).model_dump(), "sync": {"route": route, "chunk_mib": 1}}
+        {"model": make_model_config(tiny).model_dump(), "sync": {"route": route, "chunk_mib": 1}}
     )
 
 
@@ -65,7 +71,7 @@ async def test_engine_matches_the_trainer_after_each_push(
 ) -> None:
     """Covers a merged adapter and full weights, with tied input and output embeddings."""
     training = Training(tiny, tmp_path, lora=lora)
-    sync = await create_sync_route(config(tiny, route), training.backend, [engine])
+    sync = await create_sync_route(make_config(tiny, route), training.backend, [engine])
     assert sync.is_live
     assert sync.description.startswith(route)
     before = await engine.logprobs(PROMPT)
@@ -74,7 +80,9 @@ async def test_engine_matches_the_trainer_after_each_push(
         assert await sync.push(Policy("p", policy.version, Artifact("live")), [engine]) == [None]
         await check_parity(engine, training, policy)
         after = await engine.logprobs(PROMPT)
-        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+            "the new version must differ from the previous one"
+        )
         before = after
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
@@ -83,7 +91,7 @@ async def test_engine_matches_the_trainer_after_each_push(
 
 async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
-    sync = await create_sync_route(config(tiny, "ipc"), training.backend, [engine])
+    sync = await create_sync_route(make_config(tiny, "ipc"), training.backend, [engine])
     version = (await training.step()).version
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=3))
     chunks = [await anext(stream)]
@@ -102,16 +110,16 @@ async def test_unreachable_engine_does_not_affect_others(
     engine: RemoteEngine, tiny: Path, tmp_path: Path
 ) -> None:
     training = Training(tiny, tmp_path)
-    gone = RemoteEngine("http://127.0.0.1:9", TOKEN)
+    unreachable = RemoteEngine("http://127.0.0.1:9", TOKEN)
     policy = await training.step()
-    sync = await create_sync_route(config(tiny, "ray"), training.backend, [engine])
-    failed, succeeded = await sync.push(Policy("p", policy.version, Artifact("live")), [gone, engine])
+    sync = await create_sync_route(make_config(tiny, "ray"), training.backend, [engine])
+    failed, succeeded = await sync.push(Policy("p", policy.version, Artifact("live")), [unreachable, engine])
     assert isinstance(failed, SyncError)
     assert succeeded is None
     await check_parity(engine, training, policy)
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
-    await gone.close()
+    await unreachable.close()
     await training.backend.close()
 
 
@@ -122,7 +130,7 @@ async def test_push_rejects_weights_of_another_shape(
     await other.step()
     before = await engine.logprobs(PROMPT)
     for route in ("ipc", "ray"):
-        sync = await create_sync_route(config(tiny, route), other.backend, [engine])
+        sync = await create_sync_route(make_config(tiny, route), other.backend, [engine])
         (failed,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
         assert isinstance(failed, SyncError)
         assert "architecture of the base model" in str(failed)
@@ -135,7 +143,7 @@ async def test_push_rejects_weights_of_another_shape(
 async def test_worker_that_fails_during_commit_can_be_loaded_again(
     engine: RemoteEngine, served: ServedEngine, tiny: Path
 ) -> None:
-    """Calls vLLM directly, because the engine would reject these weights before vLLM loads some of them."""
+    """Calls vLLM directly, because the engine would reject these weights before vLLM loads them."""
     client: VllmClient = served.engine._server.client  # type: ignore[attr-defined]
     before = await engine.logprobs(PROMPT)
     weights = load_file(tiny / "model.safetensors")
@@ -186,6 +194,6 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
 
 async def test_create_sync_rejects_an_unavailable_route(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
-    with pytest.raises(ConfigError, match=r"sync.route: 'nccl' is not possible: .*Possible: ipc, ray, files"):
-        await create_sync_route(config(tiny, "nccl"), training.backend, [engine])
+    with pytest.raises(ConfigError, match=r"sync.route: 'nccl' cannot be used: .*Available: ipc, ray, files"):
+        await create_sync_route(make_config(tiny, "nccl"), training.backend, [engine])
     await training.backend.close()

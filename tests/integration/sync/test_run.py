@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.vllm.servers import vllm_model
-from tests.integration.vllm.test_run import RUN_SECONDS, check_every_token, find_server_pids, run_settings
+from tests.integration.vllm.servers import make_vllm_model
+from tests.integration.vllm.test_run import (
+    RUN_SECONDS,
+    check_every_token,
+    find_server_pids,
+    make_run_settings,
+)
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,8 +22,8 @@ async def test_run_with_ray_sync_records_exact_logprobs(
     cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", cluster)
-    model = vllm_model(tmp_path / "model")
-    config = run_settings(tmp_path, model, "merged", max_tokens=24, steps=3, mode="sync")
+    model = make_vllm_model(tmp_path / "model")
+    config = make_run_settings(tmp_path, model, "merged", max_tokens=24, steps=3, mode="sync")
     run = RunProcess(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
     run.start()
     run.finish(timeout=RUN_SECONDS)

@@ -1,4 +1,4 @@
-"""One step of every task set's recipe with a tiny model."""
+"""Trains one step of every task set's recipe with a tiny model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.tiny import make_tiny_model
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ["gsm8k", "gym", "textarena", "verifiers", "humaneval", "bfcl"]
-SOURCES = {"textarena": "agent", "verifiers": "agent"}
-"""The source of the rewards; RULE for recipes that are not listed."""
+REWARD_SOURCES = {"textarena": "agent", "verifiers": "agent"}
+"""The source of the rewards. It is `rule` for recipes that are not listed."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Its tokenizer has a token for almost every character: prompts are long.
+    # Prompts are long, because the tokenizer has a token for almost every character.
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=16384)
 
 
@@ -39,24 +39,24 @@ def train(recipe: str, model: Path, folder: Path, *settings: str) -> None:
     command = [sys.executable, "-m", "instar.cli.main", "train", f"recipes/{recipe}.yaml", "--json"]
     for change in changes:
         command += ["--set", change]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
-    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-    assert json.loads(done.stdout.splitlines()[-1])["steps"] == 1
+    completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert completed.returncode == 0, completed.stdout[-1500:] + completed.stderr[-1500:]
+    assert json.loads(completed.stdout.splitlines()[-1])["steps"] == 1
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains_one_step(recipe: str, model: Path, tmp_path: Path) -> None:
     if recipe == "bfcl" and find_spec("bfcl_eval") is None:
-        pytest.skip("bfcl-eval is installed apart: pip install --no-deps bfcl-eval")
+        pytest.skip("bfcl-eval is not installed: pip install --no-deps bfcl-eval")
     train(recipe, model, tmp_path / "run")
     with sqlite3.connect(tmp_path / "run" / "store.db") as store:
-        ended = dict(store.execute("SELECT status, COUNT(*) FROM sessions GROUP BY status"))
+        session_counts = dict(store.execute("SELECT status, COUNT(*) FROM sessions GROUP BY status"))
         rewards = store.execute("SELECT DISTINCT source FROM rewards").fetchall()
         steps = store.execute("SELECT state FROM steps").fetchall()
-    assert ended["completed"] >= 4
-    assert "failed" not in ended
-    assert rewards == [(SOURCES.get(recipe, "rule"),)]
+    assert session_counts["completed"] >= 4
+    assert "failed" not in session_counts
+    assert rewards == [(REWARD_SOURCES.get(recipe, "rule"),)]
     assert steps == [("committed",)]
 
 

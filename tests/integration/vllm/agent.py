@@ -1,4 +1,4 @@
-"""An agent that sends one streamed request. The reward is the share of letters in the reply."""
+"""An agent that sends one streamed request. The reward is the fraction of letters in the reply."""
 
 from __future__ import annotations
 

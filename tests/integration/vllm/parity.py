@@ -1,4 +1,4 @@
-"""Checks that an engine serves the trainer's weights: its greedy replies and logprobs must match."""
+"""Check that an engine serves the trainer's weights: its greedy replies and logprobs must match."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig
 from instar.conformance.batches import make_sample
 from instar.engines.base import Engine
 from instar.types import Artifact, Floats, Policy
-from tests.integration.vllm.servers import model_config
+from tests.integration.vllm.servers import make_model_config
 from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
 
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
 LOGPROB_TOLERANCE = 1e-4
-"""The maximum difference between two implementations of an fp32 model. Two versions differ by far more."""
+"""The maximum difference between two implementations of an fp32 model. Two versions differ far more."""
 
 
 class Training:
@@ -29,7 +29,7 @@ class Training:
 
     def __init__(self, model: Path, folder: Path, *, lora: bool = True) -> None:
         section = LocalBackendConfig(lora=LoraConfig(rank=4) if lora else None, threads=1)
-        self.backend = LocalBackend(model_config(model), section, seed=1)
+        self.backend = LocalBackend(make_model_config(model), section, seed=1)
         self._model, self._folder = model, folder
         self.version = 0
 
@@ -48,7 +48,7 @@ class Training:
         (logprobs,) = await self.backend.forward([make_sample("s", ids, 1)])
         return logprobs
 
-    def max_logprobs(self, artifact: Artifact, ids: list[int]) -> list[float]:
+    def compute_max_logprobs(self, artifact: Artifact, ids: list[int]) -> list[float]:
         """Return the highest logprob after each token, computed by transformers and peft."""
         logging.disable_progress_bar()
         has_full_weights = artifact.kind == "weights"
@@ -60,7 +60,7 @@ class Training:
 
 
 async def check_parity(engine: Engine, training: Training, policy: Policy) -> None:
-    """Assert that greedy replies, their logprobs and the scores of prompts match the trainer's."""
+    """Assert that greedy replies, their logprobs and the prompt logprobs match the trainer's."""
     for prompt in (PROMPT, PROMPT[::-1], [*PROMPT, *PROMPT]):
         await _check_reply(engine, training, policy, prompt)
 
@@ -70,7 +70,7 @@ async def _check_reply(engine: Engine, training: Training, policy: Policy, promp
     ids = get_ids(chunks)
     assert [v for chunk in chunks for v in chunk.versions] == [policy.version] * len(ids)
     sequence = [*prompt, *ids]
-    max_logprobs = training.max_logprobs(policy.artifact, sequence)[len(prompt) - 1 : -1]
+    max_logprobs = training.compute_max_logprobs(policy.artifact, sequence)[len(prompt) - 1 : -1]
     np.testing.assert_allclose(get_logprobs(chunks), max_logprobs, atol=LOGPROB_TOLERANCE)
     expected = await training.logprobs(sequence)
     np.testing.assert_allclose(get_logprobs(chunks), expected[len(prompt) :], atol=LOGPROB_TOLERANCE)

@@ -1,4 +1,4 @@
-"""Real vLLM on a CPU for tests: a tiny model, an engine that starts a server, and an external server."""
+"""Start real vLLM servers on a CPU, through an engine or as a user would."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ TOKEN = "engine-token"
 KEY = "server-key"
 
 
-def vllm_model(folder: Path) -> Path:
+def make_vllm_model(folder: Path) -> Path:
     """Create the tiny model with a head size that vLLM's attention supports."""
     return make_tiny_model(folder, hidden=128, heads=4, kv_heads=2, context=4096)
 
 
-def model_config(folder: Path, max_context: int = 256) -> ModelConfig:
+def make_model_config(folder: Path, max_context: int = 256) -> ModelConfig:
     return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=max_context)
 
 
-def vllm_config(**settings: Any) -> VllmEngineConfig:
+def make_vllm_config(**settings: Any) -> VllmEngineConfig:
     values: dict[str, Any] = {"python": str(get_interpreter("vllm")), "kv_gib": 0.1, **settings}
     return VllmEngineConfig(**values)
 
 
 class ServedEngine:
-    """Serves an engine on a socket from its own event loop; tests connect with RemoteEngine."""
+    """Serves an engine on a socket, in its own event loop. Tests connect to it with RemoteEngine."""
 
     def __init__(self, config: RunConfig, log: Path) -> None:
         self.reports: list[str] = []
@@ -65,8 +65,8 @@ class ServedEngine:
         await engine.bring_up(log, self.reports.append)
         return engine
 
-    def wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(START_SECONDS)
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_SECONDS)
 
     def close(self) -> None:
         self._server.should_exit = True
@@ -80,7 +80,7 @@ class ServedEngine:
 
 @contextmanager
 def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
-    """Run a vLLM server as a user would start it; yield its URL."""
+    """Run a vLLM server as a user would start it, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free_socket:
         port = free_socket.getsockname()[1]
     command = [str(get_interpreter("vllm")), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

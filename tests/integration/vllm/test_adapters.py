@@ -1,4 +1,4 @@
-"""Tests of an external vLLM server: each version is an adapter on the base weights."""
+"""Tests for an external vLLM server, which loads each policy version as an adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.engines.vllm.engine import VllmEngine
 from instar.errors import ConfigError, EngineError
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
-from tests.integration.vllm.servers import KEY, model_config, run_vllm_server, vllm_model
+from tests.integration.vllm.servers import KEY, make_model_config, make_vllm_model, run_vllm_server
 from tests.unit.engines.conformance import collect, get_versions
 
 pytestmark = pytest.mark.timeout(900)
@@ -25,7 +25,7 @@ API_KEY_ENV = "TEST_SERVER_API_KEY"
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_model(tmp_path_factory.mktemp("tiny"))
+    return make_vllm_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,20 @@ def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
 
 
-def engine_config(url: str, **settings: object) -> VllmEngineConfig:
+def make_engine_config(url: str, **settings: object) -> VllmEngineConfig:
     return VllmEngineConfig.model_validate({"servers": [url], "api_key_env": API_KEY_ENV, **settings})
 
 
 @pytest.fixture
 async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     monkeypatch.setenv(API_KEY_ENV, KEY)
-    engine = VllmEngine(model_config(tiny), engine_config(url))
+    engine = VllmEngine(make_model_config(tiny), make_engine_config(url))
     await engine.bring_up(Path("unused.log"), print)
     yield engine
     await engine.close()
 
 
-async def loaded_adapters(url: str) -> list[str]:
+async def list_loaded_adapters(url: str) -> list[str]:
     """Return the names of the loaded adapters without their random suffix."""
     client = VllmClient(url, KEY)
     try:
@@ -61,7 +61,7 @@ async def loaded_adapters(url: str) -> list[str]:
 
 async def wait_until_loaded(url: str, names: list[str]) -> None:
     async with asyncio.timeout(20):
-        while await loaded_adapters(url) != names:  # noqa: ASYNC110 - another process has no event
+        while await list_loaded_adapters(url) != names:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
 
 
@@ -76,7 +76,9 @@ async def test_engine_matches_the_trainer_after_each_load(
         await engine.load(policy)
         await check_parity(engine, training, policy)
         after = await engine.logprobs(PROMPT)
-        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+            "the new version must differ from the previous one"
+        )
         before = after
     await wait_until_loaded(url, ["p-v3"])
     await engine.load(Policy("p", 4, Artifact("base")))
@@ -95,7 +97,7 @@ async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     await engine.load(second)
     assert (await engine.status()).version == 2
     assert set(get_versions(await collect(engine, PROMPT, max_tokens=4))) == {2}
-    assert await loaded_adapters(url) == ["p-v1", "p-v2"]
+    assert await list_loaded_adapters(url) == ["p-v1", "p-v2"]
     chunks += [chunk async for chunk in stream]
     assert set(get_versions(chunks)) == {1}
     await wait_until_loaded(url, ["p-v2"])
@@ -113,8 +115,8 @@ async def test_engine_rejects_unsupported_policies_and_settings(
         await engine.load(Policy("p", 1, Artifact("adapter", str(tmp_path))))
     assert (await engine.status()).version == 0
     for settings, message in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
-        model = model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
-        other = VllmEngine(model, engine_config(url, **settings))
+        model = make_model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
+        other = VllmEngine(model, make_engine_config(url, **settings))
         with pytest.raises(ConfigError, match=message):
             await other.bring_up(Path("unused.log"), print)
 
@@ -125,13 +127,12 @@ async def test_closed_stream_frees_the_server(engine: Engine, url: str) -> None:
     await stream.aclose()
     client = VllmClient(url, KEY)
     async with asyncio.timeout(20):
-        while await count_running(client):  # noqa: ASYNC110 - another process has no event
+        while await count_running_requests(client):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
     await client.close()
 
 
-async def count_running(client: VllmClient) -> float:
-    """Return the number of running requests on the server."""
+async def count_running_requests(client: VllmClient) -> float:
     lines = str(await client.get("/metrics")).splitlines()
     (value,) = (line.split()[-1] for line in lines if line.startswith("vllm:num_requests_running"))
     return float(value)

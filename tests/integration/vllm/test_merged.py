@@ -1,4 +1,4 @@
-"""Tests of a vLLM server started by Instar whose weights are replaced while it samples."""
+"""Tests for a vLLM server that is started by Instar, with weight updates during sampling."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from instar.engines.remote import RemoteEngine
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
-from tests.integration.vllm.servers import TOKEN, ServedEngine, model_config, vllm_config, vllm_model
+from tests.integration.vllm.servers import (
+    TOKEN,
+    ServedEngine,
+    make_model_config,
+    make_vllm_config,
+    make_vllm_model,
+)
 from tests.unit.engines.conformance import (
     EngineConformance,
     collect,
@@ -38,7 +44,7 @@ LONGEST_REPLY_TOKENS = 4000
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_model(tmp_path_factory.mktemp("tiny"))
+    return make_vllm_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +54,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(tiny: Path, logs: Path) -> Iterator[ServedEngine]:
-    run = RunConfig(model=model_config(tiny, MAX_CONTEXT), engine=vllm_config(policy="auto"))
+    run = RunConfig(model=make_model_config(tiny, MAX_CONTEXT), engine=make_vllm_config(policy="auto"))
     served = ServedEngine(run, logs / "engine.log")
     yield served
     served.close()
@@ -60,7 +66,7 @@ async def engine(served: ServedEngine) -> AsyncIterator[Engine]:
     await remote.load(BASE)
     yield remote
     await remote.close()
-    assert served.engine.mislabelled_tokens == 0, "versions match those reported by vLLM"
+    assert served.engine.mislabelled_tokens == 0, "token versions differ from those that vLLM reported"
 
 
 class TestVllm(EngineConformance):
@@ -84,7 +90,9 @@ async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: 
             await engine.load(policy)
             await check_parity(engine, training, policy)
             after = await engine.logprobs(PROMPT)
-            assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, "each version is different"
+            assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+                "the new version must differ from the previous one"
+            )
             before = after
         await training.backend.close()
         await engine.load(BASE)
@@ -120,7 +128,7 @@ async def _wait_for_new_tokens(engine: Engine) -> None:
 async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     engine: Engine, tiny: Path, tmp_path: Path
 ) -> None:
-    """Keys and values of the old weights are not reused, by the same reply or by a later one."""
+    """Neither the same reply nor a later one may reuse keys and values of the old weights."""
     training = Training(tiny, tmp_path)
     policy = await training.step()
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
@@ -134,7 +142,7 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     assert set(versions) == {0, 1}
     np.testing.assert_allclose(actual[is_new], expected[is_new], atol=LOGPROB_TOLERANCE)
     assert np.abs(actual[~is_new] - expected[~is_new]).max() > 0.05, (
-        "the first part was sampled under the old weights"
+        "the first tokens must be sampled with the old weights"
     )
     await check_parity(engine, training, policy)  # the same prompt again
     await training.backend.close()
@@ -142,8 +150,8 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
 
 async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     before = get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0))
-    other = vllm_model(tmp_path / "other")
-    (other / "model.safetensors").write_bytes(b"nonsense")
+    other = make_vllm_model(tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"invalid")
     (tmp_path / "adapter").mkdir()
     for kind, path in (("weights", other), ("adapter", tmp_path / "adapter")):
         with pytest.raises(EngineError, match="cannot be read"):
@@ -168,7 +176,7 @@ async def test_load_of_truncated_weights_keeps_the_served_version(
 
 
 async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> None:
-    """The prompts exceed one step; vLLM on a CPU crashes if it splits a seeded prompt."""
+    """The prompts do not fit into one step. On a CPU, vLLM would crash if it split a seeded prompt."""
     prompts = [[3 + (n + i) % 300 for i in range(200)] for n in range(80)]
     replies = await asyncio.gather(
         *(collect(engine, prompt, max_tokens=8, seed=n) for n, prompt in enumerate(prompts))
@@ -178,7 +186,7 @@ async def test_concurrent_seeded_requests_are_reproducible(engine: Engine) -> No
 
 
 async def test_repeated_prompt_uses_the_prefix_cache(engine: Engine) -> None:
-    prompt = [7] * 200  # vLLM on a CPU caches blocks of 128
+    prompt = [7] * 200  # vLLM on a CPU caches blocks of 128 tokens
     before = (await engine.status()).cached_tokens
     await collect(engine, prompt, max_tokens=1)
     await collect(engine, prompt, max_tokens=1)
@@ -191,22 +199,22 @@ async def test_killed_server_restarts_with_the_current_policy(
     training = Training(tiny, tmp_path)
     policy = await training.step()
     await engine.load(policy)
-    (core,) = _find_descendants("VLLM::EngineCor")
+    (core_pid,) = _find_descendants("VLLM::EngineCor")
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONGEST_REPLY_TOKENS, temperature=0))
     await anext(stream)
-    os.kill(core, signal.SIGKILL)
+    os.kill(core_pid, signal.SIGKILL)
     with pytest.raises(EngineUnavailable):
         async for _ in stream:
             pass
     async with asyncio.timeout(20):
-        while _is_ready(served):  # noqa: ASYNC110 - another thread has no event
+        while _is_ready(served):  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
     policy = await training.step()
     with pytest.raises(EngineUnavailable):
         await engine.load(policy)
     # A request during the restart waits for the server, which then serves that policy.
     await check_parity(engine, training, policy)
-    assert any("starting it again" in line for line in served.reports)
+    assert any("restarting it" in line for line in served.reports)
     await training.backend.close()
 
 

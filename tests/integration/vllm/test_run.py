@@ -21,7 +21,7 @@ from instar.store.factory import open_store
 from instar.types import Call, Floats
 from tests.integration.backends.environments import get_interpreter
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE
-from tests.integration.vllm.servers import vllm_model
+from tests.integration.vllm.servers import make_vllm_model
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
@@ -31,10 +31,10 @@ AGENT_MODULE = "tests.integration.vllm.agent"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return vllm_model(tmp_path_factory.mktemp("model"))
+    return make_vllm_model(tmp_path_factory.mktemp("model"))
 
 
-def run_settings(
+def make_run_settings(
     folder: Path, model: Path, policy: str, *, max_tokens: int, **trainer: Any
 ) -> dict[str, Any]:
     agent_args = {"ledger": str(folder / "ledger.txt"), "max_tokens": max_tokens}
@@ -70,7 +70,7 @@ def run_settings(
 
 
 class PublishedPolicies:
-    """Computes logprobs of the published versions with transformers and peft."""
+    """Computes logprobs under the published versions with transformers and peft."""
 
     def __init__(self, model: Path, adapters: dict[int, str]) -> None:
         logging.disable_progress_bar()
@@ -95,14 +95,14 @@ async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
         published = {
             policy.version: policy.artifact.path for policy, _ in await store.published_policies("served")
         }
-        sessions = [row[0] for row in run.query("SELECT session_id FROM sessions")]
-        return [call for name in sessions for call in await store.calls(name)], published
+        session_ids = [row[0] for row in run.query("SELECT session_id FROM sessions")]
+        return [call for session_id in session_ids for call in await store.calls(session_id)], published
     finally:
         await store.close()
 
 
 async def check_every_token(run: RunProcess, model: Path) -> set[int]:
-    """Assert that the logprob of every token matches its version, and return all versions."""
+    """Assert that every token's logprob matches its policy version, and return all versions."""
     calls, adapters = await read_calls(run)
     policies = PublishedPolicies(model, adapters)
     versions: set[int] = set()
@@ -116,7 +116,7 @@ async def check_every_token(run: RunProcess, model: Path) -> set[int]:
 
 
 def find_server_pids(run: RunProcess) -> Iterator[int]:
-    """Yield the vLLM processes that log to the folder of this run."""
+    """Yield the ids of the vLLM processes that log to the folder of this run."""
     for entry in Path("/proc").iterdir():
         try:
             name = (entry / "comm").read_text() if entry.name.isdigit() else ""
@@ -129,7 +129,7 @@ def find_server_pids(run: RunProcess) -> Iterator[int]:
 
 @contextmanager
 def running(run: RunProcess) -> Iterator[None]:
-    """Start the run, and kill it after the block if it has not finished."""
+    """Start the run, and kill it on exit if it has not finished."""
     run.start()
     try:
         yield
@@ -144,17 +144,17 @@ def count_committed_steps(run: RunProcess) -> int:
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
     # With max_staleness 3, sessions of the last step start under version 2 or later.
-    config = run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
+    config = make_run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
     with running(run):
         assert run.wait_until(lambda: count_committed_steps(run) >= 2, timeout=RUN_SECONDS), run.explain()
-        victim, _other = sorted(find_server_pids(run))
-        os.kill(victim, signal.SIGKILL)
+        killed_pid, _other = sorted(find_server_pids(run))
+        os.kill(killed_pid, signal.SIGKILL)
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()
     logs = run.run_dir / "logs"
     role_logs = [(logs / f"engine-{index}.log").read_text() for index in range(2)]
-    assert sum("starting it again" in text for text in role_logs) == 1
+    assert sum("restarting it" in text for text in role_logs) == 1
     assert all((logs / f"engine-{index}-vllm.log").stat().st_size for index in range(2))
     assert "engine" not in run.output.read_text(), "no role may be restarted"
     versions = await check_every_token(run, model)
@@ -163,7 +163,9 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
 
 
 async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    run = RunProcess(tmp_path, run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync"))
+    run = RunProcess(
+        tmp_path, make_run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync")
+    )
     with running(run):
         run.finish(timeout=RUN_SECONDS)
     run.assert_consistent()

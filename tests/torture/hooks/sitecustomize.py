@@ -1,6 +1,6 @@
-"""Python imports this module when it starts, because its folder is on the PYTHONPATH of a tortured run.
+"""Imported by Python at startup, because this folder is on the PYTHONPATH of tortured runs.
 
-It adds an offset to the wall clock of the process, and plants a bug if the run must show that bugs are found.
+Shifts the wall clock of the process, and plants a bug if BUG_ENV is set.
 """
 
 import mmap
@@ -15,10 +15,10 @@ CLOCK_ENV = "TORTURE_CLOCK"
 BUG_ENV = "TORTURE_BUG"
 
 
-def shift_clock(file: str) -> None:
-    """Add the number of seconds in the file, which may change at any time, to the wall clock."""
-    with Path(file).open("rb") as opened:
-        shared = mmap.mmap(opened.fileno(), 8, access=mmap.ACCESS_READ)
+def shift_clock(path: str) -> None:
+    """Add the number of seconds in the file to the wall clock. The file may change at any time."""
+    with Path(path).open("rb") as file:
+        shared = mmap.mmap(file.fileno(), 8, access=mmap.ACCESS_READ)
     read_offset = struct.Struct("d").unpack_from
     real_time: Callable[[], float] = time.time
     real_time_ns: Callable[[], int] = time.time_ns

@@ -1,4 +1,4 @@
-"""Functions for the scripted engine that reply to the agents depending on the prompt."""
+"""Reply functions for the scripted engine, which stands in for the model in agent tests."""
 
 from __future__ import annotations
 
@@ -24,49 +24,53 @@ def parse_messages(prompt: str) -> list[tuple[str, str]]:
     ]
 
 
-def call(tool: str, **arguments: str | int) -> str:
+def format_tool_call(tool: str, **arguments: str | int) -> str:
     return f'<tool_call>{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-def expression(question: str) -> str:
-    form = next(form for words, form in OPERATIONS if re.search(words, question))
-    return form.format(*re.findall(r"\d+", question))
+def find_expression(question: str) -> str:
+    template = next(template for words, template in OPERATIONS if re.search(words, question))
+    return template.format(*re.findall(r"\d+", question))
 
 
 def solver(prompt: str, seed: int | None) -> str:
     role, text = parse_messages(prompt)[-1]
-    return numbers(text)[-1] if role == "tool" else call("calc", expression=expression(text))
+    return (
+        find_numbers(text)[-1]
+        if role == "tool"
+        else format_tool_call("calc", expression=find_expression(text))
+    )
 
 
 def writer(prompt: str, seed: int | None) -> str:
     """Write the calculation, then answer with its result."""
     text = parse_messages(prompt)[-1][1]
-    return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else expression(text)
+    return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else find_expression(text)
 
 
 def checker(prompt: str, seed: int | None) -> str:
     """Check the calculated number with the tool."""
     role, text = parse_messages(prompt)[-1]
     if role == "tool":
-        return call("check_answer", answer=numbers(text)[-1])
-    return call("calc", expression=expression(text))
+        return format_tool_call("check_answer", answer=find_numbers(text)[-1])
+    return format_tool_call("calc", expression=find_expression(text))
 
 
-def doubter(prompt: str, seed: int | None) -> str:
-    """Check a wrong number first."""
+def wrong_first_checker(prompt: str, seed: int | None) -> str:
+    """Check a wrong number before the calculated one."""
     role, text = parse_messages(prompt)[-1]
     if role != "tool":
-        return call("calc", expression=expression(text))
+        return format_tool_call("calc", expression=find_expression(text))
     if "wrong" in text:
-        return call("check_answer", answer=numbers(parse_messages(prompt)[-3][1])[-1])
-    return call("check_answer", answer="0")
+        return format_tool_call("check_answer", answer=find_numbers(parse_messages(prompt)[-3][1])[-1])
+    return format_tool_call("check_answer", answer="0")
 
 
 def no_answer(prompt: str, seed: int | None) -> str:
     return "no idea"
 
 
-def numbers(text: str) -> list[str]:
+def find_numbers(text: str) -> list[str]:
     return re.findall(r"-?\d+", text)
 
 
@@ -78,7 +82,7 @@ def guesser(prompt: str, seed: int | None) -> str:
     low, high, last = 1, 20, 0
     for role, text in parse_messages(prompt):
         if role == "assistant":
-            last = int(numbers(text)[0])
+            last = int(find_numbers(text)[0])
         elif "number is higher" in text:
             low = last + 1
         elif "number is lower" in text:
@@ -87,7 +91,7 @@ def guesser(prompt: str, seed: int | None) -> str:
 
 
 def poker(prompt: str, seed: int | None) -> str:
-    """Neither bet nor fold."""
+    """Call or check, and never bet or fold."""
     observation = parse_messages(prompt)[-1][1]
     return "[call]" if "'[call]'" in observation.splitlines()[-1] else "[check]"
 
@@ -97,8 +101,8 @@ def poker(prompt: str, seed: int | None) -> str:
 
 def triangle(prompt: str, seed: int | None) -> str:
     """Return the call that solves the first task."""
-    return call("calculate_triangle_area", base=10, height=5)
+    return format_tool_call("calculate_triangle_area", base=10, height=5)
 
 
 def wrong_triangle(prompt: str, seed: int | None) -> str:
-    return call("calculate_triangle_area", base=10, height=6)
+    return format_tool_call("calculate_triangle_area", base=10, height=6)

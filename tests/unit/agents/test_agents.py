@@ -1,4 +1,4 @@
-"""The agents of the task sets, over a real gateway."""
+"""Tests for the agents of the task sets, with a real gateway."""
 
 from __future__ import annotations
 
@@ -10,51 +10,55 @@ import pytest
 from instar.types import Channel, RewardSource, SessionStatus
 from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, open_harness
 
-HERE = "tests.unit.agents.scripted_replies"
+REPLIES = "tests.unit.agents.scripted_replies"
 SYNTHETIC = {"type": "gsm8k", "synthetic": {"split": "heldout", "size": 7}}
 
 
-async def tried(harness: RolloutHarness, tasks: dict[str, Any], agent: str, reward: Any, **args: Any) -> Any:
+async def evaluate(
+    harness: RolloutHarness, tasks: dict[str, Any], agent: str, reward: Any, **args: Any
+) -> Any:
     """Evaluate every task once and return the metrics."""
     config = make_config(
         harness.folder, held_out=tasks, agent=f"instar.agents.{agent}", args=args, reward=reward, retries=0
     )
-    evaluator = harness.evaluator(config)
+    evaluator = harness.create_evaluator(config)
     try:
         return await evaluator.evaluate("greedy", "x")
     finally:
         await evaluator.services.agent.close()
 
 
-async def rewards_of(harness: RolloutHarness) -> list[list[Any]]:
+async def load_rewards(harness: RolloutHarness) -> list[list[Any]]:
     rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     assert {row.session.status for row in rows} == {SessionStatus.COMPLETED}
     return [list(await harness.store.rewards(row.session.session_id)) for row in rows]
 
 
 async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:writer") as harness:
-        figures = await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
-        assert figures["accuracy"] == 1.0
-        for rewards in await rewards_of(harness):
+    async with open_harness(tmp_path, script=f"{REPLIES}:writer") as harness:
+        metrics = await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
+        assert metrics["accuracy"] == 1.0
+        for rewards in await load_rewards(harness):
             assert [reward.source for reward in rewards] == [RewardSource.RULE]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.call_count for row in rows} == {2}
 
 
 async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:no_answer") as harness:
-        assert (await tried(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
+    async with open_harness(tmp_path, script=f"{REPLIES}:no_answer") as harness:
+        assert (await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
-@pytest.mark.parametrize(("script", "reward", "calls"), [("checker", 1.0, 2), ("doubter", 0.5, 3)])
+@pytest.mark.parametrize(
+    ("script", "reward", "calls"), [("checker", 1.0, 2), ("wrong_first_checker", 0.5, 3)]
+)
 async def test_gsm8k_tool_agent_reward_halves_with_every_check(
     tmp_path: Path, script: str, reward: float, calls: int
 ) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
-        figures = await tried(harness, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
-        assert figures["accuracy"] == reward
-        for rewards in await rewards_of(harness):
+    async with open_harness(tmp_path, script=f"{REPLIES}:{script}") as harness:
+        metrics = await evaluate(harness, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
+        assert metrics["accuracy"] == reward
+        for rewards in await load_rewards(harness):
             assert [reward.source for reward in rewards] == [RewardSource.AGENT]
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.call_count for row in rows} == {calls}
@@ -62,21 +66,21 @@ async def test_gsm8k_tool_agent_reward_halves_with_every_check(
 
 
 async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:guesser") as harness:
         tasks = {"type": "textarena", "games": ["GuessTheNumber-v0"], "size": 6}
-        figures = await tried(harness, tasks, "textarena:play", {"type": "agent"})
-        assert figures["accuracy"] == 1.0
+        metrics = await evaluate(harness, tasks, "textarena:play", {"type": "agent"})
+        assert metrics["accuracy"] == 1.0
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert len({row.call_count for row in rows}) > 1
 
 
-async def test_textarena_game_for_two_is_deterministic(tmp_path: Path) -> None:
+async def test_textarena_two_player_game_is_deterministic(tmp_path: Path) -> None:
     values: list[list[float]] = []
     for number, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
         folder = tmp_path / str(number)
-        async with open_harness(folder, script=f"{HERE}:poker") as harness:
+        async with open_harness(folder, script=f"{REPLIES}:poker") as harness:
             tasks = {"type": "textarena", "games": games, "size": 8}
-            await tried(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
+            await evaluate(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
             groups = {group.group_id: group.task for group in await harness.store.groups(RUN, Channel.VAL)}
             rows = await harness.store.sessions(RUN, channel=Channel.VAL)
             rewards = {groups[row.session.group_id or ""].task_id: row.reward for row in rows}
@@ -86,7 +90,7 @@ async def test_textarena_game_for_two_is_deterministic(tmp_path: Path) -> None:
 
 
 async def test_textarena_unfinished_game_gets_configured_reward(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{HERE}:guesser") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:guesser") as harness:
         tasks = {
             "type": "textarena",
             "games": ["GuessTheNumber-v0"],
@@ -94,20 +98,20 @@ async def test_textarena_unfinished_game_gets_configured_reward(tmp_path: Path) 
             "args": {"max_number": 10**6},
         }
         args = {"max_turns": 2, "unfinished": -0.25}
-        figures = await tried(harness, tasks, "textarena:play", {"type": "agent"}, **args)
-        assert figures["accuracy"] == -0.25
+        metrics = await evaluate(harness, tasks, "textarena:play", {"type": "agent"}, **args)
+        assert metrics["accuracy"] == -0.25
 
 
-async def test_verifiers_agent_returns_reward_of_rubric(tmp_path: Path) -> None:
+async def test_verifiers_agent_returns_rubric_reward(tmp_path: Path) -> None:
     tasks = {
         "type": "verifiers",
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
     for script, accuracy, calls in (("solver", 1.0, 2), ("no_answer", 0.0, 1)):
-        async with open_harness(tmp_path / script, script=f"{HERE}:{script}") as harness:
-            figures = await tried(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
-            assert figures["accuracy"] == accuracy
+        async with open_harness(tmp_path / script, script=f"{REPLIES}:{script}") as harness:
+            metrics = await evaluate(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
+            assert metrics["accuracy"] == accuracy
             rows = await harness.store.sessions(RUN, channel=Channel.VAL)
             assert {row.call_count for row in rows} == {calls}
 
@@ -118,9 +122,9 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
-    async with open_harness(tmp_path, script=f"{HERE}:solver") as harness:
-        # The gateway refuses such a call.
-        await tried(harness, tasks | {"limit": 2}, "verifiers:run", {"type": "agent"}, max_tokens=-1)
+    async with open_harness(tmp_path, script=f"{REPLIES}:solver") as harness:
+        # The gateway rejects calls with a negative max_tokens.
+        await evaluate(harness, tasks | {"limit": 2}, "verifiers:run", {"type": "agent"}, max_tokens=-1)
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.session.status for row in rows} == {SessionStatus.FAILED}
 
@@ -130,8 +134,8 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
 )
 async def test_bfcl_calls_are_scored_by_the_checker(tmp_path: Path, script: str, reward: float) -> None:
     pytest.importorskip("bfcl_eval")
-    async with open_harness(tmp_path, script=f"{HERE}:{script}") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:{script}") as harness:
         rule = {"type": "rule", "function": "instar.rollout.tasksets.bfcl:score"}
-        figures = await tried(harness, {"type": "bfcl", "limit": 1}, "ask:ask", rule, max_tokens=200)
-        assert figures["failed"] == 0
-        assert figures["accuracy"] == reward
+        metrics = await evaluate(harness, {"type": "bfcl", "limit": 1}, "ask:ask", rule, max_tokens=200)
+        assert metrics["failed"] == 0
+        assert metrics["accuracy"] == reward

@@ -1,6 +1,6 @@
-"""The requirements for every training backend, checked against transformers, peft and torch.optim.
+"""Conformance tests for training backends, checked against transformers, peft and torch.optim.
 
-A variant's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture whose
+A backend's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture whose
 value is a function that returns a new backend with a LoRA adapter, in fp32, on the tiny model of the
 ``model_folder`` fixture, with the same seed each time.
 """
@@ -37,7 +37,7 @@ def compute_base_logprobs(model: Any, token_ids: Any) -> Any:
 
 
 class ReferenceModel:
-    """The same adapter, computed by the libraries' own code on one sample at a time."""
+    """The same adapter, computed with the original libraries, one sample at a time."""
 
     def __init__(self, model_folder: Path, adapter: Path) -> None:
         logging.disable_progress_bar()
@@ -103,12 +103,12 @@ class BackendConformance:
 
         return make
 
-    async def reference(self, backend: Backend, model_folder: Path, tmp_path: Path) -> ReferenceModel:
+    async def load_reference(self, backend: Backend, model_folder: Path, tmp_path: Path) -> ReferenceModel:
         return ReferenceModel(
-            model_folder, self.adapter_folder(await backend.publish(tmp_path / "published"))
+            model_folder, self.get_adapter_folder(await backend.publish(tmp_path / "published"))
         )
 
-    def adapter_folder(self, artifact: Artifact) -> Path:
+    def get_adapter_folder(self, artifact: Artifact) -> Path:
         """Return the folder of the published adapter."""
         assert artifact.kind == "adapter"
         return Path(artifact.path)
@@ -117,7 +117,7 @@ class BackendConformance:
         self, make_trained_backend: Callable[[], Any], model_folder: Path, tmp_path: Path
     ) -> None:
         backend = await make_trained_backend()
-        reference = await self.reference(backend, model_folder, tmp_path)
+        reference = await self.load_reference(backend, model_folder, tmp_path)
         samples = make_tree_samples()
         for sample, actual in zip(samples, await backend.forward(samples), strict=True):
             assert np.isnan(actual[0])
@@ -130,7 +130,7 @@ class BackendConformance:
         self, make_trained_backend: Callable[[], Any], model_folder: Path, tmp_path: Path, name: Any
     ) -> None:
         backend = await make_trained_backend()
-        reference = await self.reference(backend, model_folder, tmp_path)
+        reference = await self.load_reference(backend, model_folder, tmp_path)
         samples, loss = make_tree_samples(), LossConfig(name=name)
         result = await backend.forward_backward(samples, loss)
         assert result.loss == pytest.approx(reference.accumulate(samples, loss), rel=1e-5, abs=1e-5)
@@ -168,7 +168,7 @@ class BackendConformance:
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
         backend = await start_backend(make_backend)
-        reference = await self.reference(backend, model_folder, tmp_path)
+        reference = await self.load_reference(backend, model_folder, tmp_path)
         optimizer = torch.optim.AdamW(
             reference.parameters.values(), betas=(ADAM.beta1, ADAM.beta2), eps=ADAM.eps, weight_decay=0.1
         )
@@ -181,7 +181,7 @@ class BackendConformance:
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
             optimizer.zero_grad()
-        after = await self.reference(backend, model_folder, tmp_path)
+        after = await self.load_reference(backend, model_folder, tmp_path)
         for name, parameter in after.parameters.items():
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=1e-4, atol=2e-5)
         await backend.close()
@@ -222,7 +222,7 @@ class BackendConformance:
         await train(second, range(2, 5))
         expected = await uninterrupted.publish(tmp_path / "a")
         actual = await second.publish(tmp_path / "b")
-        assert read_all(self.adapter_folder(expected)) == read_all(self.adapter_folder(actual))
+        assert read_all(self.get_adapter_folder(expected)) == read_all(self.get_adapter_folder(actual))
         for backend in (uninterrupted, first, second):
             await backend.close()
 
@@ -253,7 +253,7 @@ class BackendConformance:
         for backend in (clean, failed):
             await backend.optim_step(ADAM)
         a, b = await clean.publish(tmp_path / "a"), await failed.publish(tmp_path / "b")
-        assert read_all(self.adapter_folder(a)) == read_all(self.adapter_folder(b))
+        assert read_all(self.get_adapter_folder(a)) == read_all(self.get_adapter_folder(b))
         await clean.close()
         await failed.close()
 
@@ -268,7 +268,7 @@ class BackendConformance:
         with pytest.raises(NonFiniteError):
             await backend.optim_step(ADAM)
         after = await backend.publish(tmp_path / "after")
-        assert read_all(self.adapter_folder(before)) == read_all(self.adapter_folder(after))
+        assert read_all(self.get_adapter_folder(before)) == read_all(self.get_adapter_folder(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
         await backend.forward_backward(make_tree_samples(), LossConfig())

@@ -54,9 +54,7 @@ def detect(
 
 
 def test_detection_without_settings_selects_local() -> None:
-    assert detect(installed=("tinker",)) == BackendDetection(
-        "local", "no setting and no variable names a service"
-    )
+    assert detect(installed=("tinker",)) == BackendDetection("local", "no service is configured")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +142,7 @@ def test_detection_ignores_tinker_key_copied_by_mint() -> None:
     copied = {"MINT_API_KEY": "sk-mint-x", "TINKER_API_KEY": "sk-mint-x"}
     assert detect(copied).name == "mint"
     with pytest.raises(ConfigError):
-        detect(copied | {"TINKER_BASE_URL": "https://elsewhere.example"})
+        detect(copied | {"TINKER_BASE_URL": "https://other.example"})
 
 
 def test_detection_prefers_settings_and_ignores_empty_variables() -> None:
@@ -163,9 +161,9 @@ def test_inspect_packages_reports_installed_versions() -> None:
 
 def test_check_installed_with_missing_package_shows_install_command() -> None:
     check_installed(TinkerBackendConfig())
-    absent = inspect_package("tinker", PackageRequirement("no-such-package", "'instar[tinker]'"))
-    assert absent.problem is not None
-    assert absent.problem.endswith(f"{sys.executable} -m pip install 'instar[tinker]'")
+    missing = inspect_package("tinker", PackageRequirement("missing-package", "'instar[tinker]'"))
+    assert missing.problem is not None
+    assert missing.problem.endswith(f"{sys.executable} -m pip install 'instar[tinker]'")
     with pytest.raises(ConfigError) as error:
         check_installed(MintBackendConfig())
     message = str(error.value)
@@ -176,11 +174,11 @@ def test_check_installed_with_missing_package_shows_install_command() -> None:
 
 def test_check_installed_inspects_configured_interpreter(tmp_path: Path) -> None:
     assert inspect_packages(sys.executable) == inspect_packages()
-    with pytest.raises(ConfigError, match=r"backend\.python.*no-such-python"):
-        check_installed(VerlBackendConfig(python="no-such-python"))
+    with pytest.raises(ConfigError, match=r"backend\.python.*missing-python"):
+        check_installed(VerlBackendConfig(python="missing-python"))
     venv.create(tmp_path, symlinks=True, with_pip=False)
     interpreter = str(tmp_path / "bin" / "python")
-    with pytest.raises(ConfigError, match=rf"has no Instar.*{interpreter} -m pip install"):
+    with pytest.raises(ConfigError, match=rf"Instar is not installed.*{interpreter} -m pip install"):
         check_installed(TinkerBackendConfig(python=interpreter))
 
 
@@ -214,7 +212,7 @@ def test_auto_backend_without_service_is_local_and_rejects_service_settings() ->
     assert config.backend.lora is not None
     assert config.backend.lora.rank == 8
     assert config.engine.type == "local"
-    with pytest.raises(ConfigError, match=r"backend\.train_mlp: given False, but no service is configured"):
+    with pytest.raises(ConfigError, match=r"backend\.train_mlp: no service is configured"):
         resolve_run(make_config(backend={"type": "auto", "train_mlp": False}), {})
 
 
@@ -262,7 +260,7 @@ def test_extract_secrets_moves_key_and_url_to_environment() -> None:
 
 
 def test_extract_secrets_withholds_every_variable_with_key() -> None:
-    env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://elsewhere.example", "HOME": "/home/me"}
+    env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://other.example", "HOME": "/home/me"}
     config, secrets = extract_secrets(make_config(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
     assert secrets.env == {"MINT_API_KEY": KEY}
     assert {"MY_KEY", "MINT_API_KEY", "TINKER_BASE_URL"} <= secrets.withheld_variables
@@ -282,7 +280,7 @@ def test_extract_secrets_of_local_run_changes_nothing() -> None:
     assert extract_secrets(config, TINKER)[1].withheld_variables == frozenset()
 
 
-def test_without_api_key_removes_key_from_settings() -> None:
+def test_remove_api_key_removes_key_from_settings() -> None:
     redacted = remove_api_key(make_config(backend={"type": "auto", "api_key": KEY, "api_key_env": None}))
     assert KEY not in redacted.model_dump_json()
     assert make_config(**redacted.model_dump(mode="json")) == redacted

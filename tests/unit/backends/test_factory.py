@@ -46,14 +46,14 @@ async def test_create_backend_has_known_capabilities(model_folder: Path) -> None
         ({"loss": {"clip_high": 2.0}}, r"trainer\.loss\.clip_high.*cispo or ppo"),
         (
             {"loss": {"name": "ppo", "beta": 0.1}},
-            r"trainer\.loss\.beta: given 0\.1, but the loss 'ppo' has no beta.*dro",
+            r"trainer\.loss\.beta: the 'ppo' loss has no beta.*dro",
         ),
         (
             {"adam": {"weight_decay": 0.1}},
-            r"trainer\.adam\.weight_decay: given 0\.1.*must be 0\.0.*grad_clip",
+            r"trainer\.adam\.weight_decay: must be 0\.0, got 0\.1.*grad_clip",
         ),
-        ({"adam": {"beta2": 0.5}}, r"trainer\.adam\.beta2: given 0\.5.*must be 0\.95"),
-        ({"reference": {"weight": 0.1}}, r"trainer\.reference\.weight: given 0\.1.*engine or completions"),
+        ({"adam": {"beta2": 0.5}}, r"trainer\.adam\.beta2: must be 0\.95, got 0\.5"),
+        ({"reference": {"weight": 0.1}}, r"reference\.weight: must be 0, got 0\.1.*engine or completions"),
         (
             {"loss": {"name": "dro"}, "loss_fallback": "cispo"},
             r"loss_fallback: this backend supports neither 'dro' nor 'cispo'.*ppo",
@@ -87,7 +87,7 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     assert "training with ppo" in warning
 
 
-# --- before anything starts -----------------------------------------------------------------------
+# --- check_run ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -99,16 +99,16 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
         ),
         (
             make_config("tinker", {"sampling": {"temperature": 0.7}}),
-            r"rollout\.sampling\.temperature: given 0\.7",
+            r"sampling\.temperature: must be 1 .*got 0\.7",
         ),
-        (make_config("tinker", {"sampling": {"top_p": 0.9}}), r"rollout\.sampling\.top_p: given 0\.9"),
+        (make_config("tinker", {"sampling": {"top_p": 0.9}}), r"sampling\.top_p: must be 1 .*got 0\.9"),
         (make_config("mint"), r"pip install 'instar\[mint\]'"),
         (make_config(loss={"clip_low": 0.5}), r"trainer\.loss\.clip_low"),
         (
             make_config(loss={"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}),
-            r"given 0\.2 and 0\.2; they bound",
+            r"clip_low < clip_high, got 0\.2 and 0\.2",
         ),
-        (make_config(loss={"name": "cispo", "clip_high": 0.5}), r"given 0 and 0\.5; they bound"),
+        (make_config(loss={"name": "cispo", "clip_high": 0.5}), r"clip_low < clip_high, got 0 and 0\.5"),
     ],
 )
 def test_check_run_rejects_invalid_run(config: RunConfig, message: str) -> None:

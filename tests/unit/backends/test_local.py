@@ -1,4 +1,4 @@
-"""The local backend: the conformance suite and the tests specific to this backend."""
+"""Tests for the local backend: conformance, and features that only this backend has."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TestConformance(BackendConformance):
 
 
 class TestCheckpointedConformance(BackendConformance):
-    """The suite with the smallest micro-batches and recomputed activations."""
+    """Conformance with small micro-batches and recomputed activations."""
 
     @pytest.fixture
     def make_backend(self, model_folder: Path) -> Callable[[], Backend]:
@@ -71,7 +71,7 @@ async def test_adapter_depends_only_on_seed(model_folder: Path, tmp_path: Path) 
 
 
 async def test_saved_state_depends_only_on_seed(model_folder: Path, tmp_path: Path) -> None:
-    """The state includes the state of the RNG, which would differ between processes without a seed."""
+    """The state includes the RNG state, which would differ between processes without a seed."""
     for name in ("one", "other"):
         backend = make_local(model_folder, seed=5)
         await backend.save_state(tmp_path / name)
@@ -130,7 +130,7 @@ async def test_non_finite_weights_are_neither_saved_nor_published(
     await backend.close()
 
 
-async def test_damaged_state_is_named(model_folder: Path, tmp_path: Path) -> None:
+async def test_load_damaged_state_names_it(model_folder: Path, tmp_path: Path) -> None:
     backend = make_local(model_folder)
     await backend.save_state(tmp_path / "state")
     file = tmp_path / "state" / "state.safetensors"
@@ -236,7 +236,7 @@ async def test_load_state_rejects_other_adapter_and_missing_folder(
     with pytest.raises(BackendError, match="another"):
         await rank_8.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match="no saved"):
-        await rank_8.load_state(tmp_path / "nowhere")
+        await rank_8.load_state(tmp_path / "missing")
     await rank_4.close()
     await rank_8.close()
 

@@ -1,4 +1,4 @@
-"""The Tinker backend with the real SDK, connected to a local server of the protocol."""
+"""Tests for the Tinker backend with the real SDK and a local protocol server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.backends.conformance import ADAM, BackendConformance, start_backend
 from tests.unit.protocol.serving import serve_in_thread
 
-KEY = "tml-a-key-of-the-tests"
+KEY = "tml-test-key"
 pytestmark = IGNORE_SDK_LEAKS
 
 
@@ -36,8 +36,8 @@ def model(model_folder: Path) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the server stores saved states."""
-    return tmp_path_factory.mktemp("kept")
+    """The folder where the server stores saved states."""
+    return tmp_path_factory.mktemp("states")
 
 
 @pytest.fixture(scope="module")
@@ -76,23 +76,23 @@ class TestConformance(BackendConformance):
         self.server_folder = server_folder
         return lambda: TinkerBackend(model, make_config(url), seed=5)
 
-    def adapter_folder(self, artifact: Artifact) -> Path:
+    def get_adapter_folder(self, artifact: Artifact) -> Path:
         assert artifact.kind == "remote"
         return self.server_folder / artifact.path.removeprefix("tinker://") / "adapter"
 
 
-async def test_tinker_samples_without_trained_tokens_are_answered_locally(
+async def test_tinker_samples_without_trained_tokens_are_handled_locally(
     make_backend: Callable[[], Backend],
 ) -> None:
     backend = await start_backend(make_backend)
-    alone, unmasked = make_sample("alone", [7], 1), make_sample("unmasked", [7, 8, 9], 3)
-    result = await backend.forward_backward([alone, unmasked], LossConfig())
+    single_token, unmasked = make_sample("single", [7], 1), make_sample("unmasked", [7, 8, 9], 3)
+    result = await backend.forward_backward([single_token, unmasked], LossConfig())
     assert result.loss == 0
     assert [len(logprobs) for logprobs in result.logprobs] == [1, 3]
     assert all(np.isnan(logprobs).all() for logprobs in result.logprobs)
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)
-    (short_logprobs, long_logprobs) = await backend.forward([alone, unmasked])
+    (short_logprobs, long_logprobs) = await backend.forward([single_token, unmasked])
     assert np.isnan(short_logprobs).all()
     assert np.isfinite(long_logprobs[1:]).all()
     assert await backend.forward([]) == []
@@ -115,7 +115,7 @@ async def test_tinker_dro_does_not_move_untrained_tokens(make_backend: Callable[
 
 
 async def test_tinker_fractional_mask_scales_loss(make_backend: Callable[[], Backend]) -> None:
-    full = make_sample("whole", [4, 5, 6, 7, 8], 2)
+    full = make_sample("full", [4, 5, 6, 7, 8], 2)
     half = make_sample("half", [4, 5, 6, 7, 8], 2, mask=full.mask / 2, logprobs=full.logprobs)
     backend = await start_backend(make_backend)
     for name in ("cross_entropy", "importance_sampling", "ppo"):
@@ -147,9 +147,9 @@ async def test_tinker_state_file_names_service_path(
         await other.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match=r"state\.json is missing or invalid"):
         await other.load_state(tmp_path)
-    saved_state["state"] = "tinker://model-that-never-was/weights/gone"
+    saved_state["state"] = "tinker://missing-model/weights/missing-state"
     (tmp_path / "state" / "state.json").write_text(json.dumps(saved_state))
-    with pytest.raises(BackendError, match="gone") as error:
+    with pytest.raises(BackendError, match="missing-state") as error:
         await make_tinker_backend(model, url).load_state(tmp_path / "state")
     assert not isinstance(error.value, BackendLost)
 
@@ -210,7 +210,10 @@ async def test_tinker_calls_without_session_raise_backend_lost(
 async def test_tinker_restarted_server_raises_backend_lost(
     model: ModelConfig, server_folder: Path, tmp_path: Path
 ) -> None:
-    with collect_sdk_leaks(), serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as first:
+    with (
+        collect_sdk_leaks(),
+        serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY]) as first,
+    ):
         backend = make_tinker_backend(model, first, deadline=30)
         await backend.start()
         await backend.forward_backward(make_tree_samples(), LossConfig())
@@ -219,7 +222,7 @@ async def test_tinker_restarted_server_raises_backend_lost(
     port = int(first.rsplit(":", 1)[1])
     with (
         collect_sdk_leaks(),
-        serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY], port=port),
+        serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY], port=port),
     ):
         with pytest.raises(BackendLost):
             await backend.optim_step(ADAM)
@@ -243,7 +246,7 @@ async def test_tinker_unreachable_service_times_out(model: ModelConfig) -> None:
 async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Path) -> None:
     with (
         collect_sdk_leaks(),
-        serve_in_thread("tinker", model, folder=tmp_path / "kept", keys=[KEY]) as address,
+        serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY]) as address,
     ):
         backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
@@ -266,7 +269,7 @@ def shorten_deadline(access: Any) -> Any:
 
 
 async def test_tinker_wrong_key_names_variable(model: ModelConfig, url: str) -> None:
-    for key in ("tml-wrong", "of-another-kind"):
+    for key in ("tml-wrong", "other-key-format"):
         with pytest.raises(ConfigError, match="TINKER_API_KEY") as error:
             await make_tinker_backend(model, url, api_key=key).start()
         assert key not in str(error.value)
@@ -277,7 +280,7 @@ async def test_tinker_unknown_base_model_is_rejected(model: ModelConfig, url: st
         await make_tinker_backend(model, url, base_model="another-model").start()
 
 
-async def test_mint_next_to_newer_tinker_raises_config_error(model: ModelConfig, url: str) -> None:
+async def test_mint_with_newer_tinker_raises_config_error(model: ModelConfig, url: str) -> None:
     backend = MintBackend(model, MintBackendConfig(base_url=url, api_key="sk-mint-x"))
     with pytest.raises(ConfigError, match=r"older.*backend\.python"):
         await backend.start()
@@ -289,7 +292,7 @@ def test_cloud_error_maps_to_backend_error() -> None:
     assert isinstance(CloudError("settings", "x").to_backend_error(), ConfigError)
 
 
-async def test_tinker_discard_state_deletes_it_at_service(
+async def test_tinker_discard_state_deletes_it_from_the_service(
     make_backend: Callable[[], Backend], server_folder: Path, tmp_path: Path
 ) -> None:
     backend = await start_backend(make_backend)

@@ -40,17 +40,17 @@ def test_check_installed_accepts_only_tested_versions(
 @pytest.mark.parametrize("count", [1, 2, 4, 12])
 def test_distributed_samples_are_gathered_in_order(ranks: int, count: int) -> None:
     samples = make_tree_samples()[:count]
-    share = distribute_samples(samples, ranks, 64)
-    assert sorted(i for indices in share.indices for i in indices) == list(range(count))
-    assert len({len(rows) for rows in share.samples}) == 1, "every rank has the same number of rows"
+    shards = distribute_samples(samples, ranks, 64)
+    assert sorted(i for indices in shards.indices for i in indices) == list(range(count))
+    assert len({len(rows) for rows in shards.samples}) == 1, "every rank has the same number of rows"
     padding_rows = [
         row
-        for rows, indices in zip(share.samples, share.indices, strict=True)
+        for rows, indices in zip(shards.samples, shards.indices, strict=True)
         for row in rows[len(indices) :]
     ]
     assert all(not row.mask.any() for row in padding_rows)
-    logprobs_by_rank = [[row.token_ids.astype(np.float32) for row in rows] for rows in share.samples]
-    for sample, actual in zip(samples, gather_logprobs(share, logprobs_by_rank, samples), strict=True):
+    logprobs_by_rank = [[row.token_ids.astype(np.float32) for row in rows] for rows in shards.samples]
+    for sample, actual in zip(samples, gather_logprobs(shards, logprobs_by_rank, samples), strict=True):
         np.testing.assert_array_equal(actual, sample.token_ids)
 
 

@@ -1,4 +1,4 @@
-"""The Weaver backend with the real SDK, connected to a local server that trains a model."""
+"""Tests for the Weaver backend with the real SDK and a local server that trains a model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ async def train_step(backend: WeaverBackend | LocalBackend, number: int = 0) -> 
 
 
 def zero_advantages(sample: Sample) -> Sample:
-    return make_sample("still", sample.token_ids.tolist(), 5, advantages=np.zeros(len(sample), np.float32))
+    return make_sample("zero", sample.token_ids.tolist(), 5, advantages=np.zeros(len(sample), np.float32))
 
 
 async def test_weaver_trains_like_local_backend(
@@ -126,8 +126,8 @@ async def test_weaver_tensor_transport_defaults_to_binary(
 async def test_weaver_unknown_transport_raises_config_error(
     make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", "carrier-pigeon")
-    with pytest.raises(ConfigError, match=r"WEAVER_TENSOR_TRANSPORT.*'carrier-pigeon'"):
+    monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", "unknown")
+    with pytest.raises(ConfigError, match=r"WEAVER_TENSOR_TRANSPORT.*'unknown'"):
         await make_backend().start()
 
 
@@ -161,19 +161,19 @@ async def test_weaver_state_continues_in_another_session(make_backend: MakeBacke
         np.testing.assert_array_equal(x, y)
 
 
-async def test_weaver_load_state_rejects_missing_or_foreign_state(
+async def test_weaver_load_state_rejects_missing_or_mismatched_state(
     make_backend: MakeBackend, tmp_path: Path
 ) -> None:
     backend = make_backend()
     with pytest.raises(BackendError, match=r"state\.json is missing or invalid"):
-        await backend.load_state(tmp_path / "nothing")
+        await backend.load_state(tmp_path / "missing")
     await backend.start()
     await backend.save_state(tmp_path / "state")
     other = make_backend(rank=4)
     with pytest.raises(BackendError, match="saved with rank 16, but this backend has rank 4"):
         await other.load_state(tmp_path / "state")
     state_path = tmp_path / "state" / "state.json"
-    state_path.write_text(state_path.read_text().replace("/state-", "/gone-"))
+    state_path.write_text(state_path.read_text().replace("/state-", "/missing-"))
     with pytest.raises(BackendError, match="no longer exists") as error:
         await backend.load_state(tmp_path / "state")
     assert not isinstance(error.value, BackendLost)
@@ -204,7 +204,7 @@ async def test_weaver_published_policy_can_be_sampled(
     np.testing.assert_allclose(scored[20:], chunk.logprobs, atol=1e-4)
 
 
-async def test_weaver_close_keeps_model_at_service(make_backend: MakeBackend, url: str) -> None:
+async def test_weaver_close_keeps_model_on_the_service(make_backend: MakeBackend, url: str) -> None:
     backend = make_backend()
     await backend.start()
     model_id = (await backend._get_model()).client.model_id
@@ -252,8 +252,8 @@ async def test_weaver_unknown_key_or_model_is_named(make_backend: MakeBackend) -
     with pytest.raises(ConfigError, match=SERVICES["weaver"].key_env) as error:
         await make_backend(api_key="sk-wrong").start()
     assert "sk-wrong" not in str(error.value)
-    with pytest.raises(BackendError, match="nowhere") as model_error:
-        await make_backend(base_model="nowhere").start()
+    with pytest.raises(BackendError, match="unknown-model") as model_error:
+        await make_backend(base_model="unknown-model").start()
     assert not isinstance(model_error.value, BackendLost)
 
 

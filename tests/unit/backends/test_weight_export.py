@@ -1,4 +1,4 @@
-"""The weights that a backend exports live equal those in its files."""
+"""The weights that a backend exports for live sync equal those in its files."""
 
 from __future__ import annotations
 
@@ -76,10 +76,10 @@ async def test_exported_tensors_merge_small_updates_in_full_precision(model_fold
     await backend.close()
 
 
-@pytest.mark.parametrize(("targets", "live"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
-async def test_adapter_on_tied_output_layer_is_not_live(
-    model_folder: Path, targets: list[str], live: bool
+@pytest.mark.parametrize(("targets", "expected"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
+async def test_adapter_on_tied_output_layer_cannot_sync_live(
+    model_folder: Path, targets: list[str], expected: bool
 ) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4, targets=targets))
-    assert backend.capabilities.can_sync_live is live
+    assert backend.capabilities.can_sync_live is expected
     await backend.close()

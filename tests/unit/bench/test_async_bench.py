@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from instar.config import RunConfig
-from instar.simulate.bound import session_cost
+from instar.simulate.bound import compute_session_cost
 from instar.simulate.sessions import read_workload
 
 BENCH = Path(__file__).parents[3] / "bench"
@@ -66,7 +66,7 @@ def test_async_bench_scales_times_and_replies_alike(bench: ModuleType) -> None:
     original = read_workload(bench.WORKLOAD)
     short = scale_workload(original, plan)
     assert [len(session.turns) for session in short] == [len(session.turns) for session in original]
-    cost, original_cost = (session_cost(sessions, fails=False) for sessions in (short, original))
+    cost, original_cost = (compute_session_cost(sessions, fails=False) for sessions in (short, original))
     assert cost.waits / original_cost.waits == pytest.approx(plan.scale)
     tokens, original_tokens = (
         sum(turn.generated for session in sessions for turn in session.turns)
@@ -83,7 +83,7 @@ def test_async_bench_assigns_sessions_to_groups_in_file_order(bench: ModuleType,
     workload_path.write_text("".join(f'{{"turns": [[{n}, 1, 0]]}}\n' for n in range(3)))
     store = sqlite3.connect(tmp_path / "store.db")
     store.execute("CREATE TABLE endpoints (role TEXT, doing TEXT)")
-    store.execute("INSERT INTO endpoints VALUES ('trainer', 'waiting for the data of step 1')")
+    store.execute("INSERT INTO endpoints VALUES ('trainer', 'waiting for data for step 1')")
     store.commit()
     store.close()
     tasks = make_tasks(str(workload_path), 2, 2, str(tmp_path))

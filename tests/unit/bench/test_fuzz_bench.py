@@ -1,4 +1,4 @@
-"""bench/fuzz.py: the requests that it makes from a seed, and how it reads responses."""
+"""bench/fuzz.py generates requests from a seed and parses the responses."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_fuzz_bodies_cover_every_route_with_a_body(cases: ModuleType) -> None:
     from fuzz_parts.bodies import find_bodies  # pyright: ignore[reportMissingImports]
 
     routes, _ = make_inputs(cases)
-    without = [
+    missing = [
         route.path for route in routes if route.method == "POST" and find_bodies(route.path) == [b"{}"]
     ]
-    assert without == []
+    assert missing == []
 
 
 def test_fuzz_client_reads_pipelined_chunked_and_unfinished_responses(cases: ModuleType) -> None:

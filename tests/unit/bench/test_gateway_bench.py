@@ -1,4 +1,4 @@
-"""bench/gateway.py: the requests that it sends, and the figures that it computes."""
+"""bench/gateway.py: the requests that it sends and the metrics that it computes."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_gateway_bench_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
     from gateway_parts.load import Cell, median_cell  # pyright: ignore[reportMissingImports]
 
     small, _ = bench.HEADLINES
-    valid, invalid = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 responses were no success")
+    valid, invalid = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 responses failed")
     cells = {"proxy": {small: valid}, "litellm": {small: Cell(50, 1, 2, 3, 4)}, "rllm": {small: invalid}}
-    figures = bench.compute_ratios(cells)
-    assert figures["ratio_litellm"] == 2
-    assert figures["ratio_rllm"] is None
-    assert figures["share_of_floor"] is None
+    metrics = bench.compute_ratios(cells)
+    assert metrics["ratio_litellm"] == 2
+    assert metrics["ratio_rllm"] is None
+    assert metrics["share_of_floor"] is None
     assert median_cell([valid, invalid, valid]).error == invalid.error
 
 
@@ -81,7 +81,7 @@ def test_gateway_bench_rejected_requests_invalidate_a_cell(bench: ModuleType, tm
         assert cell.error is None
         assert cell.rate > 10
         assert cell.p99_ms >= cell.p50_ms > 0
-        missing = Target("lost", "lost", target.url, [("/nowhere", "none")] * 4, target.pid)
-        assert "no success" in (
+        missing = Target("missing", "missing", target.url, [("/missing", "key")] * 4, target.pid)
+        assert "responses failed" in (
             measure_cell(missing, RequestKind(1_000, 4, False), 1, tmp_path, "b").error or ""
         )

@@ -1,4 +1,4 @@
-"""bench/torture.py simulates a run under a seeded scheduler; a short sample of its schedules runs here."""
+"""bench/torture.py simulates runs under a seeded scheduler. A small sample of its schedules runs here."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def test_simulation_killed_process_runs_no_finally_block(schedules: ModuleType) 
                 await self.world.pass_gate("write")
                 events.append("written")
             finally:
-                events.append("left")
+                events.append("finally")
 
     world = World(Scheduler(None, [Fault(1, None)]), lambda world, _: Writer(world), ["writer"], ["writer"])
     world.loop.run_until_complete(world.run())
-    assert events == ["started", "started", "written", "left"]
+    assert events == ["started", "started", "written", "finally"]
     world.loop.cancel_all()
     world.loop.close()
 

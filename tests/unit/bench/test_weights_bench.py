@@ -1,4 +1,4 @@
-"""The figures that bench/weights.py computes from the times of its streams."""
+"""The metrics that bench/weights.py computes from the timestamps of its streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
     quiet = [0.01 * i for i in range(100)]
-    first_reply = [*quiet, 1.06, 1.07, 2.09, 2.10]  # 70 ms around an update, later a second without one
+    first_reply = [*quiet, 1.06, 1.07, 2.09, 2.10]  # gaps of 70 ms and 1.02 s near the first update
     other_replies = [[0.995, 1.000, 1.010], [3.000, 3.030]]
     updates = bench.UpdateSeries(
         first_seconds=9.0,
@@ -32,20 +32,20 @@ def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleTy
         replies=[first_reply, *other_replies],
         off=0.5,
     )
-    figures = updates.figures()
-    assert figures["pause_ms_max"] == pytest.approx(1020, abs=1)
-    assert figures["pause_ms_p50"] == pytest.approx((1020 + 30) / 2, abs=1)
-    assert figures["gap_ms_p50"] == pytest.approx(10, abs=0.1)
-    assert figures["gap_ms_max"] == pytest.approx(10, abs=0.1)
-    assert figures["seconds"] == pytest.approx((0.05 + 0.001) / 2)
-    assert figures["first_seconds"] == 9.0
+    metrics = updates.compute_metrics()
+    assert metrics["pause_ms_max"] == pytest.approx(1020, abs=1)
+    assert metrics["pause_ms_p50"] == pytest.approx((1020 + 30) / 2, abs=1)
+    assert metrics["gap_ms_p50"] == pytest.approx(10, abs=0.1)
+    assert metrics["gap_ms_max"] == pytest.approx(10, abs=0.1)
+    assert metrics["seconds"] == pytest.approx((0.05 + 0.001) / 2)
+    assert metrics["first_seconds"] == 9.0
 
 
 def test_weights_bench_ignores_gaps_between_replies(bench: ModuleType) -> None:
     updates = bench.UpdateSeries(
         updates=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]]
     )
-    assert updates.figures()["pause_ms_max"] == pytest.approx(60)
+    assert updates.compute_metrics()["pause_ms_max"] == pytest.approx(60)
 
 
 def test_weights_bench_shapes_match_the_named_models(bench: ModuleType, tmp_path: Path) -> None:
@@ -53,14 +53,16 @@ def test_weights_bench_shapes_match_the_named_models(bench: ModuleType, tmp_path
 
     folder = bench.make_model(tmp_path / "model", bench.SHAPES["tiny"], "cpu")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert sum(parameter.numel() for parameter in model.parameters()) == parameters(bench.SHAPES["tiny"])
+    assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(
+        bench.SHAPES["tiny"]
+    )
     assert len(AutoTokenizer.from_pretrained(folder)) == bench.SHAPES["tiny"].vocab
-    assert parameters(bench.SHAPES["0.6B"]) == 596_049_920
-    assert parameters(bench.SHAPES["4B"]) == 4_022_468_096
+    assert count_parameters(bench.SHAPES["0.6B"]) == 596_049_920
+    assert count_parameters(bench.SHAPES["4B"]) == 4_022_468_096
 
 
-def parameters(shape: object) -> int:
-    """Return the parameter count of a Qwen3 with tied embeddings."""
+def count_parameters(shape: object) -> int:
+    """Return the parameter count of a Qwen3 model with tied embeddings."""
     s = vars(shape)
     attention = s["hidden"] * s["head_dim"] * (2 * s["heads"] + 2 * s["kv_heads"]) + 2 * s["head_dim"]
     layer = attention + 3 * s["hidden"] * s["intermediate"] + 2 * s["hidden"]

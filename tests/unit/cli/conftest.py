@@ -1,4 +1,4 @@
-"""Fixtures: the command run in this process, and the folder of a small run with a real store."""
+"""Fixtures that run commands in this process, and a small run with a real store."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
 class SmallRun:
     folder: Path
     sessions: dict[str, str] = field(default_factory=dict[str, str])
-    """Session ids by the name of the case."""
+    """Session ids by test case."""
 
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
-    """Create a run with a trained group, a group without signal, a waiting group and an evaluation."""
+    """Create a run with a trained group, a group without signal, a waiting group and two evaluations."""
     small = SmallRun(tmp_path_factory.mktemp("runs") / RUN)
     config = RunConfig.model_validate(
         {
@@ -113,7 +113,7 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
     store = open_store(config)
     await store.put_run(Run(RUN, RUN, config.model_dump(mode="json"), "finished"))
 
-    async def group(name: str, index: int, rewards: list[float | None], channel: Channel) -> list[str]:
+    async def add_group(name: str, index: int, rewards: list[float | None], channel: Channel) -> list[str]:
         await store.open_group(Group(name, RUN, channel, index, 2, Task(f"task-{index}", {})))
         session_ids = [f"sess-{index}{slot}-{name.replace('/', '-')}" for slot in range(len(rewards))]
         for slot, (session_id, reward) in enumerate(zip(session_ids, rewards, strict=True)):
@@ -140,12 +140,12 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
         await store.close_group(name, GroupStatus.READY)
         return session_ids
 
-    learned = await group(f"{RUN}/train/000000", 0, [1.0, 0.0], Channel.TRAIN)
-    equal = await group(f"{RUN}/train/000001", 1, [0.0, 0.0], Channel.TRAIN)
-    waiting = await group(f"{RUN}/train/000002", 2, [1.0, None], Channel.TRAIN)
-    small.sessions = {"trained": learned[0], "equal": equal[0], "waiting": waiting[0], "failed": waiting[1]}
+    trained = await add_group(f"{RUN}/train/000000", 0, [1.0, 0.0], Channel.TRAIN)
+    equal = await add_group(f"{RUN}/train/000001", 1, [0.0, 0.0], Channel.TRAIN)
+    waiting = await add_group(f"{RUN}/train/000002", 2, [1.0, None], Channel.TRAIN)
+    small.sessions = {"trained": trained[0], "equal": equal[0], "waiting": waiting[0], "failed": waiting[1]}
     for label, reward in (("before", 0.0), ("after", 1.0)):
-        session_ids = await group(f"{RUN}/val/{label}-greedy-v0/000000", 0, [reward], Channel.VAL)
+        session_ids = await add_group(f"{RUN}/val/{label}-greedy-v0/000000", 0, [reward], Channel.VAL)
         small.sessions[label] = session_ids[0]
     claims = [
         Claim(
@@ -159,7 +159,7 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
             advantage=a,
             staleness=1,
         )
-        for s, r, a in zip(learned, (1.0, 0.0), (1.0, -1.0), strict=True)
+        for s, r, a in zip(trained, (1.0, 0.0), (1.0, -1.0), strict=True)
     ]
     claims += [
         Claim(
@@ -176,7 +176,7 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
 def _make_calls(session_id: str) -> list[Call]:
     """Return two calls, the first with a tool call. The second lacks a logprob, so it is not trainable."""
 
-    def call(number: int, messages: list[Message], reply: Message, **more: Any) -> Call:
+    def make_numbered_call(number: int, messages: list[Message], reply: Message, **fields: Any) -> Call:
         return Call(
             call_id=f"{session_id}-{number}",
             session_id=session_id,
@@ -189,21 +189,21 @@ def _make_calls(session_id: str) -> list[Call]:
             messages=tuple(messages),
             reply=reply,
             finish_reason="stop",
-            **more,
+            **fields,
         )
 
     question = Message(role="user", content="What is <2> plus 2?")
     tool = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
     tool_reply = Message(role="assistant", content="", tool_calls=[tool])
     result = Message(role="tool", content="4", tool_call_id="c1")
-    first = call(
+    first = make_numbered_call(
         1,
         [question],
         tool_reply,
         prompt_ids=np.array([1, 2], np.int32),
         logprobs=np.array([-0.5, -0.25], np.float32),
     )
-    second = call(
+    second = make_numbered_call(
         2,
         [question, tool_reply, result],
         Message(role="assistant", content="4"),
@@ -224,8 +224,8 @@ def _write_metrics(folder: Path) -> None:
     monitor = Monitor(folder)
     for label, accuracy in (("before", 0.25), ("after", 0.75)):
         for mode in ("greedy", "sampled"):
-            figures = {"label": label, "mode": mode, "accuracy": accuracy, "n": 4, "failed": 0}
-            monitor.record("eval", 0, {**figures, "seconds": 1.0, "version": 0})
+            metrics = {"label": label, "mode": mode, "accuracy": accuracy, "n": 4, "failed": 0}
+            monitor.record("eval", 0, {**metrics, "seconds": 1.0, "version": 0})
     for step, reward in ((1, 0.25), (2, None), (3, 0.75)):
         timing = {"step_seconds": 2.0, "wait_seconds": 1.0, "elapsed": 60.0 * step}
         staleness = {

@@ -43,10 +43,10 @@ def test_backends_table_shows_installed_backends_and_the_auto_choice(
     rows = list_backends(instar)
     assert [name for name, row in rows.items() if row["detected"]] == ["weaver"]
     assert rows["weaver"]["why"] == "WEAVER_API_KEY in the environment"
-    shown = instar("backends").out
-    assert "1.19.2" in shown
-    assert "chosen" in shown
-    assert KEY not in shown
+    table = instar("backends").out
+    assert "1.19.2" in table
+    assert "chosen" in table
+    assert KEY not in table
 
 
 def test_backends_with_two_configured_services_chooses_neither(
@@ -74,16 +74,16 @@ def test_backends_with_missing_package_shows_the_install_command(
 def test_config_show_and_check_do_not_reveal_the_key(instar: Instar, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"backend": {"type": "auto", "api_key": KEY, "rank": 8}}))
-    shown = instar("config", "show", path)
-    assert yaml.safe_load(shown.out)["backend"]["api_key"] is None
+    show_result = instar("config", "show", path)
+    assert yaml.safe_load(show_result.out)["backend"]["api_key"] is None
     checked = instar("config", "check", path, "--json")
-    assert checked.json["notes"] == ["backend: tinker (the key is one of its keys)"]
-    again = instar("config", "show", path, "--set", f"backend.api_key=[{KEY}")
-    assert "--set backend.api_key=…" in again.err
-    assert KEY not in shown.out + shown.err + checked.out + checked.err + again.err
+    assert checked.json["notes"] == ["backend: tinker (identified by the key's prefix)"]
+    invalid = instar("config", "show", path, "--set", f"backend.api_key=[{KEY}")
+    assert "--set backend.api_key=…" in invalid.err
+    assert KEY not in show_result.out + show_result.err + checked.out + checked.err + invalid.err
 
 
-def test_report_shows_settings_that_were_not_followed(instar: Instar, small_run: SmallRun) -> None:
+def test_report_shows_repeated_warnings_once(instar: Instar, small_run: SmallRun) -> None:
     metrics = small_run.folder / "metrics.jsonl"
     before = metrics.read_text()
     record = json.dumps({"kind": "warning", "step": 0, "time": 0, "text": "training with <x> instead"})
@@ -98,8 +98,8 @@ def test_report_shows_settings_that_were_not_followed(instar: Instar, small_run:
 def test_interpreter_path_is_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("backend: {type: mint, python: ./env/bin/python}\nengine: {type: cloud, python: python3}")
-    shown = yaml.safe_load(instar("config", "show", path).out)
-    assert (shown["backend"]["python"], shown["engine"]["python"]) == (
+    config = yaml.safe_load(instar("config", "show", path).out)
+    assert (config["backend"]["python"], config["engine"]["python"]) == (
         f"{tmp_path}/env/bin/python",
         "python3",
     )

@@ -14,21 +14,21 @@ def test_configured_keys_are_read_from_the_environment() -> None:
         VALID_KEY,
         f"sk-{VALID_KEY}",
     ]
-    assert read_configured_keys({KEYS_ENV: "any-other-form-of-key"}, "weaver", "localhost") == [
-        "any-other-form-of-key"
+    assert read_configured_keys({KEYS_ENV: "any-other-key-format"}, "weaver", "localhost") == [
+        "any-other-key-format"
     ]
 
 
 @pytest.mark.parametrize(
     ("keys", "host", "message"),
     [
-        ("tml-short", "127.0.0.1", "key 1 has 9 characters"),
-        (VALID_KEY, "0.0.0.0", "key 1 has 20 characters, too few for a server on 0.0.0.0"),
-        (f"{VALID_KEY},other-0123456789ab", "::1", "key 2 does not begin with tml- or sk-"),
+        ("tml-short", "127.0.0.1", "key 1 must have at least .* got 9"),
+        (VALID_KEY, "0.0.0.0", r"key 1 must have at least .* for a server on 0\.0\.0\.0, got 20"),
+        (f"{VALID_KEY},other-0123456789ab", "::1", "key 2 must start with tml- or sk-"),
         ("tml-0123456789 abcdef", "127.0.0.1", "key 1 has characters that an HTTP header cannot contain"),
     ],
 )
-def test_bad_key_is_rejected_without_being_quoted(keys: str, host: str, message: str) -> None:
+def test_invalid_key_is_rejected_without_being_quoted(keys: str, host: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as raised:
         read_configured_keys({KEYS_ENV: keys}, "tinker", host)
     assert "0123456789" not in str(raised.value)

@@ -39,7 +39,7 @@ def test_sessions_can_be_filtered(instar: Instar, small_run: SmallRun) -> None:
 
 
 def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_run: SmallRun) -> None:
-    shown = instar("sessions", "show", small_run.folder, small_run.sessions["trained"]).out
+    output = instar("sessions", "show", small_run.folder, small_run.sessions["trained"]).out
     for part in (
         "call 1 · root · 2 prompt + 2 sampled tokens · version 9–10 · stop",
         "What is <2> plus 2?",
@@ -50,15 +50,15 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
         "group small/train/000000: rewards 1 0",
         "advantage +1.000 → trained in step 1, 1 version(s) stale",
     ):
-        assert part in shown
-    assert shown.count("What is <2> plus 2?") == 1, "a later call shows only its new messages"
+        assert part in output
+    assert output.count("What is <2> plus 2?") == 1, "a later call shows only its new messages"
 
 
 @pytest.mark.parametrize(
     ("case", "expected"),
     [
         ("equal", "→ dropped: zero_signal"),
-        ("waiting", "not claimed yet: the session's group waits for a step"),
+        ("waiting", "not claimed yet: the session's group is waiting for a step"),
         ("failed", "reason: the agent crashed"),
         ("failed", "no reward"),
         ("after", "not claimed: val sessions are not trained on"),
@@ -87,7 +87,7 @@ def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Sma
     result = instar("sessions", "show", small_run.folder, "sess-")
     assert (result.code, result.err) == (
         1,
-        "error: 8 sessions of this run have an id that begins with 'sess-'; choose an id from "
+        "error: 8 sessions in this run have an id that starts with 'sess-'; choose an id from "
         "`instar sessions ls`.\n",
     )
 
@@ -132,7 +132,7 @@ def test_report_shows_staleness_and_dropped_samples(instar: Instar, small_run: S
     assert "<td>stale</td><td>6</td>" in page
 
 
-def test_report_of_a_run_without_metrics_fails(instar: Instar, small_run: SmallRun, tmp_path: Path) -> None:
+def test_report_without_metrics_fails(instar: Instar, small_run: SmallRun, tmp_path: Path) -> None:
     shutil.copy(small_run.folder / "config.json", tmp_path)
     result = instar("report", tmp_path)
     assert (result.code, len(result.err.splitlines())) == (1, 1)
@@ -152,18 +152,24 @@ def test_doctor_lists_findings(instar: Instar) -> None:
 
 
 FAILURES = {
-    "train without a file": ("train no.yaml", "no.yaml: the file does not exist"),
+    "train without a file": ("train missing.yaml", "missing.yaml: the file does not exist"),
     "train without a rollout": ("train run.yaml", "rollout: this section is missing"),
     "train over an older run": ("train existing.yaml", "Continue the run with --resume"),
-    "resume of nothing": ("train fresh.yaml --resume", "--resume: there is no run in"),
-    "serve without a file": ("serve no.yaml", "no.yaml: the file does not exist"),
-    "a missing model": ("serve run.yaml --set model.name=./nothing", "model.name: given './nothing'"),
-    "sessions of no run": ("sessions ls .", "is not a run folder"),
-    "a session of no run": ("sessions show . sess", "is not a run folder"),
-    "a folder of another version": ("sessions ls existing", "trainer.stepz"),
-    "report of no run": ("report .", "is not a run folder"),
-    "show of no file": ("config show no.yaml", "no.yaml: the file does not exist"),
-    "unknown channel": ("sessions ls . --channel trian", "given 'trian'; allowed: train, val, live"),
+    "resume without a run": ("train fresh.yaml --resume", "--resume: there is no run in"),
+    "serve without a file": ("serve missing.yaml", "missing.yaml: the file does not exist"),
+    "a missing model": (
+        "serve run.yaml --set model.name=./missing",
+        "model.name: the folder './missing' does not exist",
+    ),
+    "sessions without a run": ("sessions ls .", "is not a run folder"),
+    "one session without a run": ("sessions show . sess", "is not a run folder"),
+    "a run folder of another version": ("sessions ls existing", "trainer.stepz"),
+    "report without a run": ("report .", "is not a run folder"),
+    "show without a file": ("config show missing.yaml", "missing.yaml: the file does not exist"),
+    "unknown channel": (
+        "sessions ls . --channel trian",
+        "Unknown channel 'trian'. Available: train, val",
+    ),
 }
 
 
@@ -192,17 +198,17 @@ def test_command_failure_prints_one_line_and_exits_1(
     assert len(result.err.splitlines()) == 1
 
 
-def test_serve_explains_a_bad_setting(instar: Instar) -> None:
+def test_serve_explains_an_invalid_setting(instar: Instar) -> None:
     result = instar("serve", "--set", "engine.type=local", "--set", "engine.max_batch=0")
     assert result.code == 1
-    assert "engine.max_batch: given 0; it must be greater than or equal to 1" in result.err
+    assert "engine.max_batch: must be greater than or equal to 1, got 0" in result.err
 
 
 def test_installed_command_failure_prints_one_line() -> None:
-    command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/nowhere"]
+    command = [str(Path(sys.executable).with_name("instar")), "sessions", "ls", "/missing"]
     completed = subprocess.run(command, capture_output=True, text=True)
     assert (completed.returncode, completed.stdout) == (1, "")
-    assert completed.stderr == "error: /nowhere is not a run folder: it has no config.json\n"
+    assert completed.stderr == "error: /missing is not a run folder: it has no config.json\n"
 
 
 def test_version_option_prints_the_version(instar: Instar) -> None:

@@ -1,4 +1,4 @@
-"""`instar config`: every kind of mistake is explained, and the output of `show` is a valid config."""
+"""`instar config check` explains every type of mistake, and `instar config show` prints a valid config."""
 
 from __future__ import annotations
 
@@ -22,40 +22,40 @@ AGENT = "{type: command, command: [sh]}"
 MISTAKES = {
     "unknown section": (
         "trainr: {}",
-        "trainr: unknown setting; allowed: agent_id, backend, cluster, data, dir, engine, eval, gateway, "
-        "model, models, name, reward, rollout, scoring, seed, simulate, store, sync, trainer, upstreams "
-        "(did you mean 'trainer'?)",
+        "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, backend, cluster, data, "
+        "dir, engine, eval, gateway, model, models, name, reward, rollout, scoring, seed, simulate, store, "
+        "sync, trainer, upstreams",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
-        "trainer.adam.learning_rate: unknown setting; "
-        "allowed: beta1, beta2, eps, grad_clip_norm, lr, weight_decay",
+        "trainer.adam.learning_rate: unknown setting. "
+        "Available: beta1, beta2, eps, grad_clip_norm, lr, weight_decay",
     ),
     "unknown key of a variant": (
         "engine: {type: scripted, replys: [a]}",
-        "engine.replys: unknown setting; "
-        "allowed: count, delay, function, python, replies, type (did you mean 'replies'?)",
+        "engine.replys: unknown setting (did you mean 'replies'?). "
+        "Available: count, delay, function, python, replies, type",
     ),
     "unknown key two variants deep": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
-        "rollout.tasks.lmit: unknown setting; allowed: id_field, limit, path, type (did you mean 'limit'?)",
+        "rollout.tasks.lmit: unknown setting (did you mean 'limit'?). Available: id_field, limit, path, type",
     ),
     "unknown key under a name": (
         "eval: {tasks: {type: jsonl, path: x}, modes: {greedy: {temprature: 0}}}",
-        "eval.modes.greedy.temprature: unknown setting; "
-        "allowed: agent_args, temperature, top_p (did you mean 'temperature'?)",
+        "eval.modes.greedy.temprature: unknown setting (did you mean 'temperature'?). "
+        "Available: agent_args, temperature, top_p",
     ),
-    "unknown word": (
+    "unknown value": (
         "trainer: {mode: asynch}",
-        "trainer.mode: given 'asynch'; allowed: async, sync (did you mean 'async'?)",
+        "trainer.mode: must be async or sync, got 'asynch' (did you mean 'async'?)",
     ),
     "wrong type": (
         "trainer: {steps: many}",
-        "trainer.steps: given 'many'; it must be a valid integer, unable to parse string as an integer",
+        "trainer.steps: must be a valid integer, got 'many'",
     ),
     "invalid API key": (
         "backend: {type: tinker, api_key: 12345}",
-        "backend.api_key: given '…'; it must be a valid string",
+        "backend.api_key: must be a valid string, got '…'",
     ),
     "a loss that the backend does not compute": (
         f"""
@@ -68,67 +68,67 @@ MISTAKES = {
     ),
     "fraction": (
         "trainer: {steps: 1.5}",
-        "trainer.steps: given 1.5; it must be a valid integer, got a number with a fractional part",
+        "trainer.steps: must be a valid integer, got 1.5",
     ),
     "one of several types": (
         "backend: {lora: {targets: 5}}",
-        "backend.lora.targets: given 5; it must be a valid list or given 5; allowed: all-linear",
+        "backend.lora.targets: must be a valid list or all-linear, got 5",
     ),
     "missing": (
         "rollout: {agent: {type: command}, tasks: {type: jsonl, path: x}}",
-        "rollout.agent.command: missing; it has no default",
+        "rollout.agent.command: required setting is missing",
     ),
-    "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: missing; it has no default"),
+    "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: required setting is missing"),
     "unknown variant": (
         "engine: {type: sglang}",
-        "engine.type: given 'sglang'; allowed: local, scripted, upstream, cloud, vllm, mixed, plugin",
+        "engine.type: must be local, scripted, upstream, cloud, vllm, mixed or plugin, got 'sglang'",
     ),
     "misspelled variant": (
         "store: {type: sqlte}",
-        "store.type: given 'sqlte'; allowed: sqlite, postgres (did you mean 'sqlite'?)",
+        "store.type: must be sqlite or postgres, got 'sqlte' (did you mean 'sqlite'?)",
     ),
     "missing variant": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
-        "rollout.tasks.type: missing; it selects the variant; "
-        "allowed: jsonl, python, reasoning_gym, gsm8k, textarena, verifiers, humaneval, bfcl, plugin",
+        "rollout.tasks.type: required setting is missing; "
+        "must be jsonl, python, reasoning_gym, gsm8k, textarena, verifiers, humaneval, bfcl or plugin",
     ),
     "groups of one": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x}}, group_size: 1}}",
-        "rollout.group_size: given 1; trainer.advantage.estimator 'grpo' compares the sessions of a group, "
-        "so it needs at least 2. Use 2 or more, or the estimator 'running' or 'reward'",
+        "rollout.group_size: must be at least 2, got 1, because trainer.advantage.estimator 'grpo' compares "
+        "the sessions of a group. For groups of one, use the estimator 'running' or 'reward'",
     ),
-    "too small": ("trainer: {steps: 0}", "trainer.steps: given 0; it must be greater than or equal to 1"),
+    "too small": ("trainer: {steps: 0}", "trainer.steps: must be greater than or equal to 1, got 0"),
     "too large": (
         "gateway: {port: 70000}",
-        "gateway.port: given 70000; it must be less than or equal to 65535",
+        "gateway.port: must be less than or equal to 65535, got 70000",
     ),
-    "not finite": ("trainer: {seconds: .inf}", "trainer.seconds: given inf; it must be a finite number"),
+    "not finite": ("trainer: {seconds: .inf}", "trainer.seconds: must be a finite number, got inf"),
     "value instead of a section": (
         "trainer: 5",
-        "trainer: given 5; a section is a mapping with one `setting: value` per line",
+        "trainer: must be a section with `setting: value` lines, got 5",
     ),
     "empty section": (
         "trainer:",
-        "trainer: given None; a section is a mapping with one `setting: value` per line",
+        "trainer: must be a section with `setting: value` lines, got None",
     ),
     "settings that exclude each other": (
         "trainer: {mode: sync, max_staleness: 2}",
-        "trainer.max_staleness: given 2; must be 0 or left out if trainer.mode is sync",
+        "trainer.max_staleness: must be 0 or unset if trainer.mode is sync, got 2",
     ),
     "a reward without a list": (
         "reward: {type: rule, functon: x}",
-        "reward.functon: unknown setting; allowed: args, function, name, thread, type "
-        "(did you mean 'function'?)",
+        "reward.functon: unknown setting (did you mean 'function'?). "
+        "Available: args, function, name, thread, type",
     ),
     "one reward of several": (
         "reward: [{type: agent}, {type: rule, functon: x}]",
-        "reward.1.functon: unknown setting; allowed: args, function, name, thread, type "
-        "(did you mean 'function'?)",
+        "reward.1.functon: unknown setting (did you mean 'function'?). "
+        "Available: args, function, name, thread, type",
     ),
     "unknown function": (
-        "reward: {type: rule, function: 'nowhere:score'}",
-        "reward.function: cannot import 'nowhere' (from 'nowhere:score'): "
-        "ModuleNotFoundError: No module named 'nowhere'",
+        "reward: {type: rule, function: 'missing:score'}",
+        "reward.function: cannot import 'missing' (from 'missing:score'): "
+        "ModuleNotFoundError: No module named 'missing'",
     ),
 }
 
@@ -140,9 +140,9 @@ def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: s
     lines = [line.strip() for line in result.err.splitlines()]
     assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} mistake")
     assert expected in lines[1:]
-    again = instar("config", "check", path, "--json")
-    assert again.code == 1
-    assert again.json == {"ok": False, "mistakes": lines[1:]}
+    json_result = instar("config", "check", path, "--json")
+    assert json_result.code == 1
+    assert json_result.json == {"ok": False, "mistakes": lines[1:]}
 
 
 def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None:
@@ -155,15 +155,13 @@ def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None
 UNREADABLE = {
     "not YAML": ("a: [", "is not valid YAML"),
     "not a mapping": ("- a\n- b", "expected a mapping of sections, not a list"),
-    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: the key 'seed' occurs twice"),
-    "a nested key twice": ("trainer:\n  steps: 1\n  steps: 2", "line 3: the key 'steps' occurs twice"),
+    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: duplicate key 'seed'"),
+    "a nested key twice": ("trainer:\n  steps: 1\n  steps: 2", "line 3: duplicate key 'steps'"),
 }
 
 
 @pytest.mark.parametrize(("text", "expected"), UNREADABLE.values(), ids=UNREADABLE.keys())
-def test_config_check_rejects_files_that_describe_no_run(
-    instar: Instar, tmp_path: Path, text: str, expected: str
-) -> None:
+def test_config_check_rejects_invalid_files(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
     result = instar("config", "check", write_config(tmp_path, text))
     assert result.code == 1
     assert expected in result.err
@@ -172,8 +170,8 @@ def test_config_check_rejects_files_that_describe_no_run(
 
 def test_config_check_rejects_missing_and_binary_files(instar: Instar, tmp_path: Path) -> None:
     assert (
-        instar("config", "check", tmp_path / "no.yaml").err
-        == f"{tmp_path / 'no.yaml'}: the file does not exist\n"
+        instar("config", "check", tmp_path / "missing.yaml").err
+        == f"{tmp_path / 'missing.yaml'}: the file does not exist\n"
     )
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "binary"):
@@ -185,12 +183,13 @@ def test_config_check_rejects_missing_and_binary_files(instar: Instar, tmp_path:
 def test_config_check_reports_missing_files_and_programs(instar: Instar, tmp_path: Path) -> None:
     path = write_config(
         tmp_path,
-        "rollout: {tasks: {type: jsonl, path: no.jsonl}, agent: {type: command, command: [no-such-program]}}",
+        "rollout: {tasks: {type: jsonl, path: missing.jsonl}, "
+        "agent: {type: command, command: [missing-program]}}",
     )
     result = instar("config", "check", path, "--json")
     assert result.json["mistakes"] == [
-        f"rollout.tasks.path: given '{tmp_path / 'no.jsonl'}'; the file does not exist",
-        "rollout.agent.command: given 'no-such-program'; the program does not exist",
+        f"rollout.tasks.path: the file '{tmp_path / 'missing.jsonl'}' does not exist",
+        "rollout.agent.command: the program 'missing-program' does not exist",
     ]
 
 
@@ -206,29 +205,29 @@ def test_config_check_accepts_a_valid_file(instar: Instar, tmp_path: Path) -> No
 
 def test_override_changes_a_setting_at_any_depth(instar: Instar, tmp_path: Path) -> None:
     path = write_config(tmp_path, "trainer:\nname: x")
-    shown = instar(
+    config = instar(
         "config", "show", path, "--json",
         "--set", "trainer.adam.lr=1e-3",
         "--set", "engine={type: scripted, replies: [a, b]}",
         "--set", "backend.lora=null",
     ).json  # fmt: skip
-    assert shown["trainer"]["adam"]["lr"] == 1e-3
-    assert shown["engine"]["replies"] == ["a", "b"]
-    assert shown["backend"]["lora"] is None
+    assert config["trainer"]["adam"]["lr"] == 1e-3
+    assert config["engine"]["replies"] == ["a", "b"]
+    assert config["backend"]["lora"] is None
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.steps", "not of the form PATH=VALUE"),
-        ("=5", "not of the form PATH=VALUE"),
-        ("trainer..steps=5", "not of the form PATH=VALUE"),
+        ("trainer.steps", "must have the form PATH=VALUE"),
+        ("=5", "must have the form PATH=VALUE"),
+        ("trainer..steps=5", "must have the form PATH=VALUE"),
         ("name.x=5", "name is not a mapping"),
         ("seed=[", "the value is not valid YAML"),
         ("trainer.stepz=5", "trainer.stepz: unknown setting"),
     ],
 )
-def test_bad_override_is_explained(instar: Instar, tmp_path: Path, override: str, expected: str) -> None:
+def test_invalid_override_is_explained(instar: Instar, tmp_path: Path, override: str, expected: str) -> None:
     path = write_config(tmp_path, "name: x")
     result = instar("config", "check", path, "--set", override)
     assert result.code == 1
@@ -254,8 +253,8 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_p
     assert config.rollout.model_dump()["agent"]["cwd"] == tmp_path
     assert config.eval is not None
     assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
-    # A shell completes paths relative to the working folder.
-    assert load_config(path, ["dir=elsewhere"]).run_dir == Path("elsewhere")
+    # Overrides are relative to the working folder, because a shell completes paths from there.
+    assert load_config(path, ["dir=other"]).run_dir == Path("other")
 
 
 def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> None:
@@ -281,12 +280,12 @@ def test_run_without_dir_is_in_the_working_folder(instar: Instar, tmp_path: Path
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_config_show_output_is_a_valid_config(instar: Instar, tmp_path: Path, mode: str) -> None:
     settings = ("--set", f"trainer.mode={mode}", "--set", "trainer.max_staleness=null")
-    shown = instar("config", "show", *settings)
-    assert shown.code == 0
-    path = write_config(tmp_path, shown.out)
+    result = instar("config", "show", *settings)
+    assert result.code == 0
+    path = write_config(tmp_path, result.out)
     assert instar("config", "check", path).code == 0
-    assert instar("config", "show", path).out == shown.out
-    assert instar("config", "show", path, "--json").json == yaml.safe_load(shown.out)
+    assert instar("config", "show", path).out == result.out
+    assert instar("config", "show", path, "--json").json == yaml.safe_load(result.out)
 
 
 def test_reference_lists_every_setting_of_every_variant() -> None:

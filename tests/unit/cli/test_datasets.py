@@ -42,23 +42,25 @@ def test_exported_sessions_can_be_imported(instar: Instar, run_dir: Path, tmp_pa
     assert output["path"] == str(tmp_path / "out")
     imported = instar("sessions", "import", tmp_path / "out", "--run", "copy", "--json").json
     assert (imported["run_dir"], imported["sessions"]) == ("runs/copy", 8)
-    again = instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json
-    assert again["unchanged"] == 8
+    repeated = instar("sessions", "import", tmp_path / "out", "--into", "runs/copy", "--json").json
+    assert repeated["unchanged"] == 8
     ids = [
         [row["session_id"] for row in instar("sessions", "ls", folder, "--json").json]
         for folder in (run_dir, "runs/copy")
     ]
-    assert set(ids[0]) - set(ids[1]) == {"under way"}
-    shown = [instar("sessions", "show", folder, "s1-0", "--json").json for folder in (run_dir, "runs/copy")]
-    assert shown[0] == shown[1]
-    again = instar("sessions", "export", "runs/copy", "--to", tmp_path / "again", "--json").json
+    assert set(ids[0]) - set(ids[1]) == {"open"}
+    sessions = [
+        instar("sessions", "show", folder, "s1-0", "--json").json for folder in (run_dir, "runs/copy")
+    ]
+    assert sessions[0] == sessions[1]
+    exported = instar("sessions", "export", "runs/copy", "--to", tmp_path / "again", "--json").json
     # The content hash differs, because every row contains the name of the run.
-    assert again["counts"] == output["counts"]
+    assert exported["counts"] == output["counts"]
 
 
 def test_lone_surrogate_can_be_shown_and_curated(instar: Instar, run_dir: Path) -> None:
-    shown = instar("sessions", "show", run_dir, "odd")
-    assert (shown.code, "half ? a pair" in shown.out) == (0, True)
+    result = instar("sessions", "show", run_dir, "odd")
+    assert (result.code, "half ? a pair" in result.out) == (0, True)
     assert instar("curate", run_dir, "--json").json["sessions"] == 7
 
 
@@ -98,7 +100,7 @@ def test_dataset_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Pa
     result = instar("datasets", "show", "golden@1")
     assert (result.code, result.err.strip()) == (
         1,
-        "error: There is no dataset golden@1. Known: golden@2",
+        "error: Unknown dataset 'golden@1'. Available: golden@2",
     )
 
 
@@ -115,33 +117,33 @@ def test_run_keeps_its_first_dataset_version(instar: Instar, run_dir: Path) -> N
 
 
 def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Path) -> None:
-    def config_with(*sources: str) -> RunConfig:
+    def make_config(*sources: str) -> RunConfig:
         data = [{"source": source, "share": 1 / len(sources)} for source in sources]
         return RunConfig.model_validate({"name": "next", "data": data})
 
-    def sources(config: RunConfig) -> list[str]:
+    def get_sources(config: RunConfig) -> list[str]:
         return [section.source for section in config.data]
 
     instar("sessions", "export", run_dir, "--as", "golden")
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
-    both = config_with("dataset:golden", "dataset:golden@1")
-    pinned = asyncio.run(pin_data(both))
-    assert sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
+    config = make_config("dataset:golden", "dataset:golden@1")
+    pinned = asyncio.run(pin_data(config))
+    assert get_sources(pinned) == ["dataset:golden@2", "dataset:golden@1"]
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-max", "0")
-    assert asyncio.run(pin_data(both, previous=pinned.data)) == pinned
-    swapped = config_with("dataset:golden@1", "dataset:golden")
-    again = asyncio.run(pin_data(swapped, previous=pinned.data))
-    assert sources(again) == ["dataset:golden@1", "dataset:golden@2"]
-    other = asyncio.run(pin_data(config_with("dataset:golden@3"), previous=pinned.data))
-    assert sources(other) == ["dataset:golden@3"], "the config requests a different version"
+    assert asyncio.run(pin_data(config, previous=pinned.data)) == pinned
+    swapped = make_config("dataset:golden@1", "dataset:golden")
+    resumed = asyncio.run(pin_data(swapped, previous=pinned.data))
+    assert get_sources(resumed) == ["dataset:golden@1", "dataset:golden@2"]
+    other = asyncio.run(pin_data(make_config("dataset:golden@3"), previous=pinned.data))
+    assert get_sources(other) == ["dataset:golden@3"], "the config requests a different version"
 
 
 @pytest.mark.parametrize("other", ["dataset:golden@1", "./out"])
-def test_same_dataset_twice_is_rejected(instar: Instar, run_dir: Path, other: str) -> None:
+def test_repeated_dataset_is_rejected(instar: Instar, run_dir: Path, other: str) -> None:
     instar("sessions", "export", run_dir, "--to", "out", "--as", "golden")
-    one = "dataset:golden" if other.startswith("dataset:") else "out"
-    data = [{"source": source, "share": 0.5} for source in (one, other)]
-    with pytest.raises(ConfigError, match=f"'{one}' and '{other}' are the same data"):
+    first = "dataset:golden" if other.startswith("dataset:") else "out"
+    data = [{"source": source, "share": 0.5} for source in (first, other)]
+    with pytest.raises(ConfigError, match=f"'{first}' and '{other}' are the same data"):
         asyncio.run(pin_data(RunConfig.model_validate({"name": "next", "data": data})))
 
 
@@ -157,8 +159,8 @@ def test_dataset_folder_matches_format_and_samples(instar: Instar, run_dir: Path
     assert "calls.parquet" in names[1]
     assert "samples.jsonl" in names[2]
     assert (exports[3]["path"], names[3]) == (exports[0]["path"], names[0])
-    shown = instar("datasets", "show", "golden", "--json").json
-    assert shown["path"] == exports[3]["path"]
+    dataset = instar("datasets", "show", "golden", "--json").json
+    assert dataset["path"] == exports[3]["path"]
 
 
 def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
@@ -180,12 +182,12 @@ def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path,
 
 
 def test_missing_dataset_is_reported(instar: Instar, run_dir: Path) -> None:
-    with pytest.raises(ConfigError, match=r"data\.source: there is no dataset 'dataset:gone'\. .*: none"):
-        asyncio.run(pin_data(RunConfig.model_validate({"data": "dataset:gone"})))
+    with pytest.raises(ConfigError, match=r"data\.source: unknown dataset 'dataset:missing'\. .*: none"):
+        asyncio.run(pin_data(RunConfig.model_validate({"data": "dataset:missing"})))
     with pytest.raises(
-        ConfigError, match=r"data\.source: cannot use '/nowhere': .*manifest\.json is missing"
+        ConfigError, match=r"data\.source: cannot use '/missing': .*manifest\.json is missing"
     ):
-        asyncio.run(pin_data(RunConfig.model_validate({"data": "/nowhere"})))
+        asyncio.run(pin_data(RunConfig.model_validate({"data": "/missing"})))
 
 
 def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
@@ -201,19 +203,19 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
         json.loads(line) for line in (tmp_path / "dpo" / "pairs.jsonl").read_text().splitlines()
     ]
     assert len(others) == 2
-    assert [message["content"] for message in pair["prompt"]] == ["Sei kurz.", "Q"]
+    assert [message["content"] for message in pair["prompt"]] == ["Be brief.", "Q"]
     assert pair["chosen"] == [{"role": "assistant", "content": "answer 1"}]
     assert pair["rejected"] == [{"role": "assistant", "content": "answer 0"}]
     assert [message["role"] for message in others[0]["prompt"]] == ["system", "user", "assistant", "tool"]
-    refused = instar("sessions", "import", tmp_path / "dpo")
-    assert refused.code == 1
-    assert "is in the format dpo" in refused.err
+    rejected = instar("sessions", "import", tmp_path / "dpo")
+    assert rejected.code == 1
+    assert "has the format dpo" in rejected.err
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (("--format", "jsonl"), "The target is missing"),
+        (("--format", "jsonl"), "Set a folder with --to"),
         (("--as", "x", "--format", "sft"), "--as: Instar cannot import sft data"),
         (("--as", "a b"), "is not a valid name; use letters"),
         (("--to", "out", "--task", "none"), "nothing to export"),

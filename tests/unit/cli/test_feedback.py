@@ -1,4 +1,4 @@
-"""`instar feedback` on a run's folder with a real store and a real tokenizer."""
+"""`instar feedback` on a run folder with a real store and tokenizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.cli.conftest import Instar
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Create a run with one call of a model that has the tiny tokenizer."""
+    """Create a run with one call, and a model with the tiny tokenizer."""
     folder = tmp_path / "model"
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -36,10 +36,10 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 async def fill_store(config: RunConfig, tokenizer: Any) -> None:
-    def ids(text: str) -> Any:
+    def encode(text: str) -> Any:
         return np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    prompt, reply = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), ids("Ho.<|im_end|>")
+    prompt, reply = encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), encode("Ho.<|im_end|>")
     store = open_store(config)
     await store.put_run(Run("rated", "rated", {}))
     await store.open_session(Session("s-1", "rated", "a", "rated", Channel.LIVE))
@@ -108,7 +108,7 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
         (["--session", "s-1"], "at least one of"),
         (["--session", "s-1", "--up", "--id", "a b"], "feedback_id"),
         (["--session", "s-1", "--correction", "x", "--correction-file", "y"], "--correction-file"),
-        (["--session", "s-1", "--correction-file", "/nowhere"], "cannot read"),
+        (["--session", "s-1", "--correction-file", "/missing"], "cannot read"),
     ],
 )
 def test_feedback_mistakes_are_explained(

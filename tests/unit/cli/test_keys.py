@@ -1,4 +1,4 @@
-"""`instar keys` on a small run: create, list and revoke keys, and the errors."""
+"""`instar keys` creates, lists and revokes keys, and explains mistakes."""
 
 from __future__ import annotations
 
@@ -53,23 +53,23 @@ def test_keys_create_for_agent_and_admin(instar: Instar, config: RunConfig) -> N
 def test_keys_create_feedback_key_for_one_or_all_agents(instar: Instar, config: RunConfig) -> None:
     created = instar("keys", "create", config.run_dir, "--feedback", "--agent", "writer", "--json").json
     assert (created["kind"], created["agent_id"]) == ("feedback", "writer")
-    assert "A feedback key for all agents" in instar("keys", "create", config.run_dir, "--feedback").err
+    assert "feedback key for all agents" in instar("keys", "create", config.run_dir, "--feedback").err
     rows = instar("keys", "ls", config.run_dir, "--json").json
     assert [(row["kind"], row["agent_id"]) for row in rows] == [("feedback", "writer"), ("feedback", None)]
 
 
-@pytest.mark.parametrize("identifier_kind", ["key", "name", "hash"])
-def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, identifier_kind: str) -> None:
+@pytest.mark.parametrize("identifier_type", ["key", "name", "hash"])
+def test_keys_revoke_by_value_name_or_hash(instar: Instar, config: RunConfig, identifier_type: str) -> None:
     created = instar("keys", "create", config.run_dir, "--name", "laptop", "--json").json
     other = instar("keys", "create", config.run_dir, "--json").json
-    identifier = {"key": created["key"], "name": "laptop", "hash": created["key_hash"][:12]}[identifier_kind]
+    identifier = {"key": created["key"], "name": "laptop", "hash": created["key_hash"][:12]}[identifier_type]
     assert instar("keys", "revoke", config.run_dir, identifier, "--json").json == {"revoked": 1}
     revoked = {
         row["key_hash"]: row["revoked_at"] for row in instar("keys", "ls", config.run_dir, "--json").json
     }
     assert revoked[created["key_hash"]] is not None
     assert revoked[other["key_hash"]] is None
-    assert_fails(instar("keys", "revoke", config.run_dir, identifier), "No key was revoked")
+    assert_fails(instar("keys", "revoke", config.run_dir, identifier), "No active key matches")
 
 
 def assert_fails(result: Result, expected: str) -> None:
@@ -89,5 +89,5 @@ def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path
         instar("keys", "create", config.run_dir, "--admin", "--feedback"),
         "--admin and --feedback are mutually exclusive",
     )
-    assert_fails(instar("keys", "revoke", config.run_dir, ""), "No key was revoked")
-    assert_fails(instar("keys", "ls", tmp_path / "nowhere"), "nowhere")
+    assert_fails(instar("keys", "revoke", config.run_dir, ""), "No active key matches")
+    assert_fails(instar("keys", "ls", tmp_path / "missing"), "missing")

@@ -1,4 +1,4 @@
-"""The store and the folder of a run that the previous version recorded can be read."""
+"""Runs that the previous version recorded can still be read."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ def read_store(run_dir: Path, read: Callable[[Store], Awaitable[T]]) -> T:
 def test_previous_store_has_its_sessions_calls_and_rewards(run_dir: Path) -> None:
     async def read(store: Store) -> None:
         rows = await store.sessions(RUN_ID)
-        ids = [row.session.session_id for row in rows]
-        assert len(ids) == 32
+        session_ids = [row.session.session_id for row in rows]
+        assert len(session_ids) == 32
         assert {row.session.status for row in rows} == {SessionStatus.COMPLETED}
         assert {(row.call_count, row.sampled_tokens) for row in rows} == {(2, 8)}
-        calls = await store.calls_by_session(ids)
-        assert {tuple(call.link for call in calls[id]) for id in ids} == {(Link.ROOT, Link.EXTENDS)}
-        assert {call.status for id in ids for call in calls[id]} == {CallStatus.OK}
-        rewards = await store.rewards_by_session(ids)
-        counts = Counter(reward.scorer for id in ids for reward in rewards[id])
+        calls = await store.calls_by_session(session_ids)
+        links = {tuple(call.link for call in calls[session_id]) for session_id in session_ids}
+        assert links == {(Link.ROOT, Link.EXTENDS)}
+        statuses = {call.status for session_id in session_ids for call in calls[session_id]}
+        assert statuses == {CallStatus.OK}
+        rewards = await store.rewards_by_session(session_ids)
+        counts = Counter(reward.scorer for session_id in session_ids for reward in rewards[session_id])
         assert counts == {"previous_run:score": 32, "feedback": 1}
         assert rewards[RATED][-1].value == 1.0
         assert await store.score_counts(RUN_ID) == {"previous_run:score": {"scored": 32}}
@@ -65,7 +67,8 @@ def test_previous_store_has_its_feedback_and_tags(run_dir: Path) -> None:
         assert correction.correction_ids is not None
         assert (rating.session_id, rating.thumbs) == (RATED, 1)
         tags = await store.tags([CORRECTED, RATED, UNTRAINABLE])
-        assert {id: [(tag.name, tag.value) for tag in tags[id]] for id in tags} == {
+        values = {session_id: [(tag.name, tag.value) for tag in tags[session_id]] for session_id in tags}
+        assert values == {
             CORRECTED: [("topic", "numbers")],
             RATED: [("topic", "numbers")],
             UNTRAINABLE: [("untrainable", "")],
@@ -100,8 +103,8 @@ def test_previous_store_has_its_steps_claims_and_policies(run_dir: Path) -> None
     assert read_trainer_state(checkpoint_path(run_dir, 2)).step == 2
 
 
-def test_previous_calls_have_the_hashes_that_requests_are_compared_by(run_dir: Path) -> None:
-    """Otherwise a session of the previous version could not be continued."""
+def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> None:
+    """Otherwise, sessions of the previous version could not be continued."""
 
     async def read(store: Store) -> None:
         hasher = MessageHasher(await store.secret(HASH_KEY_NAME))
@@ -117,9 +120,9 @@ def test_previous_calls_have_the_hashes_that_requests_are_compared_by(run_dir: P
 def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:
     assert len(instar("sessions", "ls", run_dir, "--json").json) == 32
     assert len(instar("sessions", "ls", run_dir, "--json", "--tag", "topic=numbers").json) == 2
-    shown = instar("sessions", "show", run_dir, CORRECTED).out
-    assert "call 2 · extends · 41 prompt + 4 sampled tokens" in shown
-    assert "trained in step 1, 0 version(s) stale" in shown
+    output = instar("sessions", "show", run_dir, CORRECTED).out
+    assert "call 2 · extends · 41 prompt + 4 sampled tokens" in output
+    assert "trained in step 1, 0 version(s) stale" in output
     assert len(instar("feedback", run_dir, "ls", "--json").json) == 2
     plan = instar("plan", run_dir, "--json").json
     assert (plan["step"], plan["version"], plan["ready"], plan["groups_waiting"]) == (

@@ -1,4 +1,4 @@
-"""All recipes are valid, and the recipes for cloud services match the demo."""
+"""All recipes are valid, and those that train the demo's run match the demo."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tests.unit.cli.conftest import Instar
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 BACKENDS = {"local": "local", **{name: name for name in SERVICES}, "vllm": "local", "ray": "local"}
-"""Recipes that train the demo's run, with their backend."""
+"""The backends of the recipes that train the demo's run."""
 DIFFERENT_SETTINGS = {"name", "backend", "engine", "store", "cluster"}
 """Settings in which a recipe may differ from the demo."""
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_cloud_recipe_matches_the_demo(name: str, instar: Instar) -> None:
+def test_recipe_matches_the_demo(name: str, instar: Instar) -> None:
     demo = instar("config", "show", "--json").json
-    shown = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
-    assert shown["name"] == f"demo-{name}"
-    assert shown["backend"]["type"] == BACKENDS[name]
-    assert {key: shown[key] for key in shown.keys() - DIFFERENT_SETTINGS} == {
+    recipe = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
+    assert recipe["name"] == f"demo-{name}"
+    assert recipe["backend"]["type"] == BACKENDS[name]
+    assert {key: recipe[key] for key in recipe.keys() - DIFFERENT_SETTINGS} == {
         key: demo[key] for key in demo.keys() - DIFFERENT_SETTINGS
     }
 
 
 def check_recipe(instar: Instar, name: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> Json:
     for service in SERVICES.values():
-        monkeypatch.setenv(service.key_env, f"{(*service.key_prefixes, '')[0]}a-key-of-the-tests")
+        monkeypatch.setenv(service.key_env, f"{(*service.key_prefixes, '')[0]}test-key-0123456789")
         monkeypatch.delenv(service.url_env, raising=False)
     return instar("config", "check", FOLDER / f"{name}.yaml", "--json", *options).json
 
@@ -49,4 +49,4 @@ def test_mint_recipe_needs_only_its_environment(
     """tests/integration/backends runs the recipe in that environment."""
     python = tmp_path / "mint-env" / "bin" / "python"
     (mistake,) = check_recipe(instar, "mint", monkeypatch, "--set", f"backend.python={python}")["mistakes"]
-    assert mistake == f"backend.python: given {str(python)!r}; it cannot be run: No such file or directory"
+    assert mistake == f"backend.python: cannot run {str(python)!r}: No such file or directory"

@@ -5,7 +5,7 @@ from tests.unit.store.factories import assistant, follow, ids, make_call, user
 
 
 def test_example_starts_at_the_question() -> None:
-    """Two calls whose question is the last message before the first reply; earlier messages are examples."""
+    """The question is the last message before the first reply. Earlier messages are few-shot examples."""
     first = make_call(
         messages=(user("1 + 1?"), assistant("2"), user("<40> + 2?")), reply=assistant("let me see")
     )
@@ -16,9 +16,9 @@ def test_example_starts_at_the_question() -> None:
 
 
 def test_example_of_compacted_session_shows_the_last_prompt() -> None:
-    first = make_call(messages=(user("a long story"),))
+    first = make_call(messages=(user("a long conversation"),))
     summary = make_call("c2", messages=(user("in short: a story"),), reply=assistant("I see"))
     page = render_example(ReportExample("after", [first, summary], 0.0))
-    assert "a long story" not in page
+    assert "a long conversation" not in page
     assert "in short: a story" in page
     assert "I see" in page

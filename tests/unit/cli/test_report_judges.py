@@ -35,8 +35,8 @@ def test_report_shows_judge_agreement(instar: Instar, small_run: SmallRun, tmp_p
     shutil.copytree(small_run.folder, folder)
     config = folder / "config.json"
     config.write_text(config.read_text().replace(str(small_run.folder), str(folder)))
-    shown = instar("report", folder, "--json").json["report"]
-    assert "<h2>Judges</h2>" not in Path(shown).read_text(encoding="utf-8")
+    report_path = instar("report", folder, "--json").json["report"]
+    assert "<h2>Judges</h2>" not in Path(report_path).read_text(encoding="utf-8")
     asyncio.run(add_judge_scores(folder / "store.db"))
     page = Path(instar("report", folder, "--json").json["report"]).read_text(encoding="utf-8")
     table = page.partition("<h2>Judges</h2>")[2].partition("</table>")[0]

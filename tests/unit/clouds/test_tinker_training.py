@@ -25,10 +25,10 @@ class SentCall:
         return Future()
 
 
-async def test_call_after_one_cancelled_before_it_ran_reports_a_lost_session() -> None:
+async def test_call_cancelled_before_it_ran_loses_the_session() -> None:
     session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
     cancelled = session.send("forward_backward", lambda _: SentCall())
-    cancelled.cancel()  # its coroutine has not run a single step
+    cancelled.cancel()  # its coroutine has not started
     async with asyncio.timeout(60):
         with pytest.raises(asyncio.CancelledError):
             await cancelled

@@ -1,4 +1,4 @@
-"""The Weaver client against a server that fails."""
+"""Tests for the Weaver client with a server that fails."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class ScriptedServer:
-    """A server that responds with the added responses in turn, and then with a completed operation."""
+    """A server that returns the added responses in order, and then completed operations."""
 
     def __init__(self) -> None:
         self.handlers: list[RequestHandler] = []
@@ -64,7 +64,7 @@ class ScriptedServer:
         if path == "/sessions" or path.endswith("/heartbeat"):
             return JSONResponse({"id": "session"})
         if path.endswith("/models"):
-            return JSONResponse({"id": "model", "tokenizer_path": "nowhere"})
+            return JSONResponse({"id": "model", "tokenizer_path": "missing"})
         self.requests.append(f"{request.method} {path}")
         self.bodies.append(await request.json() if request.method == "POST" else {})
         if self.handlers:
@@ -112,8 +112,8 @@ async def run_optim_step(access: CloudAccess, service: WeaverClient, client: Asy
 async def test_retried_call_keeps_its_sequence_id(server: ScriptedServer) -> None:
     async with run_server(server) as access:
         service, client = await create_training_client(access)
-        server.add_response(503, {"error": "unavailable", "message": "not now", "retryable": True})
-        server.add_response(429, {"error": "rate_limited", "message": "slowly"}, {"Retry-After": "0.3"})
+        server.add_response(503, {"error": "unavailable", "message": "try again later", "retryable": True})
+        server.add_response(429, {"error": "rate_limited", "message": "slow down"}, {"Retry-After": "0.3"})
         start = time.monotonic()
         await run_optim_step(access, service, client)
         assert time.monotonic() - start > 0.3
@@ -201,8 +201,8 @@ async def test_malformed_response_is_retried_then_raised(server: ScriptedServer)
     assert server.seq_ids() == [1, 1, 2, 2, 2]
 
 
-async def test_results_are_polled_soon(server: ScriptedServer) -> None:
-    """The first wait of the SDK itself is half a second."""
+async def test_results_are_polled_without_delay(server: ScriptedServer) -> None:
+    """On its own, the SDK waits half a second before the first poll."""
     async with run_server(server) as access:
         service, client = await create_training_client(access)
         server.add_response(200, {"id": "op", "status": "pending"})
@@ -230,8 +230,8 @@ async def test_operation_errors_are_classified(
         with pytest.raises(WeaverError) as caught:
             await run_optim_step(access, service, client)
         assert caught.value.kind == kind
-        server.add_response(404, {"error": "not_found", "message": "no such model"})
-        with pytest.raises(WeaverError, match="no such model") as caught:
+        server.add_response(404, {"error": "not_found", "message": "unknown model"})
+        with pytest.raises(WeaverError, match="unknown model") as caught:
             await run_optim_step(access, service, client)
         assert caught.value.kind == "lost"
         await service.aclose()
@@ -254,7 +254,7 @@ def make_sample() -> Sample:
 
 
 def test_training_datum_has_the_sample_mask() -> None:
-    """A token with an advantage of 0 is trained too."""
+    """Tokens with an advantage of 0 are also trained."""
     datum = build_training_datum(make_sample(), LossConfig())
     assert datum.model_input is not None
     assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
@@ -291,7 +291,7 @@ def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> No
         {"loss_fn_outputs": []},
         {"loss_fn_outputs": [{}]},
         {"loss_fn_outputs": [{"logprobs": {"data": [-1, -2], "dtype": "float32"}}]},
-        {"loss_fn_outputs": [{"logprobs": "five"}]},
+        {"loss_fn_outputs": [{"logprobs": "invalid"}]},
     ],
 )
 def test_mismatched_response_is_rejected(response: object) -> None:

@@ -1,4 +1,4 @@
-"""A fake of the parts of the `ray` module that `RayCluster` uses, as a cluster of one node."""
+"""A fake of the parts of `ray` that `RayCluster` uses, with a single node."""
 
 from __future__ import annotations
 

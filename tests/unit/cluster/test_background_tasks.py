@@ -1,4 +1,4 @@
-"""An exception in a background task of a role stops the role or is logged."""
+"""An exception in a role's background task stops the role or is logged."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ from instar.store.base import Run, Store
 from instar.store.sqlite import SqliteStore
 from instar.types import Endpoint, GroupStatus
 from tests.tiny import make_tiny_model
-from tests.unit.engines.test_conformance import scripted_engine, serve_engine
+from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
 TOKEN = "t"
 
 
 class FullStore(SqliteStore):
-    """A store that raises when groups with the status SCORING are listed, as the trainer's rollout watcher
-    does."""
+    """A store that raises when SCORING groups are listed, which the trainer's rollout watcher does."""
 
     async def groups(self, *arguments: Any, **options: Any) -> Any:
         if GroupStatus.SCORING in arguments:
@@ -44,7 +43,7 @@ class FullStoreContext(RoleContext):
 
 @pytest.fixture
 async def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoleContext]:
-    """The trainer's context in a run with an engine that answers and a rollout that has finished."""
+    """The trainer's context in a run with a working engine and a finished rollout."""
     monkeypatch.setenv(ENGINE_TOKEN_ENV, TOKEN)
     model = make_tiny_model(tmp_path / "model")
     folder = RunFolder(tmp_path / "run")
@@ -64,7 +63,7 @@ async def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     store = SqliteStore(config.store_path)
     await store.put_run(Run("run", "run", {}))
     await store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 1, "finished"))
-    async with serve_engine(scripted_engine(model), TOKEN) as url:
+    async with serve_engine(create_scripted_engine(model), TOKEN) as url:
         await EndpointDirectory(store, "run").register(RoleHandle("engine", "engine", url=url))
         yield FullStoreContext("trainer", folder, argparse.Namespace(name=None, fd=None, evaluate=None))
     await store.close()
@@ -97,9 +96,9 @@ async def test_background_tasks_with_a_failing_body_awaits_the_tasks_and_raises_
 
     async def fail_later() -> None:
         await asyncio.sleep(0)
-        raise ValueError("of the body")
+        raise ValueError("the body failed")
 
-    with pytest.raises(ValueError, match="of the body"):
+    with pytest.raises(ValueError, match="the body failed"):
         async with background_tasks(watch()):
             await fail_later()
     assert ended == ["watch"]
@@ -118,7 +117,7 @@ async def test_run_until_first_logs_the_error_of_a_task_it_cancelled(
     assert "could not clean up" in caplog.text
 
 
-async def test_cancel_tasks_logs_a_failure_that_nobody_awaited(caplog: pytest.LogCaptureFixture) -> None:
+async def test_cancel_tasks_logs_a_failure_that_was_not_awaited(caplog: pytest.LogCaptureFixture) -> None:
     task = asyncio.create_task(fail(ValueError("lost")))
     await asyncio.sleep(0)
     await cancel_tasks([task])

@@ -1,4 +1,4 @@
-"""Roles are stopped and started one by one. Each role is a small shell script in place of the interpreter."""
+"""Tests for controlling single roles. Each role is a small shell script in place of the interpreter."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ async def test_drained_role_can_be_started_while_its_exit_is_awaited(
     await wait_until(lambda: harness.output().count("up") == 2)
     assert harness.output() == ["up", "drained", "up"]
     await harness.cluster.stop("rollout")
-    assert await asyncio.wait_for(waiting, 5) == 0, "this exit was not requested"
+    assert await asyncio.wait_for(waiting, 5) == 0, "the wait ends, because this exit was not requested"
 
 
 async def test_restart_drains_the_role_first(harness: RunHarness, script: Script) -> None:
@@ -157,7 +157,7 @@ async def test_role_retired_while_draining_is_not_started_again(harness: RunHarn
     with pytest.raises(InstarError, match="rollout cannot be started because it has finished its work"):
         await request
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
-        "the next process is not held"
+        "the wait for the next process ends"
     )
     assert harness.output().count("up") == 1
 
@@ -177,10 +177,10 @@ async def test_role_retired_while_stopped_does_not_block_its_successor(
 async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, script: Script) -> None:
     await start(harness, script, body=f"trap 'exit 0' USR2; {WAIT}")
     await harness.request("stop", "rollout")
-    both = await asyncio.gather(
+    results = await asyncio.gather(
         *(harness.request("start", "rollout") for _ in range(2)), return_exceptions=True
     )
-    assert [str(refused) for refused in both if isinstance(refused, InstarError)] == [
+    assert [str(result) for result in results if isinstance(result, InstarError)] == [
         "rollout is already starting"
     ]
     await wait_until(lambda: harness.output().count("up") == 2)
@@ -196,7 +196,7 @@ async def test_restart_of_a_role_that_cannot_start_returns_the_error(
     harness: RunHarness, script: Script
 ) -> None:
     await start(harness, script)
-    harness.cluster.roles["rollout"].argv = ["/no/such/python"]
+    harness.cluster.roles["rollout"].argv = ["/missing/python"]
     with pytest.raises(InstarError, match="rollout cannot be started"):
         await harness.request("restart", "rollout")
     assert await harness.state("rollout") == "stopped"
@@ -216,11 +216,11 @@ async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
 @pytest.mark.parametrize(
     ("do", "name", "message"),
     [
-        ("drain", "nobody", "no role 'nobody'; its roles are rollout"),
+        ("drain", "missing", "Unknown role 'missing'. Available: rollout"),
         ("start", "rollout", "rollout is already running"),
     ],
 )
-async def test_impossible_request_returns_the_reason(
+async def test_invalid_request_returns_the_reason(
     harness: RunHarness, script: Script, do: str, name: str, message: str
 ) -> None:
     await start(harness, script)
@@ -241,17 +241,17 @@ async def test_control_socket_is_private_and_answers_invalid_requests(
     mode = stat.S_IMODE(harness.folder.control_socket.stat().st_mode)
     assert mode == 0o600
     reader, writer = await asyncio.open_unix_connection(harness.folder.control_socket.resolve())
-    writer.write(b'{"do": "explode"}\nnonsense\n{"do": "list"}\n')
+    writer.write(b'{"do": "unknown"}\ninvalid\n{"do": "list"}\n')
     responses = [json.loads(await asyncio.wait_for(reader.readline(), 5)) for _ in range(3)]
     assert [sorted(response) for response in responses] == [["error"], ["error"], []]
     writer.close()
 
 
-async def test_list_request_returns_what_the_roles_registered(harness: RunHarness, script: Script) -> None:
+async def test_list_request_returns_registered_endpoints(harness: RunHarness, script: Script) -> None:
     await start(harness, script)
-    await harness.control._store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 123, "asking", "x"))
+    await harness.control._store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 123, "sampling", "x"))
     (row,) = await harness.request("list")
-    assert (row.role, row.state, row.pid, row.doing) == ("rollout", "running", 123, "asking")
+    assert (row.role, row.state, row.pid, row.doing) == ("rollout", "running", 123, "sampling")
     assert row.log.endswith("rollout.log")
 
 
@@ -271,4 +271,4 @@ async def test_control_request_without_a_socket_raises_file_not_found(
     harness: RunHarness, tmp_path: Path
 ) -> None:
     with pytest.raises(FileNotFoundError):
-        await send_control_request(tmp_path / "elsewhere.sock", ControlRequest("list"))
+        await send_control_request(tmp_path / "missing.sock", ControlRequest("list"))

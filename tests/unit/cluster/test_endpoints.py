@@ -16,7 +16,7 @@ from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import collect, get_ids
-from tests.unit.engines.test_conformance import scripted_engine, serve_engine
+from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
 TOKEN = "t"
 
@@ -28,9 +28,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = SqliteStore(tmp_path / "store.db")
-    yield opened
-    await opened.close()
+    store = SqliteStore(tmp_path / "store.db")
+    yield store
+    await store.close()
 
 
 def make_handle(url: str, name: str = "engine-0") -> RoleHandle:
@@ -40,18 +40,18 @@ def make_handle(url: str, name: str = "engine-0") -> RoleHandle:
 async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN)
-    with pytest.raises(EngineUnavailable, match="no engine of the run"):
+    with pytest.raises(EngineUnavailable, match="no engine answered"):
         await engines.wait_for_first(timeout=0.1)
     async with (
-        serve_engine(scripted_engine(tiny), TOKEN) as one,
-        serve_engine(scripted_engine(tiny), TOKEN) as two,
+        serve_engine(create_scripted_engine(tiny), TOKEN) as first_url,
+        serve_engine(create_scripted_engine(tiny), TOKEN) as second_url,
     ):
-        await directory.register(make_handle(one))
+        await directory.register(make_handle(first_url))
         (first,) = await engines.wait_for_first(5)
         assert await engines.list_current() == [first], "a connection is kept"
         await directory.register(make_handle("http://127.0.0.1:9", "engine-1"))
         assert await engines.list_current() == [first], "an engine that has not answered yet is excluded"
-        await directory.register(make_handle(two))
+        await directory.register(make_handle(second_url))
         (moved,) = await engines.list_current()
         assert moved is not first
         assert (await moved.status()).version == 0
@@ -64,10 +64,10 @@ async def test_engine_connections_skip_a_silent_engine_unless_all_are_silent(
 ) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN, skip_silent=True)
-    async with serve_engine(scripted_engine(tiny), TOKEN) as one:
-        async with serve_engine(scripted_engine(tiny), TOKEN) as two:
-            await directory.register(make_handle(one))
-            await directory.register(make_handle(two, "engine-1"))
+    async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
+        async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
+            await directory.register(make_handle(first_url))
+            await directory.register(make_handle(second_url, "engine-1"))
             first, second = await engines.list_current()
         assert await engines.list_current() == [first]
     assert await engines.list_current() == [first, second], "if none answers, all are kept"
@@ -85,13 +85,13 @@ async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path
     directory = EndpointDirectory(store, "run")
     pool = DiscoveredEnginePool(directory, TOKEN)
     starting = asyncio.create_task(pool.start(10))
-    async with serve_engine(scripted_engine(tiny), TOKEN) as one:
-        await directory.register(make_handle(one))
+    async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
+        await directory.register(make_handle(first_url))
         await starting
         following = asyncio.create_task(pool.watch_endpoints())
         assert await can_generate(pool)
-    async with serve_engine(scripted_engine(tiny), TOKEN) as two:
-        await directory.register(make_handle(two))
+    async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
+        await directory.register(make_handle(second_url))
         async with asyncio.timeout(10):
             while not await can_generate(pool):  # noqa: ASYNC110 - the pool sets no event
                 await asyncio.sleep(0.05)

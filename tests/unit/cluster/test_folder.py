@@ -16,10 +16,10 @@ def make_config(folder: Path) -> RunConfig:
         "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
         "agent": {"type": "function", "function": "instar.demo.agent:solve"},
     }
-    return RunConfig.model_validate({"name": "again", "dir": folder, "rollout": rollout})
+    return RunConfig.model_validate({"name": "run", "dir": folder, "rollout": rollout})
 
 
-def test_lock_of_a_held_role_raises(tmp_path: Path) -> None:
+def test_lock_for_a_running_role_raises(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lock = folder.lock("trainer")
     with pytest.raises(InstarError, match=r"the trainer of .* is already running"):
@@ -63,9 +63,9 @@ async def test_resume_of_a_running_run_is_rejected_and_keeps_its_config(tmp_path
     config = make_config(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
     folder.create(config)
-    written = folder.config_file.read_bytes()
+    original = folder.config_file.read_bytes()
     lock = folder.lock("supervisor")
     with pytest.raises(InstarError, match=r"the supervisor of .* is already running"):
         await train(config.model_copy(update={"seed": 7}), resume=True)
-    assert folder.config_file.read_bytes() == written, "the config of the running run is kept"
+    assert folder.config_file.read_bytes() == original, "the config of the running run is kept"
     os.close(lock)

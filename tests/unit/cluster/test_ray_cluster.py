@@ -96,7 +96,7 @@ async def test_start_with_a_lost_response_takes_a_new_lease(ray: FakeRay, cluste
 
 
 async def test_replaced_role_is_not_a_failure(tmp_path: Path) -> None:
-    """The rollout of an evaluation has ended while its watcher still waits to read the metrics."""
+    """An evaluation's rollout ends while its watcher is still waiting to read the metrics."""
     ray = FakeRay(shares_folder=False)
     cluster = make_cluster(ray, tmp_path)
     await cluster.start("trainer")
@@ -115,7 +115,8 @@ async def test_close_with_a_failing_shutdown_keeps_the_first_error(tmp_path: Pat
     def time_out() -> None:
         raise TimeoutError
 
-    ray, log = FakeRay(), list[str]()
+    log: list[str] = []
+    ray = FakeRay()
     ray.on_shutdown = time_out
     cluster = make_cluster(ray, tmp_path, log.append)
 
@@ -126,4 +127,4 @@ async def test_close_with_a_failing_shutdown_keeps_the_first_error(tmp_path: Pat
 
     with pytest.raises(InstarError, match="the first cause"):
         await fail_and_close()
-    assert log == ["Ray did not shut down in 30 s"]
+    assert log == ["Ray did not shut down within 30 s"]

@@ -1,4 +1,4 @@
-"""The parts of a run on Ray that need no cluster: placement, environment, metrics, addresses."""
+"""The parts of Ray runs that need no cluster: placement, environment, metrics and addresses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_node(**resources: float) -> ClusterNode:
     return ClusterNode("id", "10.0.0.1", resources)
 
 
-def placement_of(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
+def get_placement(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
     placement = plan_placement(role, run, nodes)
     return placement.cpus, placement.gpus
 
@@ -40,24 +40,24 @@ def test_placement_follows_the_config() -> None:
     placement = {"engine": {"cpus": 3, "gpus": 2, "resources": {"big": 1}}}
     run = make_config(cluster={"type": "ray", "placement": placement})
     assert plan_placement("engine", run, [make_node(CPU=64, GPU=8)]).resources == {"big": 1}
-    assert placement_of("engine", run, make_node(CPU=64, GPU=8)) == (3, 2)
+    assert get_placement("engine", run, make_node(CPU=64, GPU=8)) == (3, 2)
 
 
 def test_placement_with_enough_resources_gives_a_core_and_a_gpu() -> None:
     run = make_config(engine={"type": "local", "count": 2})
     large_nodes = [make_node(CPU=32, GPU=2), make_node(CPU=32, GPU=2)]
-    assert placement_of("engine", run, *large_nodes) == (1, 1)
-    assert placement_of("trainer", run, *large_nodes) == (1, 1)
-    assert placement_of("gateway", run, *large_nodes) == (1, 0)
+    assert get_placement("engine", run, *large_nodes) == (1, 1)
+    assert get_placement("trainer", run, *large_nodes) == (1, 1)
+    assert get_placement("gateway", run, *large_nodes) == (1, 0)
 
 
 def test_placement_with_scarce_resources_shares_them() -> None:
     run = make_config(engine={"type": "vllm", "count": 1})
-    assert placement_of("engine", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert placement_of("trainer", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert placement_of("engine", run, make_node(CPU=2)) == (0.25, 0)
-    wide = make_config(engine={"type": "vllm", "tensor_parallel": 4})
-    assert placement_of("engine", wide, make_node(CPU=64, GPU=8)) == (1, 4)
+    assert get_placement("engine", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert get_placement("trainer", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert get_placement("engine", run, make_node(CPU=2)) == (0.25, 0)
+    tensor_parallel_run = make_config(engine={"type": "vllm", "tensor_parallel": 4})
+    assert get_placement("engine", tensor_parallel_run, make_node(CPU=64, GPU=8)) == (1, 4)
 
 
 def test_check_capacity_without_a_fitting_node_names_the_setting() -> None:
@@ -67,7 +67,7 @@ def test_check_capacity_without_a_fitting_node_names_the_setting() -> None:
         check_capacity("engine", placement, [make_node(CPU=1), make_node(CPU=0.5, fast=1)])
 
 
-def test_forwarded_env_holds_only_what_the_config_names() -> None:
+def test_forwarded_env_contains_only_configured_variables() -> None:
     run = make_config(
         cluster={"type": "ray", "env": ["MINE"]},
         store={"type": "postgres", "password_env": "PG_PASSWORD"},
@@ -79,7 +79,7 @@ def test_forwarded_env_holds_only_what_the_config_names() -> None:
     assert forwarded == {name: environment[name] for name in sorted(names[:4])}
 
 
-def test_forwarded_env_holds_the_password_of_the_store() -> None:
+def test_forwarded_env_contains_the_store_password() -> None:
     run = make_config(store={"type": "postgres", "url": "postgresql://u@h/db"})
     assert forwarded_env(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
 
@@ -103,15 +103,15 @@ async def test_metrics_mirror_copies_each_line_once(tmp_path: Path) -> None:
 
         return read
 
-    async def fetch_all(copy: MetricsMirror) -> None:
+    async def fetch_all(mirror: MetricsMirror) -> None:
         # Two roles on one node write to the same file.
-        await asyncio.gather(*(copy.fetch(host, make_reader(host)) for host in ("b", "c", "b")))
+        await asyncio.gather(*(mirror.fetch(host, make_reader(host)) for host in ("b", "c", "b")))
 
-    copy = MetricsMirror(tmp_path)
-    await fetch_all(copy)
+    mirror = MetricsMirror(tmp_path)
+    await fetch_all(mirror)
     remote_files["b"] += b": 3}\n"
-    await fetch_all(copy)
-    await fetch_all(MetricsMirror(tmp_path))  # a later driver
+    await fetch_all(mirror)
+    await fetch_all(MetricsMirror(tmp_path))  # as after a restart of the driver
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert sorted(lines) == ['{"m": 1}', '{"n": 1}', '{"n": 2}', '{"n": 3}']
 

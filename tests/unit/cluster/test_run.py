@@ -1,4 +1,4 @@
-"""The phases of a run, with real processes. Each role is a small shell script."""
+"""Tests for the phases of a run with real processes. Each role is a small shell script."""
 
 from __future__ import annotations
 
@@ -135,6 +135,6 @@ async def test_record_failure_with_a_full_store_does_not_raise(run: LiveRun) -> 
     assert (run_row.status, run_row.reason) == ("failed", "the first cause")
     store = run.store
     run.store = FullDiskStore(run.folder.path / "store.db")
-    await record_failure(run, InstarError("another"))
+    await record_failure(run, InstarError("another error"))
     await run.store.close()
     run.store = store

@@ -1,4 +1,4 @@
-"""The supervisor with real processes. Each role is a small shell script in place of the interpreter."""
+"""Tests for the supervisor with real processes. Each role is a shell script in place of the interpreter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Script = Callable[[str], str]
 
 @pytest.fixture
 def script(tmp_path: Path) -> Script:
-    """Return a function that writes a shell program, in which `$FOLDER` is the test's folder."""
+    """Return a function that writes a shell script in which `$FOLDER` is the test's folder."""
 
     def make(body: str) -> str:
         path = tmp_path / f"interpreter-{len(list(tmp_path.glob('interpreter-*')))}"
@@ -38,9 +38,9 @@ async def supervisor(tmp_path: Path) -> AsyncGenerator[Supervisor]:
     folder = RunFolder(tmp_path / "run")
     folder.create(RunConfig())
     events: list[str] = []
-    running = Supervisor(folder, log=events.append)
-    yield running
-    await running.close()
+    supervisor = Supervisor(folder, log=events.append)
+    yield supervisor
+    await supervisor.close()
 
 
 async def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -101,9 +101,9 @@ async def test_role_that_does_not_stop_is_killed_with_its_children(
     role = await supervisor.start("gateway", python=program)
     child = tmp_path / "child"
     await wait_until(lambda: child.exists() and child.read_text() != "")
-    began = time.monotonic()
+    started_at = time.monotonic()
     await supervisor.stop("gateway", timeout=0.3)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - started_at < 3
     assert await role.exit_code == -signal.SIGKILL
     await wait_until(lambda: not is_alive(int(child.read_text())))
 
@@ -157,12 +157,12 @@ async def test_restart_kills_a_role_that_does_not_stop(
 
 
 async def test_role_that_cannot_be_started_has_ended(supervisor: Supervisor, script: Script) -> None:
-    with pytest.raises(InstarError, match=r"engine cannot be started: .*no/such/python"):
-        await supervisor.start("engine", python="/no/such/python")
+    with pytest.raises(InstarError, match=r"engine cannot be started: .*missing/python"):
+        await supervisor.start("engine", python="/missing/python")
     role = await supervisor.start("trainer", python=script("exit 0"))
     async with asyncio.timeout(10):
         await role.exit_code
-    role.argv = ["/no/such/python"]
+    role.argv = ["/missing/python"]
     with pytest.raises(InstarError, match="trainer cannot be started"):
         await supervisor.restart("trainer")
     async with asyncio.timeout(5):
@@ -241,11 +241,11 @@ async def test_signal_during_a_restart_reaches_the_new_process(
 
 
 def test_open_listener_on_a_used_port_names_the_setting() -> None:
-    taken = open_listener("127.0.0.1", 0)
-    port = int(listener_url(taken).rsplit(":", 1)[1])
+    listener = open_listener("127.0.0.1", 0)
+    port = int(listener_url(listener).rsplit(":", 1)[1])
     with pytest.raises(InstarError, match=f"cannot listen on 127.0.0.1:{port}.*check gateway.port"):
         open_listener("127.0.0.1", port)
-    taken.close()
+    listener.close()
 
 
 @pytest.mark.parametrize(

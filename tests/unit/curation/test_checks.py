@@ -9,14 +9,14 @@ from instar.types import Channel, Reward, RewardSource, Session
 LIMITS = CurationLimits()
 
 
-def make_summary(name: str, output: str = "", **fields: Any) -> SessionSummary:
+def make_summary(session_id: str, output: str = "", **fields: Any) -> SessionSummary:
     group, task = fields.pop("group", None), fields.pop("task", None)
-    session = Session(name, "run", "a", "p", Channel.TRAIN, group_id=group, task_id=task)
+    session = Session(session_id, "run", "a", "p", Channel.TRAIN, group_id=group, task_id=task)
     defaults: dict[str, Any] = {"tokens": 1, "version": 0, "reward": None}
-    return SessionSummary(session, "", output or f"something of {name} alone", **{**defaults, **fields})
+    return SessionSummary(session, "", output or f"output of {session_id} only", **{**defaults, **fields})
 
 
-def test_find_duplicates_reports_one_output_to_different_tasks() -> None:
+def test_find_duplicates_reports_same_output_for_different_tasks() -> None:
     repeated_output = "the answer to all of this is surely forty two"
     summaries = [
         make_summary("a", repeated_output, task="1"),
@@ -27,7 +27,9 @@ def test_find_duplicates_reports_one_output_to_different_tasks() -> None:
     (finding,) = checks.find_duplicates(summaries, LIMITS)
     assert (finding.session_ids, finding.value) == (("c", "d"), "a")
     assert "3 outputs" in finding.reason
-    assert checks.find_duplicates([summaries[0], summaries[3]], LIMITS) == [], "one task may have one answer"
+    assert checks.find_duplicates([summaries[0], summaries[3]], LIMITS) == [], (
+        "outputs for the same task may be equal"
+    )
 
 
 def test_group_checks_report_identical_outputs_and_rewards() -> None:
@@ -42,7 +44,7 @@ def test_group_checks_report_identical_outputs_and_rewards() -> None:
     assert flat.numbers["reward"] == 1.0
 
 
-def test_find_length_drift_reports_outputs_that_grow_with_the_versions() -> None:
+def test_find_length_drift_reports_outputs_that_grow_over_versions() -> None:
     summaries = [
         make_summary(f"{v}.{n}", tokens=10 * (v + 1) + n, version=v, reward=n / 10)
         for v in range(4)
@@ -75,13 +77,19 @@ def test_repetition_checks_report_rewarded_and_drifting_outputs() -> None:
 
 
 def test_find_disagreement_reports_rule_and_judge_that_differ() -> None:
-    def judged_session(rule: float, judge: float, name: str) -> SessionSummary:
+    def make_judged_summary(rule: float, judge: float, session_id: str) -> SessionSummary:
         values = [(rule, RewardSource.RULE), (judge, RewardSource.JUDGE)]
-        return make_summary(name, rewards=tuple(Reward(name, value, source) for value, source in values))
+        return make_summary(
+            session_id, rewards=tuple(Reward(session_id, value, source) for value, source in values)
+        )
 
     (finding,) = checks.find_disagreement(
-        [judged_session(1.0, 0.0, "fooled"), judged_session(1.0, 0.9, "fine"), make_summary("unjudged")],
+        [
+            make_judged_summary(1.0, 0.0, "disagreeing"),
+            make_judged_summary(1.0, 0.9, "fine"),
+            make_summary("unjudged"),
+        ],
         LIMITS,
     )
-    assert (finding.session_ids, finding.value) == (("fooled",), "rule_higher")
+    assert (finding.session_ids, finding.value) == (("disagreeing",), "rule_higher")
     assert finding.reason == "the rule's reward is 1, the judge's reward is 0"

@@ -1,4 +1,4 @@
-"""Creates sessions, calls and groups for tests, and stores them."""
+"""Builders for sessions, calls and groups in tests."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def make_call(
     session_id: str = "s",
     **fields: Any,
 ) -> Call:
-    """Return a call whose logprobs are -0.01 × token id. If it has a parent, ``prompt`` is appended to the
-    parent."""
+    """Return a call whose logprobs are -0.01 × token id. ``prompt`` continues the parent's tokens, if any."""
     before = parent.sequence.tolist() if parent else []
     defaults: dict[str, Any] = {
         "logprobs": np.array([-0.01 * token for token in sampled], np.float32),
@@ -97,7 +96,7 @@ async def add_session(
     calls: int = 1,
     source: RewardSource = RewardSource.RULE,
 ) -> str:
-    """Return an ended session of ``calls`` turns, each of which samples two tokens."""
+    """Add an ended session of ``calls`` turns with two sampled tokens each, and return its id."""
     session_id = f"{group_id}:{slot}.{attempt}"
     session = make_session(session_id, group_id=group_id, slot=slot, attempt=attempt)
     await store.open_session(session)
@@ -113,7 +112,8 @@ async def add_session(
         )
         await store.add_calls([call])
     rewards = [] if reward is None else [Reward(session_id, reward, source, "test")]
-    await store.end_session(session_id, status, "why" if status is SessionStatus.FAILED else None, rewards)
+    reason = "test failure" if status is SessionStatus.FAILED else None
+    await store.end_session(session_id, status, reason, rewards)
     return session_id
 
 
@@ -127,7 +127,7 @@ async def add_group(
     reason: str | None = None,
 ) -> str:
     group_id = f"{RUN}/train/{index:06d}"
-    size = max(len(rewards), 4)  # room for sessions that a test adds
+    size = max(len(rewards), 4)  # leaves room for sessions that a test adds
     group = Group(group_id, RUN, Channel.TRAIN, index, size, Task(f"t{index}", {}))
     await store.open_group(group)
     for slot, reward in enumerate(rewards):

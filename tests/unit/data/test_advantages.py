@@ -28,8 +28,8 @@ def test_estimators_agree_with_numpy() -> None:
     r = np.array(REWARDS)
     np.testing.assert_allclose(np.array(grpo(REWARDS), float), (r - r.mean()) / r.std(), atol=1e-4)
     np.testing.assert_allclose(np.array(grpo_no_std(REWARDS), float), r - r.mean())
-    others = [r[i] - np.delete(r, i).mean() for i in range(len(r))]
-    np.testing.assert_allclose(np.array(rloo(REWARDS), float), others)
+    leave_one_out = [r[i] - np.delete(r, i).mean() for i in range(len(r))]
+    np.testing.assert_allclose(np.array(rloo(REWARDS), float), leave_one_out)
 
 
 @pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
@@ -49,7 +49,7 @@ def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | No
     assert has_signal(estimate([0.0, 1.0, 1.0]))
 
 
-def test_running_baseline_moves_and_survives_a_checkpoint() -> None:
+def test_running_baseline_moves_and_is_restored_from_checkpoint() -> None:
     config = AdvantageConfig(estimator="running", decay=0.5)
     uninterrupted = AdvantageEstimator(config)
     assert uninterrupted([1.0]) == [0.0], "the first reward is its own baseline"
@@ -61,16 +61,15 @@ def test_running_baseline_moves_and_survives_a_checkpoint() -> None:
     assert resumed([1.0, 0.0]) == [0.25, -0.75]
 
 
-def _samples() -> list[Sample]:
-    """Return two samples of session x with 3 trained tokens, and one of session y with 1. All advantages are
-    1."""
+def make_samples() -> list[Sample]:
+    """Return two samples of session x (3 trained tokens) and one of session y (1), with advantages of 1."""
     x = linearize(make_session("x"), [make_call("a", [1], [5, 6]), make_call("b", [2], [7])])
     y = linearize(make_session("y"), [make_call("c", [1], [8])])
     return [with_advantage(sample, 1.0) for sample in [*x, *y]]
 
 
 @pytest.mark.parametrize(
-    ("how", "weights"),
+    ("normalization", "weights"),
     [
         ("batch_tokens", [1 / 4, 1 / 4, 1 / 4]),
         ("batch_sessions", [1 / 2, 1 / 2, 1 / 2]),
@@ -78,8 +77,9 @@ def _samples() -> list[Sample]:
         ("none", [1.0, 1.0, 1.0]),
     ],
 )
-def test_normalize_divides_the_advantages(how: str, weights: list[float]) -> None:
-    for sample, weight in zip(normalize(_samples(), how), weights, strict=True):  # type: ignore[arg-type]
+def test_normalize_divides_advantages(normalization: str, weights: list[float]) -> None:
+    samples = normalize(make_samples(), normalization)  # type: ignore[arg-type]
+    for sample, weight in zip(samples, weights, strict=True):
         np.testing.assert_allclose(sample.advantages, sample.mask * weight)
         assert sample.advantages.dtype == np.float32
 

@@ -18,8 +18,8 @@ def make_reward(source: RewardSource, value: float, scorer: str = "", call_id: s
     return Reward("s", value, source, scorer, call_id)
 
 
-def make_failed_score(scorer: str, at: float = 1.0) -> Score:
-    return Score("s", scorer, ScoreState.FALLBACK, 4, "no answer", at)
+def make_failed_score(scorer: str, created_at: float = 1.0) -> Score:
+    return Score("s", scorer, ScoreState.FALLBACK, 4, "no answer", created_at)
 
 
 def test_combiner_uses_the_most_preferred_latest_reward() -> None:
@@ -63,16 +63,14 @@ def test_weighted_sum_uses_the_last_reward_of_each_scorer() -> None:
     ]
     assert make_combiner(how="sum", weights={"math": 2.0, "judge": 4.0})(rewards) == 2.0
     assert make_combiner(how="sum", weights={"rule": 1.0, "math": 2.0})(rewards) == 2.0, (
-        "a scorer precedes its source"
+        "the weight of a scorer overrides the weight of its source"
     )
     assert make_combiner(how="sum", weights={"human": 1.0})(rewards) is None
 
 
 def test_fallback_is_ignored_if_the_scorer_has_scored() -> None:
-    fallback, later = (
-        make_reward(RewardSource.FALLBACK, -1.0, "judge:x"),
-        make_reward(RewardSource.JUDGE, 0.8, "judge:x"),
-    )
+    fallback = make_reward(RewardSource.FALLBACK, -1.0, "judge:x")
+    later = make_reward(RewardSource.JUDGE, 0.8, "judge:x")
     combine = make_combiner(how="sum", weights={"judge:x": 1.0})
     assert combine([fallback]) == -1.0
     assert combine([fallback, later]) == combine([later, fallback]) == 0.8
@@ -94,7 +92,7 @@ def test_veto_overrides_other_rewards() -> None:
     ]
     combine = make_combiner(prefer=["math"], veto={"judge:safety": 0.5}, veto_value=-1.0)
     assert combine(rewards) == -1.0
-    assert combine(rewards[:1]) == 1.0, "a scorer without a reward has no veto"
+    assert combine(rewards[:1]) == 1.0, "a scorer without a reward cannot veto"
     assert combine([*rewards, make_reward(RewardSource.JUDGE, 0.5, "judge:safety")]) == 1.0
 
 

@@ -41,9 +41,9 @@ def test_branches_train_shared_tokens_once() -> None:
 
 def test_siblings_and_rewritten_histories_start_new_walks() -> None:
     a = make_call("a", [1], [5])
-    again = make_call("a2", [1], [6], link=Link.SIBLING, parent_id="a")
+    sibling = make_call("a2", [1], [6], link=Link.SIBLING, parent_id="a")
     rewritten = make_call("r", [1, 4], [7], link=Link.BRANCH)
-    samples = linearize(make_session(), [a, again, rewritten])
+    samples = linearize(make_session(), [a, sibling, rewritten])
     assert [sample.token_ids.tolist() for sample in samples] == [[1, 5], [1, 6], [1, 4, 7]]
     assert sum(sample.trained_tokens for sample in samples) == 3
 
@@ -67,8 +67,8 @@ def test_untrainable_calls_are_context_only() -> None:
 
 def test_call_without_stored_tokens_has_its_own_walk() -> None:
     a = make_call("a", [1], [5])
-    secret = make_call("b", [], [], link=Link.EXTENDS, parent_id="a", trainable=False, reason="redacted")
-    (sample,) = linearize(make_session(), [a, secret])
+    redacted = make_call("b", [], [], link=Link.EXTENDS, parent_id="a", trainable=False, reason="redacted")
+    (sample,) = linearize(make_session(), [a, redacted])
     assert sample.token_ids.tolist() == [1, 5]
 
 
@@ -80,11 +80,11 @@ def test_behavior_logprobs_are_set_if_any_call_has_them() -> None:
     np.testing.assert_allclose(sample.behavior_logprobs, [np.nan, -0.05, np.nan, -0.5], rtol=1e-6)
 
 
-def test_contradictory_links_raise_an_error() -> None:
+def test_linearize_with_contradictory_links_raises() -> None:
     a = make_call("a", [1], [5])
-    liar = make_call("b", [1, 6, 2], [7], link=Link.EXTENDS, parent_id="a")
+    contradicting = make_call("b", [1, 6, 2], [7], link=Link.EXTENDS, parent_id="a")
     with pytest.raises(StoreError, match=r"b .*extending call a.*2 tokens"):
-        linearize(make_session(), [a, liar])
+        linearize(make_session(), [a, contradicting])
     with pytest.raises(StoreError, match="extends call a, which is not in session"):
         linearize(make_session(), [make_call("b", [2], [6], parent=a)])
     missing = make_call("c", [1], [5], logprobs=np.array([np.nan], np.float32))
@@ -94,8 +94,7 @@ def test_contradictory_links_raise_an_error() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_graphs_train_every_token_once(seed: int) -> None:
-    """In a random graph, each trainable token is trained once, at its position and with its own logprob and
-    version."""
+    """Each trainable token is trained once, at its position and with its own logprob and version."""
     rng = random.Random(seed)
     calls: list[Call] = []
     for number in range(rng.randint(1, 25)):
@@ -116,13 +115,13 @@ def test_random_graphs_train_every_token_once(seed: int) -> None:
     for sample in samples:
         sampled = np.zeros(len(sample), bool)
         for span in sample.spans:
-            call, where = by_id[span.call_id], slice(span.start, span.start + span.length)
-            sampled[where] = True
+            call, positions = by_id[span.call_id], slice(span.start, span.start + span.length)
+            sampled[positions] = True
             assert sample.token_ids[: span.start].tolist() == call.prompt_ids.tolist()
-            assert sample.token_ids[where].tolist() == call.sampled_ids.tolist()
-            assert sample.logprobs[where].tolist() == call.logprobs.tolist()
-            assert (sample.versions[where] == call.versions).all()
-            trained += [(span.call_id, i) for i in np.flatnonzero(sample.mask[where])]
+            assert sample.token_ids[positions].tolist() == call.sampled_ids.tolist()
+            assert sample.logprobs[positions].tolist() == call.logprobs.tolist()
+            assert (sample.versions[positions] == call.versions).all()
+            trained += [(span.call_id, i) for i in np.flatnonzero(sample.mask[positions])]
         assert np.isnan(sample.logprobs[~sampled]).all()
         assert (sample.versions[~sampled] == NOT_SAMPLED).all()
         assert (sample.mask[~sampled] == 0).all()

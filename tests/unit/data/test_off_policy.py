@@ -43,7 +43,7 @@ def make_random_sample(rng: np.random.Generator, *, truncated_softmax: bool) -> 
 @pytest.mark.parametrize(
     ("truncate", "drop_above"), [(None, None), (1.3, None), (None, 3.0), (1.1, 1.5), (0.5, None)]
 )
-def test_decouple_matches_computation_in_python_floats(
+def test_decoupled_ppo_matches_pure_python(
     truncated_softmax: bool, truncate: float | None, drop_above: float | None
 ) -> None:
     config = OffPolicyConfig(proximal="recompute", truncate=truncate, drop_above=drop_above)
@@ -78,7 +78,7 @@ def test_decouple_matches_computation_in_python_floats(
     assert (dropped_count > 0) == (drop_above is not None)
 
 
-def test_decouple_on_policy_changes_nothing() -> None:
+def test_decoupled_ppo_on_policy_changes_nothing() -> None:
     sample, scale, _ = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
     (unchanged,), (weights,), metrics = apply_decoupled_ppo([sample], [scale], [sample.logprobs], RECOMPUTE)
     for name in ("mask", "logprobs", "advantages"):
@@ -87,7 +87,7 @@ def test_decouple_on_policy_changes_nothing() -> None:
     assert metrics == {"truncated": 0.0, "dropped_tokens": 0}
 
 
-def test_compute_importance_matches_computation_in_python_floats() -> None:
+def test_compute_importance_matches_pure_python() -> None:
     rng = np.random.default_rng(3)
     sample, _, proximal = make_random_sample(rng, truncated_softmax=True)
     other, _, other_proximal = make_random_sample(rng, truncated_softmax=False)
@@ -120,7 +120,7 @@ def test_compute_importance_with_tiny_logprobs_stays_finite() -> None:
     assert all(math.isfinite(value) for value in compute_importance([unlikely], [proximal]).values())
 
 
-def test_decouple_with_missing_proximal_logprob_raises() -> None:
+def test_decoupled_ppo_with_missing_proximal_logprob_raises() -> None:
     sample, scale, proximal = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
     missing_index = int(np.flatnonzero(sample.mask)[2])
     proximal[missing_index] = np.nan
@@ -133,16 +133,16 @@ def test_decouple_with_missing_proximal_logprob_raises() -> None:
     [
         (
             {"truncate": 3},
-            "trainer.off_policy: truncate: given 3, but proximal is 'behavior', which has no importance "
-            "weights; leave truncate out, or set proximal to 'recompute'",
+            "trainer.off_policy: truncate: needs proximal 'recompute', because 'behavior' has no importance "
+            "weights",
         ),
-        ({"drop_above": 3, "proximal": "behavior"}, "drop_above: given 3, but proximal is 'behavior'"),
+        ({"drop_above": 3, "proximal": "behavior"}, "drop_above: needs proximal 'recompute'"),
         (
             {"proximal": "recompute", "truncate": 4, "drop_above": 3},
-            "truncate: given 4; must be below drop_above, 3",
+            "truncate: must be below drop_above (3), got 4",
         ),
-        ({"proximal": "recompute", "drop_above": 1}, "trainer.off_policy.drop_above: given 1; it must be"),
-        ({"proximal": "recompute", "truncate": 0}, "trainer.off_policy.truncate: given 0; it must be"),
+        ({"proximal": "recompute", "drop_above": 1}, "trainer.off_policy.drop_above: must be greater"),
+        ({"proximal": "recompute", "truncate": 0}, "trainer.off_policy.truncate: must be greater"),
     ],
 )
 def test_off_policy_config_rejects_settings_without_effect(section: dict[str, Any], message: str) -> None:
@@ -156,11 +156,11 @@ def test_off_policy_config_rejects_settings_without_effect(section: dict[str, An
     [
         (
             {"loss": {"name": "cross_entropy"}, "off_policy": {"proximal": "recompute"}},
-            "trainer: off_policy.proximal: given 'recompute', but cross_entropy has no importance ratio",
+            "trainer: off_policy.proximal: 'recompute' needs another loss, because cross_entropy has no",
         ),
         (
             {"loss_fallback": "dro", "advantage": {"normalize": "session_tokens"}},
-            "trainer: advantage.normalize: given 'session_tokens', but dro needs one weight",
+            "trainer: advantage.normalize: 'session_tokens' cannot be used with dro",
         ),
     ],
 )

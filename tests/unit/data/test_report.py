@@ -10,7 +10,7 @@ from tests.unit.data.builders import make_call, make_session
 
 
 def make_sample(*tokens: int) -> Sample:
-    """Return a sample with two prompt tokens, followed by these sampled tokens."""
+    """Return a sample of two prompt tokens followed by the sampled ``tokens``."""
     count = 2 + len(tokens)
     zeros = np.zeros(count, np.float32)
     versions = np.array([-1, -1, *(0 for _ in tokens)], np.int32)

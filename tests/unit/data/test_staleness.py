@@ -5,20 +5,20 @@ import pytest
 
 from instar.data.staleness import Staleness
 
-AGAIN = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
-"""The steps 2 and 3 were undone and trained again."""
+STEPS_AFTER_ROLLBACK = {1: 1, 2: 2, 3: 3, 4: 2, 5: 3}
+"""Step of each version. Steps 2 and 3 were rolled back and retrained as versions 4 and 5."""
 
 
 @pytest.mark.parametrize(
-    ("version", "steps", "of", "is_"),
+    ("current", "steps", "versions", "expected"),
     [
         (5, {}, [5, 4, 0], [0, 1, 5]),
-        (5, AGAIN, [5, 4, 1, 0], [0, 1, 2, 3]),
-        (5, AGAIN, [3, 2], [0, 1]),  # sampled by a version that was undone
-        (1, AGAIN, [3, 2], [0, 0]),  # and trained into the version that was restored
+        (5, STEPS_AFTER_ROLLBACK, [5, 4, 1, 0], [0, 1, 2, 3]),
+        (5, STEPS_AFTER_ROLLBACK, [3, 2], [0, 1]),  # sampled by versions that were rolled back
+        (1, STEPS_AFTER_ROLLBACK, [3, 2], [0, 0]),  # newer than the restored version: not stale
     ],
 )
 def test_staleness_is_counted_in_steps(
-    version: int, steps: dict[int, int], of: list[int], is_: list[int]
+    current: int, steps: dict[int, int], versions: list[int], expected: list[int]
 ) -> None:
-    assert Staleness(version, steps).of_tokens(np.array(of, np.int32)).tolist() == is_
+    assert Staleness(current, steps).of_tokens(np.array(versions, np.int32)).tolist() == expected

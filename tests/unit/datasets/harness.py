@@ -47,7 +47,7 @@ def make_hooks(config: RunConfig | None = None) -> ExportHooks:
 
 async def export_all(store: Store, folder: Path, **options: Any) -> DatasetManifest:
     return await export_sessions(
-        store, RUN, folder, ExportOptions(**options), make_hooks(), store_kind="sqlite"
+        store, RUN, folder, ExportOptions(**options), make_hooks(), store_type="sqlite"
     )
 
 
@@ -68,7 +68,7 @@ async def add_session(
         make_session(session_id, group_id=group_id, slot=slot, channel=channel, task_id="t", seed=7)
     )
     calls: list[Call] = []
-    messages: list[Message] = [Message(role="system", content="Sei kurz."), Message(role="user", content="Q")]
+    messages: list[Message] = [Message(role="system", content="Be brief."), Message(role="user", content="Q")]
     for turn, reply in enumerate(replies):
         previous = calls[-1] if calls else None
         reply_message = Message(role="assistant", content=reply)
@@ -102,7 +102,7 @@ async def add_session(
 
 
 async def fill_store(store: Store, groups: int = 3) -> None:
-    """Add groups of a run with several policy versions, and sessions with unusual content."""
+    """Add groups with several policy versions, and sessions with unusual content."""
     await store.put_run(Run(RUN, RUN, {}))
     for index in range(groups):
         group_id = f"{RUN}/train/{index:06d}"
@@ -123,7 +123,7 @@ async def _add_unusual_sessions(store: Store) -> None:
     """Add aborted and regenerated calls, missing logprobs, lone surrogates and annotations."""
     (first,) = await add_session(store, "odd", ["one"], None, channel=Channel.LIVE, tools=())
     regenerated = make_call(
-        "odd#again",
+        "odd#regenerated",
         first.prompt_ids.tolist(),
         [5],
         session_id="odd",
@@ -138,15 +138,15 @@ async def _add_unusual_sessions(store: Store) -> None:
         behavior_logprobs=np.array([-np.inf], np.float32),
         status=CallStatus.ABORTED,
         trainable=False,
-        reason="the client left",
+        reason="the client disconnected",
         first_token_at=3.0,
         client_key="k",
     )
     await store.add_calls([regenerated])
     await store.add_rewards(
         [
-            Reward("odd", 0.1 + 0.2, RewardSource.JUDGE, "judge:outcome", first.call_id, {"why": ["x", None]},
-                   reward_id="r1", scorer_version="1f03"),
+            Reward("odd", 0.1 + 0.2, RewardSource.JUDGE, "judge:outcome", first.call_id,
+                   {"reason": ["x", None]}, reward_id="r1", scorer_version="1f03"),
             Reward("odd", 1.0, RewardSource.HUMAN, "feedback"),
         ]
     )  # fmt: skip
@@ -158,5 +158,5 @@ async def _add_unusual_sessions(store: Store) -> None:
     )  # fmt: skip
     await store.add_feedback(correction)
     await store.open_session(make_session("failed", group_id=f"{RUN}/train/000000", slot=2))
-    await store.end_session("failed", SessionStatus.FAILED, "boom")
-    await store.open_session(make_session("under way", channel=Channel.LIVE))
+    await store.end_session("failed", SessionStatus.FAILED, "the agent crashed")
+    await store.open_session(make_session("open", channel=Channel.LIVE))

@@ -1,4 +1,4 @@
-"""Exports are complete, deterministic, and imported unchanged."""
+"""Exports are complete and deterministic, and are imported unchanged."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ def assert_same_call(actual: Call, expected: Call) -> None:
             assert left == right, field.name
 
 
-async def read_everything(store: Store) -> list[object]:
+async def read_all(store: Store) -> list[object]:
     rows = [row for row in await store.sessions(RUN) if row.session.status != "open"]
-    ids = [row.session.session_id for row in rows]
+    session_ids = [row.session.session_id for row in rows]
     return [
         [row.session for row in rows],
         [await store.groups(RUN, channel) for channel in Channel],
-        await store.rewards_by_session(ids),
-        await store.scores(ids),
-        await store.tags(ids),
+        await store.rewards_by_session(session_ids),
+        await store.scores(session_ids),
+        await store.tags(session_ids),
         [(f.feedback_id, f.correction, f.created_at) for f in await store.feedback(RUN)],
     ]
 
@@ -70,9 +70,10 @@ async def test_import_of_an_export_restores_every_field(
     assert verify_content(tmp_path / "out") == manifest
     result = await import_sessions(target, tmp_path / "out", RUN, manifest)
     assert (result.groups, result.sessions) == (3, 8)
-    assert await read_everything(target) == await read_everything(store)
-    for session in ("s0-0", "s2-1", "odd"):
-        for original, imported in zip(await store.calls(session), await target.calls(session), strict=True):
+    assert await read_all(target) == await read_all(store)
+    for session_id in ("s0-0", "s2-1", "odd"):
+        calls = zip(await store.calls(session_id), await target.calls(session_id), strict=True)
+        for original, imported in calls:
             assert_same_call(imported, original)
     (feedback,) = await target.feedback(RUN, corrected_only=True)
     assert feedback.correction_ids is not None
@@ -80,15 +81,15 @@ async def test_import_of_an_export_restores_every_field(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-async def test_import_repeated_changes_nothing(
+async def test_repeated_import_changes_nothing(
     store: Store, target: Store, tmp_path: Path, format: str
 ) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
     await import_sessions(target, tmp_path / "out", RUN, manifest)
-    before = await read_everything(target)
-    again = await import_sessions(target, tmp_path / "out", RUN, manifest)
-    assert (again.groups, again.sessions, again.unchanged) == (0, 0, 8)
-    assert await read_everything(target) == before
+    before = await read_all(target)
+    repeated = await import_sessions(target, tmp_path / "out", RUN, manifest)
+    assert (repeated.groups, repeated.sessions, repeated.unchanged) == (0, 0, 8)
+    assert await read_all(target) == before
 
 
 async def test_content_hash_is_independent_of_the_format(store: Store, target: Store, tmp_path: Path) -> None:
@@ -105,7 +106,7 @@ async def test_export_of_the_same_data_writes_identical_files(
     store: Store, tmp_path: Path, format: str
 ) -> None:
     for name in ("one", "two"):
-        await export_all(store, tmp_path / name, format=format, has_samples=True)
+        await export_all(store, tmp_path / name, format=format, include_samples=True)
     files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
     assert files
     for path in files:
@@ -149,7 +150,7 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
     with pytest.raises(ConfigError, match="exists"):
         await export_all(store, tmp_path / "out")
     with pytest.raises(DataError, match="no session"):
-        await export_all(store, tmp_path / "none", where=SessionFilter(task="no such"))
+        await export_all(store, tmp_path / "none", where=SessionFilter(task="missing"))
     with pytest.raises(DataError, match="no completed session reaches the minimum reward"):
         await export_all(
             store, tmp_path / "none", format="sft", min_reward=2.0, where=SessionFilter(channel=Channel.TRAIN)
@@ -157,23 +158,26 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
     assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 
-async def test_export_for_other_trainers_excludes_what_agents_claim(store: Store, tmp_path: Path) -> None:
-    """An agent's correction is not trained on, and a live session is in no group, even if it names one."""
+async def test_sft_and_dpo_exports_ignore_agent_corrections_and_group_claims(
+    store: Store, tmp_path: Path
+) -> None:
+    """Corrections by agents are not exported, and a live session does not join a training group, even if it
+    sets that group's id."""
     (call,) = await add_session(
         store, "live", ["poison"], 1000.0, channel=Channel.LIVE, group_id=f"{RUN}/train/000000"
     )
-    await store.add_feedback(Feedback("agent:live/1", "live", call.call_id, correction="of an agent"))
-    await store.add_feedback(Feedback("1", "live", call.call_id, correction="of a person"))
+    await store.add_feedback(Feedback("agent:live/1", "live", call.call_id, correction="from agent"))
+    await store.add_feedback(Feedback("1", "live", call.call_id, correction="from human"))
     await export_all(store, tmp_path / "sft", format="sft", min_reward=2000.0)
     completions = (tmp_path / "sft" / "prompt_completion.jsonl").read_text()
-    assert "of a person" in completions
-    assert "of an agent" not in completions
+    assert "from human" in completions
+    assert "from agent" not in completions
     await export_all(store, tmp_path / "dpo", format="dpo")
     assert "poison" not in (tmp_path / "dpo" / "pairs.jsonl").read_text()
 
 
 async def test_export_size_grows_linearly_with_the_turns(store: Store, tmp_path: Path) -> None:
-    """Twice the turns give about twice the bytes, including the tools."""
+    """Twice as many turns take about twice as many bytes, even with tools."""
     sizes: list[int] = []
     for turns in (50, 100):
         await add_session(store, f"long-{turns}", ["word " * 20] * turns, 1.0)
@@ -194,8 +198,8 @@ async def test_manifest_records_filters_counts_and_versions(store: Store, tmp_pa
     assert "/somewhere" not in (tmp_path / "out" / "manifest.json").read_text()
 
 
-async def test_samples_table_holds_one_flat_row_per_path(store: Store, tmp_path: Path) -> None:
-    await export_all(store, tmp_path / "out", has_samples=True)
+async def test_samples_table_has_one_flat_row_per_branch(store: Store, tmp_path: Path) -> None:
+    await export_all(store, tmp_path / "out", include_samples=True)
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
     (row,) = [row for row in rows if row["session_id"] == "s1-1"]
@@ -233,15 +237,15 @@ async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_
         await export_all(store, tmp_path / "out")
 
 
-async def test_export_beside_leftovers_of_another_export_succeeds(store: Store, tmp_path: Path) -> None:
+async def test_export_succeeds_despite_leftovers_of_another_export(store: Store, tmp_path: Path) -> None:
     (tmp_path / f".out.{os.getpid()}").mkdir()
     await export_all(store, tmp_path / "out")
-    (tmp_path / "usual").mkdir()
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    (tmp_path / "reference").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "reference").stat().st_mode
 
 
-class FeedbackCountingStore:
-    """Passes everything on to a store and notes the sessions whose feedback is queried."""
+class RecordingStore:
+    """Wraps a store and records the sessions whose feedback is queried."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -255,12 +259,14 @@ class FeedbackCountingStore:
         return await self._store.feedback(run_id, session_id=session_id)
 
 
-async def test_read_records_queries_feedback_by_session_if_there_are_few(store: Store) -> None:
-    counting = FeedbackCountingStore(store)
-    ids = ["odd", "s0-0"]
-    few = [record async for record in read_records(cast(Store, counting), RUN, ids)]
-    assert counting.queried == ids
-    many = [record async for record in read_records(cast(Store, counting), RUN, ids, page_size=1)]
-    assert counting.queried[2:] == [None]
-    for records in (few, many):
+async def test_read_records_queries_feedback_per_session_for_small_exports(store: Store) -> None:
+    recording = RecordingStore(store)
+    session_ids = ["odd", "s0-0"]
+    one_page = [record async for record in read_records(cast(Store, recording), RUN, session_ids)]
+    assert recording.queried == session_ids
+    two_pages = [
+        record async for record in read_records(cast(Store, recording), RUN, session_ids, page_size=1)
+    ]
+    assert recording.queried[2:] == [None]
+    for records in (one_page, two_pages):
         assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]

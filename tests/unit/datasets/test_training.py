@@ -1,4 +1,4 @@
-"""Runs train on imported datasets."""
+"""Tests for training on imported datasets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def claim_batch(store: Store, batcher: Batcher, step: int) -> StepBatch | 
     return batch
 
 
-def claimed_groups(batch: StepBatch | None) -> list[tuple[str, int]]:
+def list_claimed_groups(batch: StepBatch | None) -> list[tuple[str, int]]:
     assert batch is not None
     groups = {(str(claim.group_id).removeprefix(f"{RUN}/"), claim.epoch): None for claim in batch.claims}
     return list(groups)
@@ -83,10 +83,8 @@ async def test_batcher_on_imported_sessions_makes_the_same_batches(store: Store,
     config = make_data_config("live", max_staleness=8)
     batcher, copy_batcher = Batcher(store, RUN, config), Batcher(copy, RUN, config)
     for step in (1, 2):
-        expected_batch, actual_batch = (
-            await claim_batch(store, batcher, step),
-            await claim_batch(copy, copy_batcher, step),
-        )
+        expected_batch = await claim_batch(store, batcher, step)
+        actual_batch = await claim_batch(copy, copy_batcher, step)
         assert expected_batch is not None
         assert actual_batch is not None
         assert_same_batch(expected_batch, actual_batch)
@@ -100,15 +98,15 @@ async def test_batcher_on_a_dataset_uses_each_group_in_order_and_ends(
     """Sessions without a group come last, each as a group of one."""
     await import_dataset(store, target, tmp_path)
     batcher = Batcher(target, RUN, make_data_config("dataset:golden@1", steps=9))
-    assert claimed_groups(await claim_batch(target, batcher, 1)) == [
+    assert list_claimed_groups(await claim_batch(target, batcher, 1)) == [
         ("data/golden@1/000000", 0),
         ("data/golden@1/000001", 0),
     ]
-    assert claimed_groups(await claim_batch(target, batcher, 2)) == [
+    assert list_claimed_groups(await claim_batch(target, batcher, 2)) == [
         ("data/golden@1/000002", 0),
         ("data/golden@1/000003", 0),
     ]
-    assert claimed_groups(await claim_batch(target, batcher, 3)) == [(f"{GOLDEN}4", 0)]
+    assert list_claimed_groups(await claim_batch(target, batcher, 3)) == [(f"{GOLDEN}4", 0)]
     assert await claim_batch(target, batcher, 4) is None
     assert await target.groups(RUN, Channel.TRAIN) == []
 
@@ -126,7 +124,7 @@ async def test_plan_on_an_exhausted_dataset_is_full(store: Store, target: Store,
     await add_group(target, 1, [0.0, 1.0])
     assert (await make_plan(target, config)).batch.is_full
     missing_plan = await make_plan(
-        target, make_data_config("dataset:gone@1", groups_per_step=8, advantage={})
+        target, make_data_config("dataset:missing@1", groups_per_step=8, advantage={})
     )
     assert not missing_plan.batch.is_full
 
@@ -142,8 +140,8 @@ async def test_batcher_on_a_dataset_ignores_staleness(store: Store, target: Stor
     assert batch.report["data_samples"] == 4
     assert batch.report["staleness_max"] == 0
     assert {claim.staleness for claim in batch.claims} == {None}
-    own = await store.calls("s0-1")
-    np.testing.assert_array_equal(batch.samples[1].logprobs[-3:], own[0].logprobs)
+    calls = await store.calls("s0-1")
+    np.testing.assert_array_equal(batch.samples[1].logprobs[-3:], calls[0].logprobs)
 
 
 async def test_batcher_with_two_epochs_uses_each_group_twice(
@@ -152,7 +150,8 @@ async def test_batcher_with_two_epochs_uses_each_group_twice(
     await import_dataset(store, target, tmp_path)
     config = make_data_config({"source": "dataset:golden@1", "epochs": 2}, groups_per_step=4)
     claimed = [
-        claimed_groups(await claim_batch(target, Batcher(target, RUN, config), step)) for step in (1, 2, 3)
+        list_claimed_groups(await claim_batch(target, Batcher(target, RUN, config), step))
+        for step in (1, 2, 3)
     ]
     flat = [(int(name[-1]), epoch) for step in claimed for name, epoch in step]
     assert flat == [(index, epoch) for epoch in (0, 1) for index in range(5)]
@@ -166,7 +165,7 @@ async def test_batcher_uses_a_group_once_per_step(store: Store, target: Store, t
         target, RUN, make_data_config({"source": "dataset:golden@1", "epochs": 9}, groups_per_step=8)
     )
     first, second = await claim_batch(target, batcher, 1), await claim_batch(target, batcher, 2)
-    assert [len(claimed_groups(step)) for step in (first, second)] == [5, 5]
+    assert [len(list_claimed_groups(step)) for step in (first, second)] == [5, 5]
 
 
 async def test_batcher_with_mixed_sources_follows_their_shares(
@@ -178,7 +177,7 @@ async def test_batcher_with_mixed_sources_follows_their_shares(
     mixed = [{"source": "live", "share": 0.75}, {"source": "dataset:golden@1", "share": 0.25}]
     config = make_data_config(mixed, groups_per_step=2, max_staleness=8)
     batcher = Batcher(target, RUN, config)
-    claimed = [claimed_groups(await claim_batch(target, batcher, step)) for step in (1, 2, 3, 4)]
+    claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in (1, 2, 3, 4)]
     live = [sum(name.startswith("train/") for name, _ in step) for step in claimed]
     assert sum(live) == 6
     assert [config.count_live_groups(step) for step in range(5)] == np.cumsum([0, *live]).tolist()
@@ -196,7 +195,7 @@ async def test_batcher_with_mixed_sources_repeats_an_exhausted_dataset(
         await add_group(target, index, [0.0, 1.0])
     mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batcher = Batcher(target, RUN, make_data_config(mixed, max_staleness=8))
-    claimed = [claimed_groups(await claim_batch(target, batcher, step)) for step in range(1, 8)]
+    claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in range(1, 8)]
     assert [epoch for step in claimed for name, epoch in step if "golden" in name] == [0, 0, 0, 0, 0, 1, 1]
 
 
@@ -219,10 +218,10 @@ async def test_batcher_after_released_steps_claims_the_same_groups(
     batcher.reset()
     for before, step in zip(batches[1:], (2, 3), strict=True):
         repeated = await claim_batch(target, batcher, step)
-        assert claimed_groups(repeated) == claimed_groups(before)
+        assert list_claimed_groups(repeated) == list_claimed_groups(before)
 
 
-async def test_training_import_repeated_changes_nothing(store: Store, target: Store, tmp_path: Path) -> None:
+async def test_repeated_training_import_changes_nothing(store: Store, target: Store, tmp_path: Path) -> None:
     await import_dataset(store, target, tmp_path)
     before = await target.sessions(RUN)
     manifest = await export_all(store, tmp_path / "again")
@@ -233,7 +232,7 @@ async def test_training_import_repeated_changes_nothing(store: Store, target: St
     assert second_import.groups == 5
 
 
-async def test_training_import_beside_the_original_sessions_keeps_both(store: Store, tmp_path: Path) -> None:
+async def test_training_import_keeps_the_original_sessions(store: Store, tmp_path: Path) -> None:
     manifest = await export_all(store, tmp_path / "out")
     await import_for_training(store, tmp_path / "out", RUN, "golden@1", manifest)
     (session,) = [

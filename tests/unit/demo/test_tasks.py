@@ -18,7 +18,7 @@ def problem_key(task: Json) -> tuple[str, tuple[str, ...]]:
     return task["kind"], tuple(re.findall(r"\d+", task["question"]))
 
 
-def test_demo_tasks_contain_all_kinds_and_a_quarter_plain() -> None:
+def test_demo_tasks_contain_all_kinds_and_one_quarter_plain() -> None:
     rng = random.Random(0)
     for tasks in (train_tasks(0, 480), heldout_tasks(0, 128)):
         counts = Counter(task["kind"] for task in tasks)

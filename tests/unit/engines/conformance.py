@@ -1,8 +1,8 @@
-"""Tests that every engine must pass. Test classes derive from EngineConformance and provide an engine.
+"""Tests that every engine must pass. Subclasses of EngineConformance provide an ``engine`` fixture.
 
-The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not end by
-itself. ``seeds_matter`` is True if replies depend on the seed. A reply of ``long_reply_tokens`` must still be
-running when the test sends its next request.
+The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not end before
+``max_tokens``. ``seeds_matter`` is True if replies depend on the seed. A reply of ``long_reply_tokens`` must
+still be running when the test sends its next request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def get_versions(chunks: list[TokenChunk]) -> list[int]:
 async def read_until_version(
     stream: AsyncGenerator[TokenChunk, None], version: int, tokens: int
 ) -> list[TokenChunk]:
-    """Read a reply until it has this number of tokens of the version, and cancel the rest."""
+    """Read a reply until it has ``tokens`` tokens of ``version``, then cancel it."""
     chunks: list[TokenChunk] = []
     async with aclosing(stream):
         async for chunk in stream:
@@ -85,7 +85,7 @@ class EngineConformance:
         self, engine: Engine, prompt: list[int]
     ) -> None:
         if not engine.info.streams:
-            return  # the reply is one chunk
+            return  # The reply is a single chunk.
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
         first = await anext(stream)
         assert first.finish_reason is None
@@ -101,18 +101,18 @@ class EngineConformance:
         assert all(c.behavior_logprobs and len(c.behavior_logprobs) == len(c.token_ids) for c in greedy)
 
     async def test_greedy_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
-        one = await collect(engine, prompt, max_tokens=6, temperature=0)
-        two = await collect(engine, prompt, max_tokens=6, temperature=0)
-        assert get_ids(one) == get_ids(two)
-        assert get_logprobs(one) == pytest.approx(get_logprobs(two), abs=1e-5)
+        first = await collect(engine, prompt, max_tokens=6, temperature=0)
+        second = await collect(engine, prompt, max_tokens=6, temperature=0)
+        assert get_ids(first) == get_ids(second)
+        assert get_logprobs(first) == pytest.approx(get_logprobs(second), abs=1e-5)
 
     async def test_seeded_replies_are_reproducible(self, engine: Engine, prompt: list[int]) -> None:
-        one = await collect(engine, prompt, max_tokens=6, seed=7)
-        two = await collect(engine, prompt, max_tokens=6, seed=7)
-        assert get_ids(one) == get_ids(two)
+        first = await collect(engine, prompt, max_tokens=6, seed=7)
+        second = await collect(engine, prompt, max_tokens=6, seed=7)
+        assert get_ids(first) == get_ids(second)
         if self.seeds_matter:
             others = [get_ids(await collect(engine, prompt, max_tokens=6, seed=s)) for s in range(8, 12)]
-            assert any(other != get_ids(one) for other in others)
+            assert any(other != get_ids(first) for other in others)
 
     async def test_stop_token_ends_the_reply(self, engine: Engine, prompt: list[int]) -> None:
         ids = get_ids(await collect(engine, prompt, max_tokens=6, temperature=0))
@@ -179,27 +179,28 @@ class EngineConformance:
         assert (await engine.status()).version == 0
 
     async def test_reply_ends_at_the_context_limit(self, engine: Engine, prompt: list[int]) -> None:
-        long = (prompt * engine.info.max_context)[: engine.info.max_context - 3]
-        chunks = await collect(engine, long, max_tokens=50, temperature=0)
+        long_prompt = (prompt * engine.info.max_context)[: engine.info.max_context - 3]
+        chunks = await collect(engine, long_prompt, max_tokens=50, temperature=0)
         assert chunks[-1].finish_reason == "length"
         assert len(get_ids(chunks)) == 3
 
     async def test_logprobs_scores_prompt_tokens(self, engine: Engine, prompt: list[int]) -> None:
         if not engine.info.can_score:
-            with pytest.raises(EngineError, match="logprobs of a prompt"):
+            with pytest.raises(EngineError, match="prompt logprobs"):
                 await engine.logprobs(prompt)
             return
-        long = (prompt * engine.info.max_context)[: engine.info.max_context]
+        long_prompt = (prompt * engine.info.max_context)[: engine.info.max_context]
         complete, prefix, single, repeated = await asyncio.gather(
-            engine.logprobs(long), engine.logprobs(long[:40]), engine.logprobs([7]), engine.logprobs(long)
+            engine.logprobs(long_prompt),
+            engine.logprobs(long_prompt[:40]),
+            engine.logprobs([7]),
+            engine.logprobs(long_prompt),
         )
         assert complete.shape == (engine.info.max_context,)
         assert np.isnan(complete[0])
         assert np.isnan(single).tolist() == [True]
         assert (complete[1:] < 0).all()
-        np.testing.assert_allclose(
-            prefix, complete[:40], atol=1e-5, err_msg="scores depend on earlier tokens only"
-        )
+        np.testing.assert_allclose(prefix, complete[:40], atol=1e-5, err_msg="scores depend on later tokens")
         np.testing.assert_allclose(repeated, complete, atol=1e-5)
         await wait_until_idle(engine)
 

@@ -1,4 +1,4 @@
-"""Fake vLLM servers. Tests choose the events that they send and the paths that fail."""
+"""Fake vLLM servers. The tests set the events that they send and the paths that fail."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class FakeVllm:
         """The events of a reply. None marks its end."""
         self.url = ""
 
-    async def _any(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
         if request.path in self.failing:
             return web.json_response({"error": {"message": "requested by the test"}}, status=500)
@@ -43,7 +43,7 @@ class FakeVllm:
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Self]:
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._any)
+        app.router.add_route("*", "/{path:.*}", self._handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -56,7 +56,7 @@ class FakeVllm:
 
 
 class StatefulFakeVllm(FakeVllm):
-    """A fake server with adapters, weights and pauses. ``weights`` is the folder or key of its weights."""
+    """A fake server with adapters, weights and pauses. ``weights`` is the folder or key of what is loaded."""
 
     def __init__(self, root: Path, *, adapters: bool = False, has_extension: bool = True) -> None:
         super().__init__()
@@ -64,28 +64,29 @@ class StatefulFakeVllm(FakeVllm):
         self._loads_adapters = adapters
         self._has_extension = has_extension
         self.failing_once: set[str] = set()
-        """Paths whose next request gets status 503. Except for /resume, the request takes effect."""
+        """Paths whose next request gets status 503. The request still takes effect, except for /resume."""
         self.reports_start = True
+        """True if /metrics has the start time, by which the engine detects restarts."""
         self.restart()
 
     def restart(self) -> None:
-        """Behave like a new process of the server."""
+        """Reset all state, as if the server had been restarted."""
         self.start_time = getattr(self, "start_time", 0) + 1
         self.adapters: dict[str, str] = {}
         self.paused = False
         self.weights = "base"
         self._staged = ""
 
-    async def _any(self, request: web.Request) -> web.StreamResponse:
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
         if request.path in self.failing or request.path == GENERATE_PATH:
-            return await super()._any(request)
+            return await super()._handle(request)
         self.paths.append(request.path)
-        should_fail = request.path in self.failing_once
+        fails = request.path in self.failing_once
         self.failing_once.discard(request.path)
-        if should_fail and request.path == "/resume":
+        if fails and request.path == "/resume":
             return web.Response(status=503)
         response = self._respond(request.path, await request.json() if request.can_read_body else {})
-        return web.Response(status=503) if should_fail else response
+        return web.Response(status=503) if fails else response
 
     def _respond(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
@@ -142,7 +143,7 @@ def _error_response(message: str, status: int = 400) -> web.Response:
 
 
 def event(*ids: int, finish: str | None = None, **fields: Any) -> bytes:
-    """Return an event of vLLM 0.26 with these tokens and a logprob of -1 each."""
+    """Return a vLLM 0.26 event with these tokens, each with a logprob of -1."""
     content = [
         {"token": f"token_id:{token}", "logprob": -1.0, "bytes": None, "top_logprobs": []} for token in ids
     ]

@@ -1,4 +1,4 @@
-"""The Tinker sampler through the real SDK, against the served protocol over a socket."""
+"""Tests for the Tinker sampler with the real SDK, against a local server of its protocol."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_logprobs, get_versions
 from tests.unit.protocol.serving import serve_in_thread
 
-KEY = "tml-a-key-of-the-tests"
+KEY = "tml-test-key"
 PROMPT = [5, 6, 7, 8]
 pytestmark = IGNORE_SDK_LEAKS
 
@@ -36,24 +36,26 @@ def model(tiny: Path) -> ModelConfig:
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     with (
         collect_sdk_leaks(),
-        serve_in_thread("tinker", model, folder=tmp_path_factory.mktemp("kept"), keys=[KEY]) as address,
+        serve_in_thread(
+            "tinker", model, folder=tmp_path_factory.mktemp("checkpoints"), keys=[KEY]
+        ) as address,
     ):
         yield address
 
 
-def section(url: str, **changes: Any) -> TinkerBackendConfig:
-    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 4, "deadline": 60} | changes))
+def backend_config(url: str, **overrides: Any) -> TinkerBackendConfig:
+    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 4, "deadline": 60} | overrides))
 
 
 @pytest.fixture
 async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
-    sampler = TinkerSampler(model, section(url), CloudEngineConfig())
+    sampler = TinkerSampler(model, backend_config(url), CloudEngineConfig())
     yield sampler
     await sampler.close()
 
 
-async def trained(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
-    backend = TinkerBackend(model, section(url), seed=1)
+async def train_and_publish(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
+    backend = TinkerBackend(model, backend_config(url), seed=1)
     await backend.start()
     await backend.forward_backward(make_tree_samples(), LossConfig())
     await backend.optim_step(AdamConfig(lr=0.05))
@@ -96,7 +98,7 @@ class TestConformance(EngineConformance):
 async def test_tinker_sampler_samples_the_published_policy(
     engine: Engine, model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
-    backend, artifact = await trained(model, url, tmp_path)
+    backend, artifact = await train_and_publish(model, url, tmp_path)
     base = await collect(engine, PROMPT, max_tokens=12, seed=3)
     await engine.load(Policy("p", 1, artifact))
     for params in ({"seed": 3}, {"temperature": 0}):
@@ -110,7 +112,7 @@ async def test_tinker_sampler_samples_the_published_policy(
     await backend.close()
 
 
-async def test_tinker_sampler_finishes_requests_under_their_version(engine: Engine) -> None:
+async def test_tinker_sampler_finishes_requests_with_their_version(engine: Engine) -> None:
     pending = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
     while not (await engine.status()).running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
@@ -130,13 +132,13 @@ async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -
 
 
 async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url: str) -> None:
-    engine = TinkerSampler(model, section(url), CloudEngineConfig(max_in_flight=2))
+    engine = TinkerSampler(model, backend_config(url), CloudEngineConfig(max_in_flight=2))
     tasks = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
-    most = 0
+    max_running = 0
     while not all(task.done() for task in tasks):
-        most = max(most, (await engine.status()).running)
+        max_running = max(max_running, (await engine.status()).running)
         await asyncio.sleep(0.001)
-    assert most == 2
+    assert max_running == 2
     assert all(len(get_ids(task.result())) > 0 for task in tasks)
     await engine.close()
     with pytest.raises(EngineUnavailable, match="closed"):
@@ -144,11 +146,11 @@ async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url
 
 
 async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConfig, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"folder": tmp_path / "kept", "keys": [KEY]}
+    options: dict[str, Any] = {"folder": tmp_path / "checkpoints", "keys": [KEY]}
     with collect_sdk_leaks(), serve_in_thread("tinker", model, **options) as address:
-        backend, artifact = await trained(model, address, tmp_path)
+        backend, artifact = await train_and_publish(model, address, tmp_path)
         await backend.close()
-        engine = TinkerSampler(model, section(address, deadline=20), CloudEngineConfig())
+        engine = TinkerSampler(model, backend_config(address, deadline=20), CloudEngineConfig())
         await engine.load(Policy("p", 1, artifact))
         before = await collect(engine, PROMPT, max_tokens=5, temperature=0)
     with (
@@ -158,14 +160,14 @@ async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConf
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
         assert (get_ids(before), get_versions(before)) == (get_ids(after), get_versions(after))
         with pytest.raises(EngineUnavailable):
-            await engine.load(Policy("p", 2, Artifact("remote", "tinker://nobody/sampler_weights/nothing")))
+            await engine.load(Policy("p", 2, Artifact("remote", "tinker://missing/sampler_weights/missing")))
         assert (await engine.status()).version == 1
         assert get_ids(await collect(engine, PROMPT, max_tokens=5, temperature=0)) == get_ids(before)
         await engine.close()
 
 
-async def test_tinker_sampler_raises_unavailable_if_the_service_is_gone(model: ModelConfig) -> None:
-    engine = TinkerSampler(model, section("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
+async def test_tinker_sampler_raises_unavailable_if_the_service_is_unreachable(model: ModelConfig) -> None:
+    engine = TinkerSampler(model, backend_config("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
     async with asyncio.timeout(5):
         with pytest.raises(EngineUnavailable):
             await collect(engine, PROMPT, max_tokens=1)

@@ -1,4 +1,4 @@
-"""Tests of the Weaver sampler through the real SDK, on a server with a real model."""
+"""Tests for the Weaver sampler with the real SDK, against a server with a tiny model."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def trained(model: ModelConfig, url: str) -> Artifact:
     return asyncio.run(publish())
 
 
-def backend_config(url: str, **changes: object) -> WeaverBackendConfig:
-    values = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **changes}
+def backend_config(url: str, **overrides: object) -> WeaverBackendConfig:
+    values = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **overrides}
     return WeaverBackendConfig.model_validate(values)
 
 
@@ -72,8 +72,8 @@ def backend_config(url: str, **changes: object) -> WeaverBackendConfig:
 async def create_engine(model: ModelConfig, url: str) -> AsyncGenerator[CreateEngine]:
     engines: list[WeaverSampler] = []
 
-    def build(address: str = url, **changes: object) -> WeaverSampler:
-        engines.append(WeaverSampler(model, backend_config(address, **changes), CloudEngineConfig()))
+    def build(address: str = url, **overrides: object) -> WeaverSampler:
+        engines.append(WeaverSampler(model, backend_config(address, **overrides), CloudEngineConfig()))
         return engines[-1]
 
     yield build
@@ -81,7 +81,7 @@ async def create_engine(model: ModelConfig, url: str) -> AsyncGenerator[CreateEn
         await engine.close()
 
 
-async def reply(engine: Engine, **params: object) -> TokenChunk:
+async def sample_reply(engine: Engine, **params: object) -> TokenChunk:
     sampling = SamplingParams(**{"max_tokens": 12, "seed": 7, **params})  # type: ignore[arg-type]
     (chunk,) = [chunk async for chunk in engine.generate(PROMPT, sampling)]
     return chunk
@@ -93,7 +93,7 @@ async def test_weaver_sampler_matches_the_local_engine(
     engine, local = create_engine(), LocalEngine(model, LocalEngineConfig(threads=1))
     assert not engine.info.streams
     assert not engine.info.versions_per_token
-    chunk = await reply(engine)
+    chunk = await sample_reply(engine)
     chunks = [c async for c in local.generate(PROMPT, SamplingParams(max_tokens=12, seed=7))]
     assert chunk.token_ids == [token for c in chunks for token in c.token_ids]
     np.testing.assert_allclose(chunk.logprobs, [x for c in chunks for x in c.logprobs], atol=1e-5)
@@ -103,33 +103,33 @@ async def test_weaver_sampler_matches_the_local_engine(
     await local.close()
 
 
-async def test_weaver_sampler_finishes_requests_under_their_version(
+async def test_weaver_sampler_finishes_requests_with_their_version(
     create_engine: CreateEngine, trained: Artifact
 ) -> None:
     engine = create_engine()
     await engine.load(Policy("p", 3, Artifact("base")))
-    old = asyncio.ensure_future(reply(engine, max_tokens=150))
+    old = asyncio.ensure_future(sample_reply(engine, max_tokens=150))
     await asyncio.sleep(0)
     assert (await engine.status()).running
     await engine.load(Policy("p", 4, trained))
-    new = await reply(engine)
+    new = await sample_reply(engine)
     assert set(new.versions) == {4}
     assert set((await old).versions) == {3}
     base = create_engine()
-    assert (await reply(base)).logprobs != new.logprobs
+    assert (await sample_reply(base)).logprobs != new.logprobs
 
 
 async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: CreateEngine) -> None:
     engine = create_engine()
-    complete = await reply(engine, temperature=0, max_tokens=8)
+    complete = await sample_reply(engine, temperature=0, max_tokens=8)
     assert complete.finish_reason == "length"
     assert len(complete.token_ids) == 8
     third = complete.token_ids[2]
-    stopped_by_token = await reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third,))
+    stopped_by_token = await sample_reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third,))
     assert stopped_by_token.token_ids == complete.token_ids[: complete.token_ids.index(third) + 1]
     assert (stopped_by_token.finish_reason, stopped_by_token.stop) == ("stop", None)
     word = TOKENIZER.decode(complete.token_ids[2:4])
-    stopped = await reply(engine, temperature=0, max_tokens=8, stop=(word,))
+    stopped = await sample_reply(engine, temperature=0, max_tokens=8, stop=(word,))
     assert (stopped.finish_reason, stopped.stop) == ("stop", word)
     assert len(stopped.token_ids) < 8
 
@@ -137,13 +137,13 @@ async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: Crea
 async def test_weaver_sampler_returns_nan_for_unknown_logprobs(
     create_engine: CreateEngine, trained: Artifact
 ) -> None:
-    """Greedy replies are scored; the service does not define its logprobs for other distributions."""
+    """Greedy replies are scored. For other distributions, the service does not define its logprobs."""
     engine = create_engine()
     await engine.load(Policy("p", 1, trained))
-    greedy = await reply(engine, temperature=0)
+    greedy = await sample_reply(engine, temperature=0)
     assert greedy.behavior_logprobs == [0.0] * len(greedy.token_ids)
     assert all(math.isfinite(value) and value < 0 for value in greedy.logprobs)
-    tempered = await reply(engine, temperature=0.5)
+    tempered = await sample_reply(engine, temperature=0.5)
     assert all(math.isnan(value) for value in tempered.logprobs)
     assert tempered.behavior_logprobs is not None
     assert all(math.isnan(value) for value in tempered.behavior_logprobs)
@@ -154,31 +154,31 @@ async def test_weaver_sampler_rejects_unsupported_requests(create_engine: Create
     with pytest.raises(PromptTooLong):
         await anext(engine.generate([5] * 256, SamplingParams()))
     with pytest.raises(EngineError, match="adapter"):
-        await engine.load(Policy("p", 1, Artifact("adapter", "/nowhere")))
-    gone = Artifact("remote", "weaver://model-1/samplers/gone")
-    with pytest.raises(EngineError, match="gone"):
-        await engine.load(Policy("p", 1, gone))
+        await engine.load(Policy("p", 1, Artifact("adapter", "/missing")))
+    missing = Artifact("remote", "weaver://model-1/samplers/missing")
+    with pytest.raises(EngineError, match="missing"):
+        await engine.load(Policy("p", 1, missing))
     assert (await engine.status()).version == 0
     await engine.close()
     with pytest.raises(EngineUnavailable, match="closed"):
-        await reply(engine)
+        await sample_reply(engine)
 
 
 async def test_weaver_sampler_reconnects_after_a_server_restart(
     create_engine: CreateEngine, model: ModelConfig, tmp_path: Path
 ) -> None:
     options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
-    with ExitStack() as up:
-        address = up.enter_context(serve_in_thread("weaver", model, **options))
+    with ExitStack() as stack:
+        address = stack.enter_context(serve_in_thread("weaver", model, **options))
         engine = create_engine(address, deadline=10)
-        before = await reply(engine)
-        await asyncio.to_thread(up.close)
-        waiting = asyncio.ensure_future(reply(engine))
+        before = await sample_reply(engine)
+        await asyncio.to_thread(stack.close)
+        reply_task = asyncio.ensure_future(sample_reply(engine))
         port = int(address.rpartition(":")[2])
-        await asyncio.to_thread(up.enter_context, serve_in_thread("weaver", model, port=port, **options))
-        assert (await waiting).token_ids == before.token_ids
-        await asyncio.to_thread(up.close)
+        await asyncio.to_thread(stack.enter_context, serve_in_thread("weaver", model, port=port, **options))
+        assert (await reply_task).token_ids == before.token_ids
+        await asyncio.to_thread(stack.close)
     unreachable = create_engine(address, deadline=0.5)
     with pytest.raises(EngineUnavailable) as caught:
-        await reply(unreachable)
+        await sample_reply(unreachable)
     assert KEY not in str(caught.value)

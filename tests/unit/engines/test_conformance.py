@@ -1,4 +1,4 @@
-"""Runs the conformance tests on every engine."""
+"""Run the conformance tests on every engine."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tests.unit.engines.conformance import EngineConformance
 LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
 
 
-def local_engine(tiny: Path) -> Engine:
+def create_local_engine(tiny: Path) -> Engine:
     model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
     return create_engine(RunConfig(model=model, engine=LocalEngineConfig(threads=1, prefill_tokens=64)))
 
 
-def scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256) -> Engine:
+def create_scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256) -> Engine:
     model = ModelConfig(name=str(tiny), max_context=max_context)
     return create_engine(
         RunConfig(model=model, engine=ScriptedEngineConfig(replies=[LONG_REPLY], delay=delay))
@@ -43,18 +43,18 @@ async def serve_engine(
             create_engine_app(engine, token, gate), log_level="warning", lifespan="off", ws="none"
         )
         server = uvicorn.Server(config)
-        serving = asyncio.create_task(server.serve([listener]))
+        server_task = asyncio.create_task(server.serve([listener]))
         try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            await serving
+            await server_task
 
 
 class TestLocal(EngineConformance):
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        engine = local_engine(tiny)
+        engine = create_local_engine(tiny)
         yield engine
         await engine.close()
 
@@ -64,7 +64,7 @@ class TestScripted(EngineConformance):
 
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        engine = scripted_engine(tiny)
+        engine = create_scripted_engine(tiny)
         yield engine
         await engine.close()
 
@@ -72,7 +72,7 @@ class TestScripted(EngineConformance):
 class TestRemoteLocal(EngineConformance):
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        local = local_engine(tiny)
+        local = create_local_engine(tiny)
         async with serve_engine(local, "secret") as url:
             remote = await RemoteEngine.connect(url, "secret", timeout=10)
             yield remote
@@ -85,7 +85,7 @@ class TestRemoteScripted(EngineConformance):
 
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        scripted = scripted_engine(tiny)
+        scripted = create_scripted_engine(tiny)
         async with serve_engine(scripted, None) as url:
             remote = await RemoteEngine.connect(url, timeout=10)
             yield remote

@@ -1,4 +1,4 @@
-"""Tests of draining: replies in progress finish and new requests go to other engines."""
+"""Tests for draining: replies in progress finish and new requests go to other engines."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from instar.engines.server import DrainGate
 from instar.errors import EngineUnavailable
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import collect
-from tests.unit.engines.test_conformance import scripted_engine, serve_engine
+from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
 
 
 async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny: Path) -> None:
     gate = DrainGate()
-    async with serve_engine(scripted_engine(tiny, delay=0.01), None, gate) as url:
+    async with serve_engine(create_scripted_engine(tiny, delay=0.01), None, gate) as url:
         engine = await RemoteEngine.connect(url)
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=40))) as reply:
             first = await anext(reply)
@@ -40,11 +40,11 @@ async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny: P
 async def test_pool_avoids_draining_engines(tiny: Path) -> None:
     gates = [DrainGate(), DrainGate()]
     async with (
-        serve_engine(scripted_engine(tiny), None, gates[0]) as one,
-        serve_engine(scripted_engine(tiny), None, gates[1]) as two,
+        serve_engine(create_scripted_engine(tiny), None, gates[0]) as first_url,
+        serve_engine(create_scripted_engine(tiny), None, gates[1]) as second_url,
     ):
         # The health check runs once a minute, so a rejected request must trigger one.
-        pool = EnginePool([RemoteEngine(one), RemoteEngine(two)], check_interval=60)
+        pool = EnginePool([RemoteEngine(first_url), RemoteEngine(second_url)], check_interval=60)
         await pool.start(10)
         gates[0].close()
         for session in range(6):

@@ -1,4 +1,4 @@
-"""Tests of the local engine against transformers: logprobs do not depend on batching or caching."""
+"""Tests for the local engine against transformers: logprobs do not depend on batching or caching."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ async def engine(tiny: Path) -> AsyncIterator[LocalEngine]:
     await engine.close()
 
 
-def reference_model(folder: Path, adapter: Path | None = None) -> Any:
+def load_reference_model(folder: Path, adapter: Path | None = None) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     return PeftModel.from_pretrained(model, str(adapter)) if adapter else model
 
 
-def expected_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
+def compute_expected_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[float]:
     ids = torch.tensor([prompt + sampled])
     with torch.no_grad():
         logprobs = model(ids).logits[0].log_softmax(-1)
     return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
 
 
-def adapter_policy(folder: Path, version: int = 1) -> Policy:
+def make_adapter_policy(folder: Path, version: int = 1) -> Policy:
     return Policy("p", version, Artifact("adapter", str(folder)))
 
 
 async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine, tiny: Path) -> None:
-    """Prompts longer and shorter than a prefill piece arrive in two groups."""
+    """Prompts that are longer and shorter than a prefill chunk arrive in two groups."""
     prompts = [PROMPT[:n] + TOKENIZER.encode("x" * n) for n in (2, 5, 17, 30, 33, 40)]
     first = [
         asyncio.create_task(collect(engine, p, max_tokens=30 - n, seed=n)) for n, p in enumerate(prompts)
@@ -71,37 +71,37 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
     second = [
         asyncio.create_task(collect(engine, p, max_tokens=3 + n, seed=n)) for n, p in enumerate(prompts)
     ]
-    model = reference_model(tiny)
+    model = load_reference_model(tiny)
     for prompt, chunks in zip(prompts * 2, await asyncio.gather(*first, *second), strict=True):
         assert get_logprobs(chunks) == pytest.approx(
-            expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
+            compute_expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
 
 
 async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
     chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
     ids = torch.tensor([PROMPT])
-    generated = reference_model(tiny).generate(
+    generated = load_reference_model(tiny).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
     eos = TOKENIZER.eos_token_id
-    if eos not in get_ids(chunks):  # min_new_tokens forbids it, the engine does not
+    if eos not in get_ids(chunks):  # min_new_tokens prevents it, but the engine does not.
         assert get_ids(chunks) == generated[0, len(PROMPT) :].tolist()
 
 
 async def test_logprobs_under_an_adapter_match_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
-    await engine.load(adapter_policy(adapter))
-    model = reference_model(tiny, adapter)
+    await engine.load(make_adapter_policy(adapter))
+    model = load_reference_model(tiny, adapter)
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
-    expected = expected_logprobs(model, PROMPT, get_ids(chunks))
+    expected = compute_expected_logprobs(model, PROMPT, get_ids(chunks))
     assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
-    bare = expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks))
-    assert max(abs(a - b) for a, b in zip(expected, bare, strict=True)) > 0.05
+    base = compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks))
+    assert max(abs(a - b) for a, b in zip(expected, base, strict=True)) > 0.05
 
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
     )
 
 
@@ -111,17 +111,17 @@ async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny: Pat
     before = await engine.status()
     chunks = await collect(engine, turn, max_tokens=20, seed=2)
     after = await engine.status()
-    # The last sampled token was never fed to the model.
+    # The last sampled token has not been fed to the model.
     assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
     assert get_logprobs(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), turn, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny), turn, get_ids(chunks)), abs=1e-4
     )
 
 
 async def test_release_memory_frees_the_kv_cache_only_when_idle(engine: LocalEngine) -> None:
     reply = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=1))
     await anext(reply)
-    engine.release_memory()  # ignored while a reply runs
+    engine.release_memory()  # Ignored while a reply is running.
     assert len([chunk async for chunk in reply]) == 199
     await collect(engine, PROMPT, max_tokens=4, seed=2)
     before = (await engine.status()).cached_tokens
@@ -132,7 +132,7 @@ async def test_release_memory_frees_the_kv_cache_only_when_idle(engine: LocalEng
 
 
 async def test_set_kv_tokens_limits_concurrent_replies(engine: LocalEngine) -> None:
-    async def max_running() -> int:
+    async def measure_max_running() -> int:
         """Return the maximum number of concurrent replies out of 32."""
         maximum = 0
         replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=64, seed=n)) for n in range(32)]
@@ -142,13 +142,13 @@ async def test_set_kv_tokens_limits_concurrent_replies(engine: LocalEngine) -> N
         return maximum
 
     engine.set_kv_tokens(1024)
-    assert await max_running() == 1024 // 128
+    assert await measure_max_running() == 1024 // 128
     engine.set_kv_tokens(32 * 512)
-    assert await max_running() == 32
+    assert await measure_max_running() == 32
 
 
 async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
-    """All requests of a group arrive together, with a prefix longer than a prefill piece."""
+    """All requests of a group arrive together, with a prefix longer than a prefill chunk."""
     prompts = [PROMPT + [50 + n // 4] * 3 for n in range(16)]
     await asyncio.gather(*[collect(engine, p, max_tokens=4, seed=n) for n, p in enumerate(prompts)])
     status = await engine.status()
@@ -177,10 +177,10 @@ async def test_small_kv_cache_gives_correct_logprobs(tiny: Path) -> None:
     engine = make_engine(tiny, kv_tokens=512, max_batch=8)
     prompts = [[n + 5] * 100 for n in range(8)]
     replies = await asyncio.gather(*[collect(engine, p, max_tokens=50, seed=1) for p in prompts])
-    model = reference_model(tiny)
+    model = load_reference_model(tiny)
     for prompt, chunks in zip(prompts, replies, strict=True):
         assert get_logprobs(chunks) == pytest.approx(
-            expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
+            compute_expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
     await engine.close()
     with pytest.raises(ConfigError, match="kv_tokens"):
@@ -193,31 +193,31 @@ async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) 
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
     assert engine._scheduler._rows.capacity_tokens <= 600
     assert get_logprobs(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), [9] * 400, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny), [9] * 400, get_ids(chunks)), abs=1e-4
     )
     await engine.close()
 
 
 async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
     """After a load, the next turn and other prompts match a new engine with the new weights."""
-    engine, fresh = make_engine(tiny), make_engine(tiny)
-    await fresh.load(adapter_policy(adapter))
+    engine, new_engine = make_engine(tiny), make_engine(tiny)
+    await new_engine.load(make_adapter_policy(adapter))
     await collect(engine, PROMPT, max_tokens=10, seed=0)
 
     stream = engine.generate([*PROMPT, 7], SamplingParams(max_tokens=200, seed=1))
     chunks = [await anext(stream) for _ in range(5)]
-    await engine.load(adapter_policy(adapter))
+    await engine.load(make_adapter_policy(adapter))
     chunks += [chunk async for chunk in stream]
     assert set(get_versions(chunks)) == {0, 1}
 
     turn = [*PROMPT, 7, *get_ids(chunks), *TOKENIZER.encode("next turn")]
     for prompt in (turn, [*PROMPT, 7], PROMPT):
         actual = await collect(engine, prompt, max_tokens=10, seed=2)
-        expected = await collect(fresh, prompt, max_tokens=10, seed=2)
+        expected = await collect(new_engine, prompt, max_tokens=10, seed=2)
         assert get_ids(actual) == get_ids(expected)
         assert get_logprobs(actual) == pytest.approx(get_logprobs(expected), abs=1e-5)
     await engine.close()
-    await fresh.close()
+    await new_engine.close()
 
 
 async def test_load_replaces_full_weights_and_restores_the_base(
@@ -227,18 +227,18 @@ async def test_load_replaces_full_weights_and_restores_the_base(
     await engine.load(Policy("p", 1, Artifact("weights", str(other))))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        expected_logprobs(reference_model(other), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(other), PROMPT, get_ids(chunks)), abs=1e-4
     )
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        expected_logprobs(reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
     )
     wider = make_tiny_model(tmp_path / "wider", hidden=128)
     with pytest.raises(EngineError, match="do not have the architecture"):
         await engine.load(Policy("p", 3, Artifact("weights", str(wider))))
     with pytest.raises(EngineError, match="cannot be read"):
-        await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "nowhere"))))
+        await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "missing"))))
     assert (await engine.status()).version == 2
 
 
@@ -255,9 +255,9 @@ async def test_load_rejects_unsupported_adapters(
 ) -> None:
     save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
     with pytest.raises(EngineError, match=message):
-        await engine.load(adapter_policy(tmp_path))
+        await engine.load(make_adapter_policy(tmp_path))
     with pytest.raises(EngineError, match="cannot be read"):
-        await engine.load(adapter_policy(tmp_path / "missing"))
+        await engine.load(make_adapter_policy(tmp_path / "missing"))
     assert (await engine.status()).version == 0
 
 
@@ -289,9 +289,9 @@ async def test_close_aborts_requests_in_flight(tiny: Path) -> None:
 
 
 async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny: Path) -> None:
-    """Rows are moved, swapped and freed in every order."""
+    """KV cache rows are moved, swapped and freed in any order."""
     engine = make_engine(tiny, prefill_tokens=8, max_batch=10)
-    model = reference_model(tiny)
+    model = load_reference_model(tiny)
 
     async def client(n: int) -> None:
         await asyncio.sleep(0.003 * (n % 7))
@@ -303,7 +303,7 @@ async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny
             if n % 5 == 0 and len(chunks) == 4:
                 await stream.aclose()
                 return
-        expected = expected_logprobs(model, prompt, get_ids(chunks))
+        expected = compute_expected_logprobs(model, prompt, get_ids(chunks))
         assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
 
     await asyncio.gather(*[client(n) for n in range(60)])
@@ -332,11 +332,11 @@ def test_packed_bf16_layers_match_plain_layers(rows: int) -> None:
     x = torch.randn(1, rows, 48, dtype=torch.bfloat16)
     pair = LoraPair(torch.randn(4, 48).bfloat16(), torch.randn(4, 64).bfloat16())
     with torch.inference_mode():
-        bare, adapted = model(x), model[1](model[0](x) + (x @ pair.down.T) @ pair.up)
+        base, adapted = model(x), model[1](model[0](x) + (x @ pair.down.T) @ pair.up)
         replace_linears(model)
         pack_weights(model)
-        assert torch.equal(model(x), bare)
+        assert torch.equal(model(x), base)
         install_adapter(model, {"0": pair})
         torch.testing.assert_close(model(x), adapted, rtol=0.05, atol=0.2)
         install_adapter(model, {})
-        assert torch.equal(model(x), bare)
+        assert torch.equal(model(x), base)

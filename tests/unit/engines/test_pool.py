@@ -1,4 +1,4 @@
-"""Tests of the engine pool: routing, health checks, retries and the policy of each engine."""
+"""Tests for the engine pool: routing, health checks, retries and the policy of each engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptToo
 from instar.gateway.serve import bind
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_versions, wait_until_idle
-from tests.unit.engines.test_conformance import LONG_REPLY, scripted_engine, serve_engine
+from tests.unit.engines.test_conformance import LONG_REPLY, create_scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
 
@@ -36,7 +36,7 @@ class TestPool(EngineConformance):
 
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        pool = EnginePool([scripted_engine(tiny), scripted_engine(tiny)])
+        pool = EnginePool([create_scripted_engine(tiny), create_scripted_engine(tiny)])
         await pool.start(5)
         yield pool
         await pool.close()
@@ -48,10 +48,10 @@ class TestRemotePool(EngineConformance):
     @pytest.fixture
     async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
         async with (
-            serve_engine(scripted_engine(tiny), "s") as one,
-            serve_engine(scripted_engine(tiny), "s") as two,
+            serve_engine(create_scripted_engine(tiny), "s") as first_url,
+            serve_engine(create_scripted_engine(tiny), "s") as second_url,
         ):
-            pool = await connect_engines([one, two], "s", timeout=10)
+            pool = await connect_engines([first_url, second_url], "s", timeout=10)
             yield pool
             await pool.close()
 
@@ -91,7 +91,7 @@ class FlakyEngine(ScriptedEngine):
 
     def _check_reachable(self) -> None:
         if not self.is_reachable:
-            raise EngineUnavailable("it is gone")
+            raise EngineUnavailable("not reachable")
 
 
 CreatePool = Callable[..., Any]
@@ -102,10 +102,10 @@ async def create_pool(tiny: Path) -> AsyncIterator[CreatePool]:
     pools: list[EnginePool] = []
 
     async def start(
-        count: int = 2, check_interval: float = 0.02, newest: PolicySource | None = None
+        count: int = 2, check_interval: float = 0.02, newest_policy: PolicySource | None = None
     ) -> tuple[EnginePool, list[FlakyEngine]]:
         engines = [FlakyEngine(tiny) for _ in range(count)]
-        pools.append(EnginePool(engines, check_interval=check_interval, newest_policy=newest))
+        pools.append(EnginePool(engines, check_interval=check_interval, newest_policy=newest_policy))
         await pools[-1].start(5)
         return pools[-1], engines
 
@@ -161,10 +161,10 @@ async def test_pool_sends_requests_to_the_least_busy_engine(create_pool: CreateP
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_pool_counts_requests_of_other_clients_as_load(create_pool: CreatePool) -> None:
+async def test_pool_counts_requests_from_other_clients_as_load(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     engines[0].hangs = True
-    engines[0]._status.running = 5  # requests of another gateway
+    engines[0]._status.running = 5  # Requests from another gateway.
     await asyncio.sleep(0.1)
     for _ in range(4):
         assert await completes(pool)
@@ -181,13 +181,13 @@ async def test_pool_retries_on_another_engine_before_the_first_token(create_pool
     assert await completes(pool.for_session("s"))
     assert used.request_count == 2
     assert await completes(pool.for_session("s"))
-    assert used.request_count == 2, "an unreachable engine is excluded"
+    assert used.request_count == 2, "an unreachable engine was used"
     used.failure, used.is_reachable = None, True
     other = next(engine for engine in engines if engine is not used)
     await wait_until(lambda: pool.members[engines.index(used)].is_healthy)
     other.failure, other.is_reachable = EngineUnavailable("restarting"), False
     assert await completes(pool.for_session("s"))
-    assert used.request_count == 3, "the engine is used again"
+    assert used.request_count == 3, "the recovered engine was not used"
 
 
 async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
@@ -195,16 +195,16 @@ async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
 ) -> None:
     pool, engines = await create_pool(2)
     for engine in engines:
-        engine.failure, engine.fails_after = EngineUnavailable("it died"), 2
+        engine.failure, engine.fails_after = EngineUnavailable("the engine crashed"), 2
     stream = pool.generate(PROMPT, SamplingParams())
     received = [await anext(stream), await anext(stream)]
     assert len(get_ids(received)) == 2
-    with pytest.raises(EngineUnavailable, match="it died"):
+    with pytest.raises(EngineUnavailable, match="the engine crashed"):
         await anext(stream)
     assert sum(engine.request_count for engine in engines) == 1
 
 
-@pytest.mark.parametrize("error", [PromptTooLong("too long"), EngineError("refused")])
+@pytest.mark.parametrize("error", [PromptTooLong("too long"), EngineError("rejected")])
 async def test_pool_does_not_retry_rejected_requests(create_pool: CreatePool, error: EngineError) -> None:
     pool, engines = await create_pool(2)
     for engine in engines:
@@ -220,16 +220,16 @@ async def test_pool_does_not_retry_rejected_requests(create_pool: CreatePool, er
 async def test_pool_without_healthy_engines_fails_immediately_and_recovers(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     for engine in engines:
-        engine.is_reachable, engine.failure = False, EngineUnavailable("it is gone")
-    for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(policy(1))):
-        with pytest.raises(EngineUnavailable, match=r"No engine can answer .*it is gone"):
+        engine.is_reachable, engine.failure = False, EngineUnavailable("not reachable")
+    for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(make_policy(1))):
+        with pytest.raises(EngineUnavailable, match=r"No engine can answer .*not reachable"):
             async with asyncio.timeout(2):
                 await call()
     for engine in engines:
         engine.is_reachable, engine.failure = True, None
     await wait_until(lambda: any(member.is_healthy for member in pool.members))
     assert set(get_versions(await collect(pool, PROMPT))) == {1}, (
-        "the policy is loaded although no engine was reachable"
+        "the policy was not loaded after the engines recovered"
     )
 
 
@@ -246,17 +246,17 @@ async def test_pool_moves_waiting_requests_away_from_a_dead_engine(create_pool: 
         assert (await waiting)[-1].finish_reason == "stop"
 
 
-def policy(version: int) -> Policy:
+def make_policy(version: int) -> Policy:
     return Policy("p", version, Artifact("base"))
 
 
 async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
-    await pool.load(policy(1))
+    await pool.load(make_policy(1))
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
-    await pool.load(policy(2))
-    await pool.load(policy(3))
+    await pool.load(make_policy(2))
+    await pool.load(make_policy(3))
     engines[0].restart()
     engines[0].is_reachable, engines[1].is_reachable = True, False
     await wait_until(lambda: pool.members[0].is_healthy and not pool.members[1].is_healthy)
@@ -267,7 +267,7 @@ async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
     create_pool: CreatePool,
 ) -> None:
     pool, engines = await create_pool(2, check_interval=60)
-    await pool.load(policy(4))
+    await pool.load(make_policy(4))
     engines[0].restart()
     for _ in range(4):
         assert set(get_versions(await collect(pool, PROMPT))) == {4}
@@ -276,42 +276,42 @@ async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
 
 
 async def test_pool_reads_the_newest_policy_from_its_source(create_pool: CreatePool) -> None:
-    head = policy(7)
+    latest = make_policy(7)
 
-    async def newest() -> Policy:
-        return head
+    async def get_newest_policy() -> Policy:
+        return latest
 
-    pool, engines = await create_pool(2, newest=newest)
+    pool, engines = await create_pool(2, newest_policy=get_newest_policy)
     assert [(await engine.status()).version for engine in engines] == [7, 7]
-    head = policy(5)
+    latest = make_policy(5)
     for engine in engines:
-        await engine.load(head)  # the trainer rolled back to an earlier version
+        await engine.load(latest)  # The trainer rolled back to an earlier version.
     assert set(get_versions(await collect(pool, PROMPT))) == {5}
 
 
 async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreatePool) -> None:
-    head = Policy("p", 0, Artifact("base"))
+    latest = Policy("p", 0, Artifact("base"))
 
-    async def newest() -> Policy:
-        return head
+    async def get_newest_policy() -> Policy:
+        return latest
 
-    pool, engines = await create_pool(2, newest=newest)
+    pool, engines = await create_pool(2, newest_policy=get_newest_policy)
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
-    head = Policy("p", 4, Artifact("live"))
+    latest = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
     await wait_until(lambda: "has not sent version 4" in pool.members[0].unhealthy_reason)
-    engines[0]._status.version = 4  # the trainer has sent the weights
+    engines[0]._status.version = 4  # The trainer has sent the weights.
     await wait_until(lambda: pool.members[0].is_healthy)
 
 
 @asynccontextmanager
-async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterator[str]:
-    """Serve the engine behind a proxy that returns HTML while ``is_invalid`` is set; yield the URL."""
+async def serve_proxy(engine_url: str, invalid: asyncio.Event) -> AsyncIterator[str]:
+    """Run a proxy of the engine and yield its URL. The proxy returns HTML while ``invalid`` is set."""
 
     async def handle(request: web.Request) -> web.Response:
-        if is_invalid.is_set():
-            return web.Response(text="<html>back soon</html>")
+        if invalid.is_set():
+            return web.Response(text="<html>maintenance</html>")
         async with aiohttp.ClientSession() as client, client.get(engine_url + request.path) as response:
             return web.Response(body=await response.read(), status=response.status)
 
@@ -327,19 +327,19 @@ async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterat
 
 
 async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Path) -> None:
-    is_invalid = asyncio.Event()
-    async with serve_engine(scripted_engine(tiny), None) as url, serve_proxy(url, is_invalid) as address:
+    invalid = asyncio.Event()
+    async with serve_engine(create_scripted_engine(tiny), None) as url, serve_proxy(url, invalid) as address:
         pool = EnginePool([RemoteEngine(address)], check_interval=0.02)
         await pool.start(5)
         (member,) = pool.members
-        is_invalid.set()
+        invalid.set()
         await wait_until(lambda: not member.is_healthy)
         assert "did not respond like an engine" in member.unhealthy_reason
         with pytest.raises(EngineUnavailable, match="did not respond like an engine"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
-        is_invalid.clear()
+        invalid.clear()
         await wait_until(lambda: member.is_healthy)
         await pool.close()
 
@@ -355,9 +355,9 @@ async def test_pool_excludes_an_engine_that_returns_with_another_model(create_po
     pool, engines = await create_pool(2)
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
-    engines[0]._info = EngineInfo("scripted", "another", 10, 20, ("base",))
+    engines[0]._info = EngineInfo("scripted", "other-model", 10, 20, ("base",))
     engines[0].is_reachable = True
-    await wait_until(lambda: "another" in pool.members[0].unhealthy_reason)
+    await wait_until(lambda: "other-model" in pool.members[0].unhealthy_reason)
     assert not pool.members[0].is_healthy
 
 
@@ -386,10 +386,10 @@ class EngineProcess:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    async def kill(self, *, refuse: bool) -> None:
-        """Kill the process. With ``refuse`` close the socket too; else connections wait in its backlog."""
+    async def kill(self, *, close_socket: bool) -> None:
+        """Kill the process. Unless ``close_socket`` is set, new connections wait in the socket's backlog."""
         assert self.process is not None
-        if refuse:
+        if close_socket:
             self.listener.close()
         if self.process.returncode is None:
             self.process.send_signal(signal.SIGKILL)
@@ -403,7 +403,7 @@ async def processes(tiny: Path) -> AsyncIterator[list[EngineProcess]]:
         await process.start()
     yield started
     for process in started:
-        await process.kill(refuse=True)
+        await process.kill(close_socket=True)
 
 
 async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
@@ -412,7 +412,7 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
     remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
     pool = EnginePool(remotes, check_interval=0.1, check_timeout=0.5)
     await pool.start(60)
-    await pool.load(policy(2))
+    await pool.load(make_policy(2))
     aborted: list[int] = []
     done = 0
     stop = asyncio.Event()
@@ -436,9 +436,9 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
 
     clients = [asyncio.create_task(send_requests(f"sess-{i}")) for i in range(12)]
     await asyncio.sleep(0.5)
-    for index, refuse in ((0, True), (1, False)):
+    for index, close_socket in ((0, True), (1, False)):
         member = pool.members[index]
-        await processes[index].kill(refuse=refuse)
+        await processes[index].kill(close_socket=close_socket)
         await wait_until(lambda member=member: not member.is_healthy)
         before = done
         await wait_until(lambda before=before: done > before + 50)
@@ -477,7 +477,7 @@ async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, ti
     assert (removed.request_count, added.request_count) == (1, 1)
 
 
-async def exhaust(stream: AsyncGenerator[TokenChunk, None]) -> None:
+async def read_all(stream: AsyncGenerator[TokenChunk, None]) -> None:
     async for _ in stream:
         pass
 
@@ -494,5 +494,5 @@ async def test_pool_replace_aborts_replies_of_removed_engines(tiny: Path) -> Non
         await anext(stream)
         await pool.replace([])
         with pytest.raises(EngineUnavailable):
-            await asyncio.wait_for(exhaust(stream), 3)
+            await asyncio.wait_for(read_all(stream), 3)
         await pool.close()

@@ -1,4 +1,4 @@
-"""Tests of the prefix cache. The fake keys and values of a token encode all tokens up to it."""
+"""Tests for the prefix cache. Each fake key and value encodes all tokens up to its position."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def to_ids(*ids: int) -> Ids:
     return np.asarray(ids, np.int32)
 
 
-def keys_and_values(ids: Ids) -> Tensor:
-    """Return [1, 1, 1, tokens, 1]: each value encodes the sequence up to its token as one number."""
-    values, value = list[int](), 1
+def make_kv(ids: Ids) -> Tensor:
+    """Return a [1, 1, 1, tokens, 1] tensor. Each value encodes the tokens up to its position as a number."""
+    values: list[int] = []
+    value = 1
     for token in ids.tolist():
         value = value * 4 + token
         values.append(value)
@@ -30,24 +31,24 @@ def keys_and_values(ids: Ids) -> Tensor:
 
 def match(cache: PrefixCache, ids: Ids) -> Tensor:
     pieces = [kv[:, :, :, :count] for kv, count in cache.match(ids)]
-    return torch.cat([keys_and_values(ids[:0]), *pieces], 3)
+    return torch.cat([make_kv(ids[:0]), *pieces], 3)
 
 
 def insert(cache: PrefixCache, ids: Ids) -> None:
-    # A row has unused capacity at its end, with arbitrary values.
+    # A row ends with unused capacity, which has arbitrary values.
     unused = torch.full((1, 1, 1, MAX_LENGTH, 1), -1.0, dtype=torch.float64)
-    cache.insert(ids, torch.cat([keys_and_values(ids), unused], 3))
+    cache.insert(ids, torch.cat([make_kv(ids), unused], 3))
 
 
 def test_prefix_cache_splits_a_node_that_has_a_child() -> None:
-    """After 1 2, one sequence continues with 3 0 and the other with 0."""
+    """The node 1 2 3 has a child when a sequence that diverges after 1 2 splits it."""
     cache = PrefixCache()
     insert(cache, to_ids(1, 2, 3))
     insert(cache, to_ids(1, 2, 3, 0, 1))
     insert(cache, to_ids(1, 2, 0, 3))
     for ids in (to_ids(1, 2, 3, 0, 3), to_ids(1, 2, 0, 3)):
         kv = match(cache, ids)
-        assert torch.equal(kv, keys_and_values(ids[: kv.shape[3]]))
+        assert torch.equal(kv, make_kv(ids[: kv.shape[3]]))
     assert cache.match_length(to_ids(1, 2, 0, 3)) == 4
 
 
@@ -59,14 +60,14 @@ def test_prefix_cache_returns_values_of_the_same_prefix(seed: int) -> None:
     for _ in range(200):
         ids = to_ids(*(rng.randrange(2 + seed % 2) for _ in range(rng.randrange(1, MAX_LENGTH))))
         kv = match(cache, ids)
-        assert torch.equal(kv, keys_and_values(ids[: kv.shape[3]]))
+        assert torch.equal(kv, make_kv(ids[: kv.shape[3]]))
         expected = max(
             (len(p) for n in range(len(ids) + 1) if (p := tuple(ids[:n].tolist())) in inserted), default=0
         )
         assert cache.match_length(ids) == expected
         insert(cache, ids)
         inserted.update(tuple(ids[:n].tolist()) for n in range(len(ids) + 1))
-    assert cache.cached_tokens == len(inserted) - 1  # one token per distinct prefix except the empty one
+    assert cache.cached_tokens == len(inserted) - 1  # One token per distinct nonempty prefix.
 
 
 def test_trim_keeps_recently_used_entries() -> None:

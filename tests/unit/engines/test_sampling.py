@@ -1,4 +1,4 @@
-"""Tests of the sampler: samples follow the reported distribution."""
+"""Tests for the sampler: samples follow the reported distribution."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> SampledT
 
 
 def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
-    """Assert that the chi-square over tokens expected at least five times is within six deviations."""
+    """Check that the chi-square statistic over tokens expected at least five times is within six sigma."""
     counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
     expected = probabilities.double() * len(ids)
     common = expected >= 5
     chi = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
-    freedom = int(common.sum())
-    assert chi < freedom + 6 * math.sqrt(2 * freedom)
+    degrees = int(common.sum())
+    assert chi < degrees + 6 * math.sqrt(2 * degrees)
     assert counts[probabilities == 0].sum() == 0
 
 
@@ -61,13 +61,13 @@ def test_tokens_with_zero_probability_are_never_sampled() -> None:
 def test_behavior_logprobs_match_the_sampled_distribution(params: SamplingParams) -> None:
     logits = torch.randn(200, generator=torch.Generator().manual_seed(2)) * 2
     drawn = draw(logits, params)
-    expected = expected_probabilities(logits, params)
+    expected = compute_expected_probabilities(logits, params)
     assert_frequencies(drawn.ids, expected)
     assert drawn.behavior_logprobs == pytest.approx(expected[drawn.ids].log().tolist(), abs=1e-4)
     assert drawn.logprobs == pytest.approx(logits.log_softmax(-1)[drawn.ids].tolist(), abs=1e-5)
 
 
-def expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
+def compute_expected_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     probabilities = (logits / params.temperature).softmax(-1)
     order = probabilities.argsort(descending=True).tolist()
     if params.top_k:
@@ -96,7 +96,7 @@ def test_non_finite_logits_raise_an_error(params: SamplingParams) -> None:
 def test_rows_with_different_params_are_sampled_independently() -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 300, generator=generator) * 2
-    kinds = [
+    row_params = [
         SamplingParams(),
         SamplingParams(temperature=0),
         SamplingParams(temperature=0.6),
@@ -105,11 +105,11 @@ def test_rows_with_different_params_are_sampled_independently() -> None:
         SamplingParams(top_k=3),
     ]
     sampler = Sampler("cpu")
-    together = sampler.draw(logits, kinds, [Random(n) for n in range(6)])
-    for n, params in enumerate(kinds):
-        alone = sampler.draw(logits[n : n + 1], [params], [Random(n)])
-        assert alone.ids == [together.ids[n]]
-        assert alone.logprobs == pytest.approx([together.logprobs[n]], abs=1e-6)
-        assert (together.behavior_logprobs[n] is None) == (params == SamplingParams())
-    assert together.ids[1] == int(logits[1].argmax())
-    assert together.behavior_logprobs[1] == 0.0
+    batched = sampler.draw(logits, row_params, [Random(n) for n in range(6)])
+    for n, params in enumerate(row_params):
+        single = sampler.draw(logits[n : n + 1], [params], [Random(n)])
+        assert single.ids == [batched.ids[n]]
+        assert single.logprobs == pytest.approx([batched.logprobs[n]], abs=1e-6)
+        assert (batched.behavior_logprobs[n] is None) == (params == SamplingParams())
+    assert batched.ids[1] == int(logits[1].argmax())
+    assert batched.behavior_logprobs[1] == 0.0

@@ -15,7 +15,7 @@ def shout(prompt: str, seed: int | None) -> str:
     return f"{prompt.upper()}{seed}"
 
 
-def make(tiny: Path, **settings: object) -> ScriptedEngine:
+def make_engine(tiny: Path, **settings: object) -> ScriptedEngine:
     config = ScriptedEngineConfig.model_validate(settings)
     return ScriptedEngine(ModelConfig(name=str(tiny), max_context=256), config)
 
@@ -25,7 +25,7 @@ def decode(ids: list[int]) -> str:
 
 
 async def test_scripted_engine_repeats_replies_turn_by_turn(tiny: Path) -> None:
-    engine = make(tiny, replies=["first", "second"])
+    engine = make_engine(tiny, replies=["first", "second"])
     prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
     replies: list[str] = []
     for _ in range(3):
@@ -37,23 +37,23 @@ async def test_scripted_engine_repeats_replies_turn_by_turn(tiny: Path) -> None:
 
 
 async def test_scripted_engine_calls_the_function_with_text_and_seed(tiny: Path) -> None:
-    engine = make(tiny, function=f"{__name__}:shout")
+    engine = make_engine(tiny, function=f"{__name__}:shout")
     chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
     assert decode(get_ids(chunks)) == "SAY IT7<|im_end|>"
 
 
 async def test_logprobs_depend_on_prompt_position_and_seed_only(tiny: Path) -> None:
-    engine, again = make(tiny, replies=["aaaa"]), make(tiny, replies=["aaaa"])
-    one = get_logprobs(await collect(engine, [5, 6], seed=1))
-    assert one == get_logprobs(await collect(again, [5, 6], seed=1))
-    assert len(set(one)) == len(one)
-    assert all(-3 < value < 0 for value in one)
-    assert one != get_logprobs(await collect(engine, [5, 7], seed=1))
-    assert one != get_logprobs(await collect(engine, [5, 6], seed=2))
+    engine, second_engine = make_engine(tiny, replies=["aaaa"]), make_engine(tiny, replies=["aaaa"])
+    logprobs = get_logprobs(await collect(engine, [5, 6], seed=1))
+    assert logprobs == get_logprobs(await collect(second_engine, [5, 6], seed=1))
+    assert len(set(logprobs)) == len(logprobs)
+    assert all(-3 < value < 0 for value in logprobs)
+    assert logprobs != get_logprobs(await collect(engine, [5, 7], seed=1))
+    assert logprobs != get_logprobs(await collect(engine, [5, 6], seed=2))
 
 
 async def test_scripted_engine_waits_before_each_token(tiny: Path) -> None:
-    engine = make(tiny, replies=["abc"], delay=0.02)
+    engine = make_engine(tiny, replies=["abc"], delay=0.02)
     start = time.monotonic()
     count = len(get_ids(await collect(engine, [5])))
     assert time.monotonic() - start >= 0.02 * count
@@ -61,4 +61,4 @@ async def test_scripted_engine_waits_before_each_token(tiny: Path) -> None:
 
 def test_scripted_engine_requires_replies_or_a_function(tiny: Path) -> None:
     with pytest.raises(ConfigError, match="replies"):
-        make(tiny, replies=[])
+        make_engine(tiny, replies=[])

@@ -1,4 +1,4 @@
-"""Tests of the engine server and its client: authorization, invalid input, errors and disconnects."""
+"""Tests for the engine server and its client: authorization, invalid input, errors and disconnects."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Policy, SamplingParams, TokenChunk
 from tests.unit.engines.conformance import collect, get_logprobs, wait_until_idle
-from tests.unit.engines.test_conformance import scripted_engine, serve_engine
+from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
 
 @pytest.fixture
 async def url(tiny: Path) -> AsyncIterator[str]:
-    engine = scripted_engine(tiny)
+    engine = create_scripted_engine(tiny)
     async with serve_engine(engine, "secret") as url:
         yield url
     await engine.close()
@@ -58,7 +58,7 @@ def encode_request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: 
 
 
 @pytest.mark.parametrize(
-    ("body", "kind"),
+    ("body", "error_type"),
     [
         (b"", "EngineError"),
         (b"\x02", "EngineError"),
@@ -76,10 +76,10 @@ def encode_request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: 
     ],
     ids=range(13),
 )
-async def test_generate_returns_400_for_invalid_bodies(url: str, body: bytes, kind: str) -> None:
+async def test_generate_returns_400_for_invalid_bodies(url: str, body: bytes, error_type: str) -> None:
     status, response = await post(url + "/generate", body)
     assert status == 400
-    assert response["error"]["type"] == kind
+    assert response["error"]["type"] == error_type
     assert response["error"]["message"]
 
 
@@ -90,7 +90,7 @@ async def test_load_returns_400_for_invalid_policies(url: str) -> None:
 
 
 async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -> None:
-    engine = scripted_engine(tiny)
+    engine = create_scripted_engine(tiny)
     async with serve_engine(engine, None) as url:
         async with aiohttp.ClientSession() as client:
             body = encode_request([5, 6], b'{"max_tokens":200}')
@@ -103,22 +103,22 @@ async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -
 
 
 async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: Path) -> None:
-    engine = scripted_engine(tiny, delay=60)
+    engine = create_scripted_engine(tiny, delay=60)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
-        waiting = asyncio.create_task(collect(remote, [5, 6]))
+        request_task = asyncio.create_task(collect(remote, [5, 6]))
         async with asyncio.timeout(10):
             while (await remote.status()).running == 0:  # noqa: ASYNC110 - the engine is remote
                 await asyncio.sleep(0.001)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
+        request_task.cancel()
+        await asyncio.gather(request_task, return_exceptions=True)
         await wait_until_idle(remote)
         assert (await remote.status()).generated_tokens == 0
         await remote.close()
 
 
 async def test_server_sends_available_tokens_in_one_chunk(tiny: Path) -> None:
-    fast, slow = scripted_engine(tiny, delay=0), scripted_engine(tiny, delay=0.01)
+    fast, slow = create_scripted_engine(tiny, delay=0), create_scripted_engine(tiny, delay=0.01)
     params = {"max_tokens": 30, "temperature": 0}
     local_chunks = await collect(fast, [5, 6], **params)
     assert len(local_chunks) == 30
@@ -133,7 +133,7 @@ async def test_server_sends_available_tokens_in_one_chunk(tiny: Path) -> None:
 
 async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
     prompt = np.arange(120_000, dtype=np.int32) % 300
-    engine = scripted_engine(tiny, max_context=130_000)
+    engine = create_scripted_engine(tiny, max_context=130_000)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         remote_chunks = await collect(remote, prompt, max_tokens=3)
@@ -142,7 +142,7 @@ async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
 
 
 class PartialLogprobsEngine(ScriptedEngine):
-    """Lacks the logprob of the second token; only that one has a behavior logprob."""
+    """The first token has only a logprob, and the second only a behavior logprob."""
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         yield TokenChunk([1], [-1.0], [0])
@@ -160,7 +160,7 @@ async def test_remote_engine_preserves_missing_logprobs(tiny: Path) -> None:
         await remote.close()
 
 
-async def test_remote_engine_raises_unavailable_if_nothing_listens() -> None:
+async def test_remote_engine_raises_unavailable_if_no_server_listens() -> None:
     with pytest.raises(EngineUnavailable):
         await RemoteEngine.connect("http://127.0.0.1:9", timeout=0.2)
     remote = RemoteEngine("http://127.0.0.1:9")
@@ -173,7 +173,7 @@ async def test_remote_engine_raises_unavailable_if_nothing_listens() -> None:
     await remote.close()
 
 
-class BreakingEngine(ScriptedEngine):
+class FailingEngine(ScriptedEngine):
     """Raises ``error`` after ``after`` tokens."""
 
     def __init__(self, error: EngineError, after: int) -> None:
@@ -182,7 +182,7 @@ class BreakingEngine(ScriptedEngine):
 
     @property
     def info(self) -> EngineInfo:
-        return EngineInfo("breaking", "none", 10, 100, ("base",))
+        return EngineInfo("failing", "none", 10, 100, ("base",))
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         for _ in range(self._after):
@@ -198,8 +198,10 @@ class BreakingEngine(ScriptedEngine):
 
 @pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long")])
 @pytest.mark.parametrize("after", [0, 2])
-async def test_remote_engine_raises_the_error_class_of_the_server(error: EngineError, after: int) -> None:
-    async with serve_engine(BreakingEngine(error, after), None) as url:
+async def test_remote_engine_raises_the_same_error_class_as_the_server(
+    error: EngineError, after: int
+) -> None:
+    async with serve_engine(FailingEngine(error, after), None) as url:
         remote = await RemoteEngine.connect(url, timeout=5)
         stream = remote.generate([1], SamplingParams())
         received: list[int] = []

@@ -1,4 +1,4 @@
-"""Tests of attention to a shared prefix: the logprobs do not change."""
+"""Tests for shared-prefix attention: it does not change the logprobs."""
 
 from __future__ import annotations
 
@@ -11,18 +11,23 @@ import pytest
 from instar.engines.local.prefix import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
-from tests.unit.engines.test_local import adapter_policy, expected_logprobs, make_engine, reference_model
+from tests.unit.engines.test_local import (
+    compute_expected_logprobs,
+    load_reference_model,
+    make_adapter_policy,
+    make_engine,
+)
 
 PREFIX = TOKENIZER.encode("<|im_start|>system\n" + "Call the tool, then answer. " * 6 + "<|im_end|>\n")
 PROMPTS = [PREFIX + TOKENIZER.encode(f"<|im_start|>user\nWhat is {n} plus {n * n}?") for n in range(12)]
 
 
-def rows(*prompts: list[int]) -> list[np.ndarray]:
+def to_arrays(*prompts: list[int]) -> list[np.ndarray]:
     return [np.asarray(prompt, np.int32) for prompt in prompts]
 
 
 def test_find_shared_prefixes_returns_the_common_prefix() -> None:
-    shared = find_shared_prefixes(rows(*PROMPTS), [0] * 12)
+    shared = find_shared_prefixes(to_arrays(*PROMPTS), [0] * 12)
     assert shared is not None
     length, groups = shared
     assert length >= len(PREFIX)
@@ -31,7 +36,7 @@ def test_find_shared_prefixes_returns_the_common_prefix() -> None:
 
 
 def test_find_shared_prefixes_groups_rows_by_weights() -> None:
-    shared = find_shared_prefixes(rows(*PROMPTS), [0, 1] * 6)
+    shared = find_shared_prefixes(to_arrays(*PROMPTS), [0, 1] * 6)
     assert shared is not None
     assert shared[1] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
 
@@ -46,7 +51,7 @@ def test_find_shared_prefixes_groups_rows_by_weights() -> None:
     ids=["no common prefix", "too short", "no further token"],
 )
 def test_find_shared_prefixes_returns_none_if_too_little_is_shared(prompts: list[list[int]]) -> None:
-    assert find_shared_prefixes(rows(*prompts), [0] * len(prompts)) is None
+    assert find_shared_prefixes(to_arrays(*prompts), [0] * len(prompts)) is None
 
 
 async def test_shared_attention_matches_transformers(tiny: Path) -> None:
@@ -55,20 +60,20 @@ async def test_shared_attention_matches_transformers(tiny: Path) -> None:
         *(collect(engine, prompt, max_tokens=8 + 3 * n, seed=n) for n, prompt in enumerate(PROMPTS))
     )
     await engine.close()
-    model = reference_model(tiny)
+    model = load_reference_model(tiny)
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         assert get_logprobs(reply) == pytest.approx(
-            expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
+            compute_expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
         )
 
 
 async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adapter: Path) -> None:
-    """Rows of old and new weights decode in one batch; the new ones must not see old keys."""
+    """Rows with old and new weights are decoded in one batch. New rows must not use old keys."""
     engine = make_engine(tiny)
     streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
     for stream in streams:
         await anext(stream)
-    await engine.load(adapter_policy(adapter))
+    await engine.load(make_adapter_policy(adapter))
     after = await asyncio.gather(
         *(collect(engine, prompt, max_tokens=20, seed=n) for n, prompt in enumerate(PROMPTS))
     )
@@ -76,8 +81,8 @@ async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adap
     for stream in streams:
         await stream.aclose()
     await engine.close()
-    model = reference_model(tiny, adapter)
+    model = load_reference_model(tiny, adapter)
     for prompt, reply in zip(PROMPTS, after, strict=True):
         assert get_logprobs(reply) == pytest.approx(
-            expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
+            compute_expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
         )

@@ -7,7 +7,7 @@ from tests.unit.engines.conformance import TOKENIZER
 
 
 def find_stop(text: str, *stop: str) -> tuple[int, str] | None:
-    """Return the number of characters until the stop and the stop string; None without a stop."""
+    """Return the number of characters up to the stop and the stop string, or None if there is no stop."""
     strings = StopStrings(TOKENIZER, stop)
     ids: list[int] = []
     for token in TOKENIZER.encode(text):

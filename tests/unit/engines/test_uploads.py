@@ -1,4 +1,4 @@
-"""Tests of uploading policy folders to an engine that cannot read them."""
+"""Tests for uploading policy folders to an engine that cannot read them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RecordingEngine(ScriptedEngine):
 
 
 class RemoteWithoutSharedDisk(RemoteEngine):
-    """A client whose folders the engine cannot read."""
+    """Simulates a client whose folders the engine cannot read."""
 
     async def _call(self, method: str, path: str, seconds: float, body: object = None) -> bytes:
         if path == "/seen":
@@ -72,16 +72,16 @@ async def test_push_does_not_upload_a_folder_that_the_engine_can_read(
     engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
     remote = await RemoteEngine.connect(url)
-    pushed = write_policy(tmp_path / "v1", 1)
-    assert await FileSync().push(pushed, [remote]) == [None]
+    policy = write_policy(tmp_path / "v1", 1)
+    assert await FileSync().push(policy, [remote]) == [None]
     assert engine.paths == [tmp_path / "v1"]
     await remote.close()
 
 
 async def test_seen_is_false_for_a_folder_with_other_files(url: str, tmp_path: Path) -> None:
     remote = await RemoteEngine.connect(url)
-    pushed = write_policy(tmp_path / "v1", 1)
-    body = {"path": pushed.artifact.path, "files": {"adapter_config.json": [8, 1]}}
+    policy = write_policy(tmp_path / "v1", 1)
+    body = {"path": policy.artifact.path, "files": {"adapter_config.json": [8, 1]}}
     async with aiohttp.ClientSession() as client, client.post(f"{url}/seen", json=body) as response:
         assert await response.json() == {"seen": False}
     await remote.close()
@@ -93,8 +93,8 @@ async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
     remote = RemoteWithoutSharedDisk(url)
     await remote.refresh()
     for version in range(1, MAX_UPLOADS + 3):
-        pushed = write_policy(tmp_path / f"v{version}", version)
-        assert await FileSync().push(pushed, [remote]) == [None]
+        policy = write_policy(tmp_path / f"v{version}", version)
+        assert await FileSync().push(policy, [remote]) == [None]
         assert engine.loaded[-1] == read_files(tmp_path / f"v{version}")
         assert not engine.paths[-1].is_relative_to(tmp_path)
         assert (await engine.status()).version == version
@@ -103,7 +103,7 @@ async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
     await remote.close()
 
 
-async def test_uploads_keep_the_served_folder_while_others_are_not_loaded(
+async def test_uploads_keep_the_served_folder_until_another_is_loaded(
     engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
     remote = RemoteWithoutSharedDisk(url)

@@ -1,4 +1,4 @@
-"""Tests of the vLLM engine with fake servers; tests/integration/vllm uses real ones."""
+"""Tests for the vLLM engine with fake servers; tests/integration/vllm uses real ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.unit.engines.fake_vllm import END, FakeVllm, event
-from tests.unit.engines.test_conformance import local_engine, scripted_engine
+from tests.unit.engines.test_conformance import create_local_engine, create_scripted_engine
 
 TOKENIZER = make_tiny_tokenizer()
 
@@ -95,7 +95,7 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
     stream = reply.stream_chunks()
     await anext(stream)
     vllm.failing.add("/collective_rpc")
-    with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the test needs the pause inside
+    with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the pause must be inside
         async with weights.pause_sampling() as change:
             change.start()
             await client.rpc("reload_weights")
@@ -145,7 +145,7 @@ async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, clie
     for fields, expected in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
         vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **fields) + END)
         vllm.events.put_nowait(None)
-        reply = await start_reply(client, ServerWeights(client), stop=("never", "893"))
+        reply = await start_reply(client, ServerWeights(client), stop=("absent", "893"))
         last: TokenChunk = [chunk async for chunk in reply.stream_chunks()][-1]
         assert (last.finish_reason, last.stop) == ("stop", expected)
 
@@ -166,7 +166,7 @@ def test_generate_request_disables_detokenize_without_stop_strings() -> None:
         prompt = np.asarray([5, 6], np.int32)
         sampling = SamplingParams(max_tokens=50, **params)
         request = encode_generate_request(
-            prompt, sampling, context_left=7, eos_ids=[2], model=None, should_send_seed=True
+            prompt, sampling, context_left=7, eos_ids=[2], model=None, send_seed=True
         )
         return json.loads(request)["sampling_params"]
 
@@ -191,7 +191,7 @@ def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
     with merge_adapter(tiny, adapter, "bf16") as folder:
         dtypes = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
-    assert dtypes == {"torch.float32", "torch.bfloat16"}, "weights without adapter keep their dtype"
+    assert dtypes == {"torch.float32", "torch.bfloat16"}, "weights without an adapter must keep their dtype"
 
 
 def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Path, tmp_path: Path) -> None:
@@ -209,10 +209,10 @@ def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool =
 
 def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INSTAR_ADMIN_KEY", "gateway-key")
-    launch = build_launch(VllmEngineConfig(env={"MORE": "1"}, args=["--seed", "3"]))
+    launch = build_launch(VllmEngineConfig(env={"EXTRA": "1"}, args=["--seed", "3"]))
     environment = launch.build_environment("server-key", Path("package"))
     assert environment["VLLM_API_KEY"] == "server-key"
-    assert environment["MORE"] == "1"
+    assert environment["EXTRA"] == "1"
     assert "gateway-key" not in environment.values()
     command = launch.build_command(1234)
     assert "server-key" not in command
@@ -236,7 +236,7 @@ def test_launch_command_depends_on_adapters_and_device() -> None:
 
 
 def test_find_vllm_rejects_an_interpreter_without_vllm() -> None:
-    for python in (sys.executable, "/nowhere/python"):
+    for python in (sys.executable, "/missing/python"):
         with pytest.raises(ConfigError, match=r"engine\.python"):
             find_vllm(python)
 
@@ -250,13 +250,13 @@ time.sleep(60)
 
 
 def test_guard_kills_the_process_tree_when_its_parent_dies() -> None:
-    starter = f"""
+    starter_script = f"""
 import subprocess, sys, time
 guard = subprocess.Popen({guard_command([sys.executable, "-c", PARENT_SCRIPT])!r},
                          stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", starter_script], stdout=subprocess.PIPE)
     assert process.stdout is not None
     grandchild = int(process.stdout.readline())
     os.kill(process.pid, signal.SIGKILL)
@@ -288,7 +288,7 @@ def test_engine_process_config_selects_the_part_of_a_mixed_engine() -> None:
     assert [part.engine.type for part in configs] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
     assert [part.engine.servers for part in configs[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
     assert [engine_python(part) for part in configs] == ["p", "p", None, None, None]
-    with pytest.raises(ValueError, match="must be the number of `servers`, 2"):
+    with pytest.raises(ValueError, match="must be the number of `servers`, 2, got"):
         VllmEngineConfig.model_validate({"servers": servers, "count": 3})
 
 
@@ -303,8 +303,8 @@ def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
     assert resolve().gpu_memory == 0.9
 
 
-async def test_pool_of_different_engine_kinds_is_mixed(tiny: Path) -> None:
-    pool = EnginePool([local_engine(tiny), scripted_engine(tiny)])
+async def test_pool_of_different_engine_types_is_mixed(tiny: Path) -> None:
+    pool = EnginePool([create_local_engine(tiny), create_scripted_engine(tiny)])
     await pool.start()
     assert pool.info.kind == "mixed"
     assert set(pool.info.artifacts) == {"adapter", "weights", "base"}

@@ -1,4 +1,4 @@
-"""Tests of the vLLM engine with an external server that goes down and responds again."""
+"""Tests for the vLLM engine with an external server that goes down and comes back."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ async def connect_engine(server: FakeVllm, tiny: Path, **settings: Any) -> Async
         await engine.close()
 
 
-def adapter_policy(folder: Path, version: int) -> Policy:
+def make_adapter_policy(folder: Path, version: int) -> Policy:
     path = folder / f"v{version}"
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text('{"r": 4}')
     return Policy("run", version, Artifact("adapter", str(path)))
 
 
-def live_policy(version: int) -> Policy:
+def make_live_policy(version: int) -> Policy:
     return Policy("run", version, Artifact("live"))
 
 
@@ -55,7 +55,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 
 @asynccontextmanager
 async def server_down(server: FakeVllm, engine: VllmEngine) -> AsyncIterator[None]:
-    """Make health checks fail during the block, and then wait until the engine has reconnected."""
+    """Make health checks fail during the block, then wait until the engine has reconnected."""
     server.failing.add("/health")
     await wait_until(lambda: not engine._ready.is_set())
     yield
@@ -63,7 +63,7 @@ async def server_down(server: FakeVllm, engine: VllmEngine) -> AsyncIterator[Non
     await wait_until(engine._ready.is_set)
 
 
-async def served_version(engine: VllmEngine) -> int:
+async def get_served_version(engine: VllmEngine) -> int:
     return (await engine.status()).version
 
 
@@ -71,51 +71,51 @@ async def test_engine_unloads_its_adapters_when_closed(tiny: Path, tmp_path: Pat
     async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
         for _ in range(2):
             async with connect_engine(server, tiny) as engine:
-                await engine.load(adapter_policy(tmp_path, 1))
-                assert await served_version(engine) == 1
+                await engine.load(make_adapter_policy(tmp_path, 1))
+                assert await get_served_version(engine) == 1
                 assert len(server.adapters) == 1
             assert not server.adapters
-        async with connect_engine(server, tiny) as killed:
-            await killed.load(adapter_policy(tmp_path, 1))
+        async with connect_engine(server, tiny) as first_engine:
+            await first_engine.load(make_adapter_policy(tmp_path, 1))
             async with connect_engine(server, tiny) as engine:
-                await engine.load(adapter_policy(tmp_path, 1))
-                assert await served_version(engine) == 1
+                await engine.load(make_adapter_policy(tmp_path, 1))
+                assert await get_served_version(engine) == 1
 
 
 @pytest.mark.parametrize("reports_start", [True, False])
-async def test_old_adapters_are_unloaded_after_missed_checks(
+async def test_old_adapters_are_unloaded_after_missed_health_checks(
     reports_start: bool, tiny: Path, tmp_path: Path
 ) -> None:
     async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
         server.reports_start = reports_start
         async with connect_engine(server, tiny) as engine:
-            await engine.load(adapter_policy(tmp_path, 1))
+            await engine.load(make_adapter_policy(tmp_path, 1))
             for _ in range(2):
                 async with server_down(server, engine):
                     pass
-                assert await served_version(engine) == 1
-            await engine.load(adapter_policy(tmp_path, 2))
+                assert await get_served_version(engine) == 1
+            await engine.load(make_adapter_policy(tmp_path, 2))
             await wait_until(lambda: len(server.adapters) == 1)
 
 
-async def test_restarted_server_gets_its_adapter_again(tiny: Path, tmp_path: Path) -> None:
+async def test_restarted_server_reloads_its_adapter(tiny: Path, tmp_path: Path) -> None:
     async with (
         StatefulFakeVllm(tiny, adapters=True).serving() as server,
         connect_engine(server, tiny) as engine,
     ):
-        await engine.load(adapter_policy(tmp_path, 3))
+        await engine.load(make_adapter_policy(tmp_path, 3))
         async with server_down(server, engine):
             server.restart()
-        assert await served_version(engine) == 3
+        assert await get_served_version(engine) == 3
         assert list(server.adapters.values()) == [str(tmp_path / "v3")]
 
 
-async def test_missed_check_of_the_same_process_keeps_version_and_replies(tiny: Path) -> None:
+async def test_missed_health_checks_without_restart_keep_version_and_replies(tiny: Path) -> None:
     async with (
         StatefulFakeVllm(tiny).serving() as server,
         connect_engine(server, tiny, policy="merged") as engine,
     ):
-        await push_live(engine, live_policy(5))
+        await push_live(engine, make_live_policy(5))
         server.events.put_nowait(event(7))
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert (await anext(chunks)).versions == [5]
@@ -124,7 +124,7 @@ async def test_missed_check_of_the_same_process_keeps_version_and_replies(tiny: 
         server.events.put_nowait(event(8, finish="length") + END)
         server.events.put_nowait(None)
         assert [v async for chunk in chunks for v in chunk.versions] == [5]
-        assert (server.weights, await served_version(engine)) == ("run:5", 5)
+        assert (server.weights, await get_served_version(engine)) == ("run:5", 5)
 
 
 @pytest.mark.parametrize("reports_start", [True, False])
@@ -135,25 +135,25 @@ async def test_restarted_server_does_not_keep_the_old_version(reports_start: boo
         connect_engine(server, tiny, policy="merged") as engine,
     ):
         server.reports_start = reports_start
-        await push_live(engine, live_policy(5))
+        await push_live(engine, make_live_policy(5))
         async with server_down(server, engine):
             server.restart()
-        assert (server.weights, await served_version(engine)) == (str(tiny), 0)
+        assert (server.weights, await get_served_version(engine)) == (str(tiny), 0)
         assert not server.paused
         weights = Policy("run", 6, Artifact("weights", str(tiny)))
         await engine.load(weights)
         async with server_down(server, engine):
             server.restart()
-        assert (server.weights, await served_version(engine)) == (str(tiny), 6)
+        assert (server.weights, await get_served_version(engine)) == (str(tiny), 6)
 
 
-async def test_replies_are_split_by_version_if_a_restart_is_possible(tiny: Path) -> None:
+async def test_replies_are_split_by_version_if_the_server_may_have_restarted(tiny: Path) -> None:
     async with (
         StatefulFakeVllm(tiny).serving() as server,
         connect_engine(server, tiny, policy="merged") as engine,
     ):
         server.reports_start = False
-        await push_live(engine, live_policy(5))
+        await push_live(engine, make_live_policy(5))
         server.events.put_nowait(event(7))
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert (await anext(chunks)).versions == [5]
@@ -175,14 +175,14 @@ async def test_policy_loaded_while_the_server_is_down_is_served_afterwards(tiny:
         async with server_down(server, engine):
             with pytest.raises(EngineUnavailable):
                 await engine.load(Policy("run", 6, Artifact("weights", str(tiny))))
-        assert await served_version(engine) == 6
+        assert await get_served_version(engine) == 6
 
 
-async def test_weights_of_an_earlier_run_are_replaced_at_start(tiny: Path) -> None:
+async def test_weights_from_an_earlier_run_are_replaced_at_start(tiny: Path) -> None:
     async with StatefulFakeVllm(tiny, has_extension=False).serving() as server:
-        server.weights = "weights of version 7"
+        server.weights = "version 7"
         async with connect_engine(server, tiny, policy="merged", device="cpu") as engine:
-            assert (server.weights, await served_version(engine)) == (str(tiny), 0)
+            assert (server.weights, await get_served_version(engine)) == (str(tiny), 0)
 
 
 async def test_watcher_retries_after_an_os_error() -> None:

@@ -1,4 +1,4 @@
-"""Tests of restarts of a vLLM server, and of the key that it requires."""
+"""Tests for vLLM server restarts and for the API key that the server requires."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ async def test_process_restarts_again_after_a_failed_restart(failure: str, tmp_p
 
 
 async def send_request(
-    path: str, *headers: tuple[bytes, bytes], kind: str = "http"
+    path: str, *headers: tuple[bytes, bytes], scope_type: str = "http"
 ) -> list[dict[str, Any]] | None:
     """Return the messages that the middleware sends, or None if it forwards the request to the app."""
     sent: list[dict[str, Any]] = []
@@ -101,7 +101,9 @@ async def send_request(
 
     async def receive() -> Any: ...
 
-    await RequireKeyMiddleware(app)({"type": kind, "path": path, "headers": list(headers)}, receive, send)
+    await RequireKeyMiddleware(app)(
+        {"type": scope_type, "path": path, "headers": list(headers)}, receive, send
+    )
     return None if forwarded else sent
 
 
@@ -109,7 +111,7 @@ async def test_middleware_requires_the_key_on_all_paths_except_health(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", "the-key")
-    guarded = [
+    protected_paths = [
         "/pause",
         "/resume",
         "/collective_rpc",
@@ -118,7 +120,7 @@ async def test_middleware_requires_the_key_on_all_paths_except_health(
         "/health/",
         "/metrics",
     ]
-    for path in guarded:
+    for path in protected_paths:
         for header in (b"Bearer other", b"Bearer the-ke\xff", b"the-key", b""):
             response = await send_request(path, (b"authorization", header))
             assert response is not None, (path, header)
@@ -126,12 +128,12 @@ async def test_middleware_requires_the_key_on_all_paths_except_health(
         assert await send_request(path) is not None
         assert await send_request(path, (b"authorization", b"Bearer the-key")) is None
     assert await send_request("/health") is None
-    assert await send_request("", kind="lifespan") is None
-    (closed,) = await send_request("/v1/realtime", kind="websocket") or []
+    assert await send_request("", scope_type="lifespan") is None
+    (closed,) = await send_request("/v1/realtime", scope_type="websocket") or []
     assert closed["type"] == "websocket.close"
 
 
-def test_command_uses_the_middleware_that_imports_only_the_standard_library() -> None:
+def test_command_uses_a_middleware_without_third_party_imports() -> None:
     command = build_launch(VllmEngineConfig(args=["--middleware", "custom.Middleware"])).build_command(1)
     assert command[command.index("--middleware") + 1] == MIDDLEWARE
     assert command[-1] == "custom.Middleware"

@@ -1,4 +1,4 @@
-"""Tests of failures while the weights of a vLLM server change."""
+"""Tests for failures during weight updates of a vLLM server."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def test_version_is_invalid_if_the_server_cannot_be_resumed(
     assert not server.paused
 
 
-async def test_server_is_resumed_if_the_response_to_the_pause_was_lost(
+async def test_server_is_resumed_if_the_pause_response_is_lost(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
     server.failing_once.add("/pause")
@@ -93,9 +93,9 @@ async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, c
             server.events.put_nowait(event(7))
             await asyncio.sleep(0.001)
 
-    sending = asyncio.create_task(send_events())
+    sender_task = asyncio.create_task(send_events())
     await change_to(weights, 5)
-    sending.cancel()
+    sender_task.cancel()
     assert weights.version == 5
     with pytest.raises(EngineUnavailable):
         async for _ in reply.stream_chunks():
@@ -107,11 +107,11 @@ async def test_version_is_invalid_if_a_change_is_cancelled_before_it_takes_effec
 ) -> None:
     """The weights are already new and must not be served as the old version."""
     weights = create_weights(client, quiet_seconds=60.0)
-    changing = asyncio.create_task(change_to(weights, 5))
+    change_task = asyncio.create_task(change_to(weights, 5))
     async with asyncio.timeout(5):
         while not server.paused:  # noqa: ASYNC110 - the server has no event
             await asyncio.sleep(0.01)
     await asyncio.sleep(0.05)
-    changing.cancel()
-    await asyncio.gather(changing, return_exceptions=True)
+    change_task.cancel()
+    await asyncio.gather(change_task, return_exceptions=True)
     assert weights.version == NO_VERSION

@@ -29,7 +29,7 @@ ADMIN = "sk-instar-test-admin"
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """A tokenizer and a model config, which is all that the renderer and the scripted engine need."""
+    """A model without weights: the renderer and the scripted engine only need a tokenizer and a config."""
     folder = tmp_path_factory.mktemp("model")
     make_tiny_tokenizer().save_pretrained(folder)
     LlamaConfig().save_pretrained(folder)
@@ -43,7 +43,7 @@ def renderer(model: ModelConfig) -> Renderer:
 
 @dataclass
 class RunningGateway:
-    """A gateway on a socket."""
+    """A gateway that listens on a real socket."""
 
     url: str
     path: Path
@@ -80,9 +80,9 @@ async def run_gateway(
     store: type[SqliteStore] = SqliteStore,
     **options: Any,
 ) -> AsyncGenerator[RunningGateway]:
-    opened = store(path)
+    opened_store = store(path)
     app = create_app(
-        store=opened,
+        store=opened_store,
         engine=engine,
         renderer=renderer,
         run_id="run",
@@ -98,18 +98,18 @@ async def run_gateway(
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield RunningGateway(url, path, opened, engine, http)
+            yield RunningGateway(url, path, opened_store, engine, http)
     finally:
         stop.set()
         await server
-        await opened.close()
+        await opened_store.close()
 
 
 @pytest.fixture
 async def start_gateway(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> AsyncGenerator[StartGateway]:
-    """Return a function that starts a gateway, with optional engine and gateway settings."""
+    """Return a function that starts a gateway; its arguments override the defaults."""
     running: list[Any] = []
 
     async def start(

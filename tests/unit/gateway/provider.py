@@ -1,6 +1,6 @@
-"""A provider on a real socket that responds in four dialects with fixed replies and failures.
+"""A fake provider on a real socket that serves four dialects with fixed replies and failures.
 
-The model of a request selects the behaviour: `plain`, `tools`, `exact` (token ids like vLLM), `bytewise` (the
+The requested model selects the behaviour: `plain`, `tools`, `exact` (token ids like vLLM), `bytewise` (the
 stream is sent byte by byte), `crlf`, `truncated` (the stream is incomplete), `disconnecting` (the connection
 is aborted), `limited` (429), `broken` (500), `malformed` (invalid JSON), `failing` (an error event in the
 stream), `keep_open` (the connection stays open after the end of the stream).
@@ -60,8 +60,8 @@ def build_chat_response(model: str, n: int) -> Any:
 
 
 def build_chat_stream(model: str, n: int) -> list[Any]:
-    def chunk(index: int, delta: Any, finish: str | None = None, **more: Any) -> Any:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **more}
+    def chunk(index: int, delta: Any, finish: str | None = None, **fields: Any) -> Any:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish, **fields}
         return {"id": "chatcmpl-9", "object": "chat.completion.chunk", "model": "m", "choices": [choice]}
 
     events: list[Any] = [chunk(i, {"role": "assistant", "content": ""}) for i in range(n)]
@@ -159,12 +159,14 @@ def build_response_stream(model: str, n: int) -> list[Any]:
             done = {"type": "response.content_part.done", "part": item["content"][0]}
             events.append(done | location)
         elif item["type"] == "function_call":
-            kind = "response.function_call_arguments"
-            events += [{"type": f"{kind}.delta", "delta": text, **location} for text in split_text(ARGUMENTS)]
-            events.append({"type": f"{kind}.done", "arguments": ARGUMENTS, "name": "weather", **location})
+            prefix = "response.function_call_arguments"
+            events += [
+                {"type": f"{prefix}.delta", "delta": text, **location} for text in split_text(ARGUMENTS)
+            ]
+            events.append({"type": f"{prefix}.done", "arguments": ARGUMENTS, "name": "weather", **location})
         else:
-            kind = "response.reasoning_summary_text.delta"
-            events.append({"type": kind, "delta": "Look it up.", "summary_index": 0, **location})
+            event_type = "response.reasoning_summary_text.delta"
+            events.append({"type": event_type, "delta": "Look it up.", "summary_index": 0, **location})
         events.append({"type": "response.output_item.done", "output_index": index, "item": item})
     events.append({"type": "response.completed", "response": complete_response})
     return [event | {"sequence_number": i} for i, event in enumerate(events)]
@@ -233,11 +235,11 @@ ERROR = {"error": {"message": "Slow down.", "type": "rate_limit_error", "param":
 STREAM_ERROR = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded."}}
 
 
-def encode_events(events: list[Any], named: bool, crlf: bool = False) -> list[bytes]:
+def encode_events(events: list[Any], has_event_names: bool, crlf: bool = False) -> list[bytes]:
     encoded: list[bytes] = [b": hello\n\n"]
     for event in events:
         data = event.encode() if isinstance(event, str) else orjson.dumps(event)
-        name = f"event: {event['type']}\n".encode() if named else b""
+        name = f"event: {event['type']}\n".encode() if has_event_names else b""
         encoded.append(name + b"data: " + data + b"\n\n")
     return [event.replace(b"\n", b"\r\n") for event in encoded] if crlf else encoded
 
@@ -248,9 +250,10 @@ class Provider:
     bodies: list[bytes] = field(default_factory=list[bytes])
     headers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
     gate: asyncio.Event | None = None
-    """The event for which streams wait before their last third."""
+    """If set, streams wait for this event before sending their last third."""
 
     released: asyncio.Event = field(default_factory=asyncio.Event)
+    """`keep_open` connections are closed when this is set."""
 
     @property
     def last_request(self) -> Any:
@@ -271,9 +274,9 @@ class Provider:
             return web.json_response(
                 build_complete(model, n), dumps=lambda value: orjson.dumps(value).decode()
             )
-        named = request.path in ("/v1/responses", "/v1/messages")
+        has_event_names = request.path in ("/v1/responses", "/v1/messages")
         return await self.send_stream(
-            request, encode_events(build_stream(model, n), named, model == "crlf"), model
+            request, encode_events(build_stream(model, n), has_event_names, model == "crlf"), model
         )
 
     async def send_stream(self, request: web.Request, events: list[bytes], model: str) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Replies of the scripted engine, chosen by the end of the prompt."""
+"""Replies for the scripted engine, chosen by the last turn of the prompt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</to
 
 
 def play(prompt: str, seed: int | None) -> str:
-    """Return a tool call for an arithmetic question, an answer for a tool's result, else an echo."""
+    """Return a tool call for an arithmetic question, an answer for a tool result, else an echo."""
     turns = prompt.split("<|im_start|>")
     role, _, text = turns[-2].removesuffix("<|im_end|>\n").partition("\n")
     if role == "tool":

@@ -16,10 +16,10 @@ CONNECTIONS = 64
 
 
 async def count_iterations(listener: socket.socket) -> int:
-    """Serve the waiting connections, and return the number of loop iterations from the first request to the
-    last."""
+    """Serve the waiting connections and return how many loop iterations passed from the first to the last."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
-    iteration, handled_in = 0, list[int]()
+    iteration = 0
+    handled_in: list[int] = []
 
     def count_iteration() -> None:
         nonlocal iteration
@@ -40,7 +40,7 @@ async def count_iterations(listener: socket.socket) -> int:
 
 
 def test_server_accepts_several_waiting_connections_per_loop_iteration() -> None:
-    # An iteration of a busy gateway takes tens of milliseconds, and uvloop accepts one connection in each.
+    # A loop iteration of a busy gateway takes tens of milliseconds. uvloop accepts one connection in each.
     listener = bind("127.0.0.1", 0)
     with contextlib.ExitStack() as stack:
         address = listener.getsockname()

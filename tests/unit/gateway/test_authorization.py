@@ -1,4 +1,4 @@
-"""The authorization matrix of docs/security.md, compared with the responses of a gateway on a socket."""
+"""Check the authorization matrix in docs/security.md against a running gateway."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ FIELDS: dict[str, Any] = {
     "scores": [{"scorer": "rule", "state": "scored"}],
     "echo": True,
 }
-"""The values of the fields that rows of the matrix mention."""
+"""The values of the fields that the matrix mentions."""
 
 
 def read_tables() -> list[dict[str, dict[str, str]]]:
-    """Return the tables of the page: the cells by row and column."""
+    """Return the page's tables, each as cells by row and column."""
     tables: list[dict[str, dict[str, str]]] = []
     section = PAGE.read_text().split("## Authorization matrix")[1].split("\n## ")[0]
     for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
@@ -64,7 +64,7 @@ KEY_TABLE, OWNER_TABLE, EFFECT_TABLE = read_tables()
 
 @dataclass(frozen=True)
 class Subject:
-    """A session with one call, which the requests of a cell name."""
+    """A session with one call, which the request of a cell refers to."""
 
     session: OpenedSession
     call_id: str
@@ -83,13 +83,13 @@ async def open_subject(gateway: RunningGateway, opener: str = ADMIN, **fields: A
 
 
 async def prepare(gateway: RunningGateway, column: str) -> tuple[str | None, Subject]:
-    """Return the key of a column, and a new session of the column's owner."""
-    kind, _, owner = column.partition(", ")
+    """Return the column's key and a new session that belongs to the column's owner."""
+    key_type, _, owner = column.partition(", ")
     other_key = await create_key(gateway.store, "agent", "other")
     channel = {"channel": "train"} if owner == "rollout" else {}
-    is_other = kind in ("agent", "feedback") and owner == "other"
+    is_other = key_type in ("agent", "feedback") and owner == "other"
     subject = await open_subject(gateway, other_key if is_other else ADMIN, **channel)
-    match kind:
+    match key_type:
         case "no key":
             return None, subject
         case "admin":
@@ -106,12 +106,13 @@ async def prepare(gateway: RunningGateway, column: str) -> tuple[str | None, Sub
             raise AssertionError(f"unknown column {column!r}")
 
 
-def build(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, dict[str, str]]:
+def build_row_request(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, dict[str, str]]:
     """Return the method, path, body and headers of the request that a row describes."""
     parts = re.findall("`([^`]+)`", row)
     method, path = parts[0].split(" ")
     field = parts[1] if len(parts) > 1 else None
-    session_id, headers = subject.session.session_id, dict[str, str]()
+    session_id = subject.session.session_id
+    headers: dict[str, str] = {}
     ids = {
         "session_id": session_id,
         "call_id": subject.call_id,
@@ -127,7 +128,7 @@ def build(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, 
     elif route.endswith("feedback") and method == "POST":
         body = {"thumbs": "up"} if "/s/" in path or field in ids else {"session_id": session_id}
     elif method == "POST":
-        body = {"reason": "why"} if route.endswith("/fail") else {}
+        body = {"reason": "failed"} if route.endswith("/fail") else {}
     if field == "x-instar-session":
         headers[field] = session_id
     elif field is not None:
@@ -138,23 +139,25 @@ def build(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, 
     return method, path, body, headers
 
 
-async def fill_cell(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
-    """Send the request of a cell, and return the cell that describes its response, and the response."""
+async def request_cell(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
+    """Send the request of a cell. Return "yes" or the status code, and the response text."""
     key, subject = await prepare(gateway, column)
-    method, path, body, headers = build(row, subject)
+    method, path, body, headers = build_row_request(row, subject)
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     response = await gateway.http.request(method, path, json=body, headers=headers)
     if row in OWNER_TABLE and response.is_success:
         session_id = subject.session.session_id
-        assert response.headers.get("x-instar-session", session_id) == session_id, "the call's session"
+        assert response.headers.get("x-instar-session", session_id) == session_id, (
+            "the call belongs to another session"
+        )
     return ("yes" if response.is_success else str(response.status_code)), response.text
 
 
 @pytest.mark.parametrize("row", [*KEY_TABLE, *OWNER_TABLE])
-async def test_route_answers_every_key_as_the_matrix_says(gateway: RunningGateway, row: str) -> None:
+async def test_route_responds_to_each_key_as_documented(gateway: RunningGateway, row: str) -> None:
     expected = KEY_TABLE.get(row) or OWNER_TABLE[row]
-    actual = {column: await fill_cell(gateway, row, column) for column in expected}
+    actual = {column: await request_cell(gateway, row, column) for column in expected}
     assert {column: cell for column, (cell, _) in actual.items()} == expected, actual
 
 
@@ -173,16 +176,16 @@ async def test_matrix_contains_every_route(tmp_path: Path) -> None:
     assert documented == routes
 
 
-@pytest.mark.parametrize("kind", EFFECT_TABLE)
-async def test_feedback_has_the_effects_that_the_matrix_says(gateway: RunningGateway, kind: str) -> None:
-    for owner in ("own",) if kind == "agent" else ("own", "rollout"):
-        key, subject = await prepare(gateway, f"{kind}, {owner}")
+@pytest.mark.parametrize("key_type", EFFECT_TABLE)
+async def test_feedback_has_the_documented_effects(gateway: RunningGateway, key_type: str) -> None:
+    for owner in ("own",) if key_type == "agent" else ("own", "rollout"):
+        key, subject = await prepare(gateway, f"{key_type}, {owner}")
         assert key is not None
         body = {"session_id": subject.session.session_id, "score": 1.0, "correction": "Better."}
         response = await gateway.control("/feedback", body, key)
         assert response.status_code == 201, response.text
         (reward,) = await gateway.store.rewards(subject.session.session_id)
-        assert list(EFFECT_TABLE[kind].values()) == [
+        assert list(EFFECT_TABLE[key_type].values()) == [
             reward.source.value,
             "yes" if response.json()["trainable"] else "no",
         ], owner

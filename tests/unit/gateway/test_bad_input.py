@@ -1,4 +1,4 @@
-"""Every invalid request gets an error that names the problem and its path, and never a 5xx."""
+"""Every invalid request gets a 4xx error that names the problem and its path."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def tool(schema: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": schema}}
 
 
-ODD_SCHEMAS: list[Any] = [
+UNUSUAL_SCHEMAS: list[Any] = [
     {"required": 5},
     {"required": None, "properties": {"x": {}}},
     {"properties": {"x": {"enum": 5}, "y": {"enum": None, "type": 7}, "z": 5}, "required": True},
@@ -108,7 +108,7 @@ async def test_invalid_request_error_names_the_path(gateway: RunningGateway) -> 
 
 
 async def test_unusual_valid_request_is_accepted(gateway: RunningGateway) -> None:
-    odd = [
+    bodies = [
         messages({"role": "developer", "content": [{"type": "text", "text": "a"}]}, USER),
         messages(USER, {"role": "assistant", "content": None, "refusal": None, "annotations": []}, USER),
         messages(USER, assistant_with_call("{oops"), USER),
@@ -119,32 +119,32 @@ async def test_unusual_valid_request_is_accepted(gateway: RunningGateway) -> Non
         {**OK, "tools": [], "tool_choice": "auto", "user": "u", "metadata": {"k": "v"}, "store": False},
         {**OK, "tools": [{"function": {"name": "f", "parameters": {"properties": {"x": True}}}}]},
         {**OK, "max_tokens": 10**12},
-        *({**OK, "tools": [tool(schema)]} for schema in ODD_SCHEMAS),
+        *({**OK, "tools": [tool(schema)]} for schema in UNUSUAL_SCHEMAS),
     ]
-    for body in odd:
+    for body in bodies:
         response = await send(gateway, body)
         assert response.status_code == 200, (body, response.text)
 
 
 @pytest.mark.parametrize("depth", [300, 900, 50_000])
-async def test_deeply_nested_arguments_are_accepted(gateway: RunningGateway, depth: int) -> None:
+async def test_deeply_nested_arguments_are_parsed(gateway: RunningGateway, depth: int) -> None:
     body = messages(USER, assistant_with_call('{"a":' * depth + "1" + "}" * depth), USER)
     assert (await send(gateway, body)).json()["error"]["code"] == "context_length_exceeded"
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
-async def test_deeply_nested_tool_schema_is_refused(gateway: RunningGateway, is_stream: bool) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_deeply_nested_tool_schema_is_rejected(gateway: RunningGateway, stream: bool) -> None:
     schema: Any = {}
     for _ in range(600):
         schema = {"items": schema}
-    response = await send(gateway, {**OK, "tools": [tool(schema)], "stream": is_stream})
+    response = await send(gateway, {**OK, "tools": [tool(schema)], "stream": stream})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["code"] == "invalid_json"
     assert "nested" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/sessions", "/sessions/{}/complete", "/sessions/{}/fail"])
-async def test_deeply_nested_metadata_is_refused(gateway: RunningGateway, path: str) -> None:
+async def test_deeply_nested_metadata_is_rejected(gateway: RunningGateway, path: str) -> None:
     metadata: Any = {}
     for _ in range(600):
         metadata = {"a": metadata}
@@ -154,17 +154,17 @@ async def test_deeply_nested_metadata_is_refused(gateway: RunningGateway, path: 
     assert response.json()["error"]["code"] == "invalid_json"
 
 
-async def test_request_with_lone_surrogate_is_handled(gateway: RunningGateway) -> None:
+async def test_request_with_lone_surrogate_does_not_fail(gateway: RunningGateway) -> None:
     response = await send(gateway, b'{"model": "m", "messages": [{"role": "user", "content": "\\ud800"}]}')
     assert response.status_code in (200, 400), response.text
 
 
-async def test_unknown_route_and_method_are_refused(gateway: RunningGateway) -> None:
-    assert (await gateway.http.get("/nothing")).json()["error"]["type"] == "not_found_error"
+async def test_unknown_route_and_method_are_rejected(gateway: RunningGateway) -> None:
+    assert (await gateway.http.get("/missing")).json()["error"]["type"] == "not_found_error"
     assert (await gateway.http.get("/v1/chat/completions")).status_code == 405
 
 
-async def test_prompt_longer_than_context_is_refused(start_gateway: StartGateway) -> None:
+async def test_prompt_longer_than_context_is_rejected(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_body=4000))
     response = await send(gateway, messages({"role": "user", "content": "x? " * 1200}))
     assert response.status_code == 400
@@ -174,7 +174,7 @@ async def test_prompt_longer_than_context_is_refused(start_gateway: StartGateway
 
 
 class FailingEngine(ScriptedEngine):
-    """An engine that fails before or after its first tokens."""
+    """Fails after ``after`` chunks."""
 
     def __init__(self, model: ModelConfig, after: int) -> None:
         super().__init__(model, ScriptedEngineConfig(replies=["some words to say"]))
@@ -190,7 +190,7 @@ class FailingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_unavailable_engine_responds_with_503(
+async def test_unavailable_engine_returns_503(
     start_gateway: StartGateway, model: ModelConfig, stream: bool
 ) -> None:
     gateway = await start_gateway(engine=FailingEngine(model, after=0))
@@ -213,14 +213,14 @@ async def test_engine_failure_during_stream_ends_it_with_an_error(
     assert (call.status, len(call.sampled_ids), call.trainable) == (CallStatus.ABORTED, 3, False)
 
 
-async def test_call_past_its_deadline_responds_with_504(start_gateway: StartGateway) -> None:
+async def test_call_past_its_deadline_returns_504(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(request_timeout=0.2), delay=0.05)
     response = await send(gateway, messages({"role": "user", "content": "long"}))
     assert (response.status_code, response.json()["error"]["code"]) == (504, "timeout")
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]]])
-async def test_empty_prompt_is_refused(gateway: RunningGateway, prompt: Any) -> None:
+async def test_empty_prompt_is_rejected(gateway: RunningGateway, prompt: Any) -> None:
     response = await gateway.http.post(
         "/v1/completions",
         json={"model": "m", "prompt": prompt},

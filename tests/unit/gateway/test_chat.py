@@ -79,7 +79,7 @@ async def test_chat_stream_sends_one_chunk_per_token(gateway: RunningGateway) ->
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_chat_turns_with_tools_extend_exactly(gateway: RunningGateway, streamed: bool) -> None:
+async def test_chat_tool_turns_extend_the_recorded_tokens(gateway: RunningGateway, streamed: bool) -> None:
     session = await gateway.open(channel="train")
     messages = [user("What is 24 * 310?")]
     async with gateway.client(session) as client:
@@ -103,10 +103,10 @@ async def test_chat_turns_with_tools_extend_exactly(gateway: RunningGateway, str
     messages += [echoed, {"role": "tool", "tool_call_id": sampled_call.id, "content": "7440"}]
     final = await ask(gateway, session, messages, tools=[TOOL])
     assert final.choices[0].message.content == "The answer is 7440."
-    one, two = await gateway.calls(session)
-    assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
-    assert np.array_equal(two.prompt_ids[: len(one.sequence)], one.sequence)
-    assert two.base_tokens == len(one.sequence)
+    first_call, second_call = await gateway.calls(session)
+    assert (second_call.link, second_call.parent_id) == (Link.EXTENDS, first_call.call_id)
+    assert np.array_equal(second_call.prompt_ids[: len(first_call.sequence)], first_call.sequence)
+    assert second_call.base_tokens == len(first_call.sequence)
 
 
 async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: RunningGateway) -> None:
@@ -119,13 +119,13 @@ async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: Runnin
     assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING, Link.SIBLING]
 
 
-async def test_chat_stream_with_several_choices(gateway: RunningGateway) -> None:
+async def test_chat_stream_sends_all_choices(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("hello")], n=2)
     for index in (0, 1):
-        own = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert "".join(choice.delta.content or "" for choice in own) == "You said: hello"
-        assert own[-1].finish_reason == "stop"
+        own_choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in own_choices) == "You said: hello"
+        assert own_choices[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -139,10 +139,10 @@ async def test_chat_stop_string_is_recorded_but_not_returned(gateway: RunningGat
     assert text == "You said: one "
     (call,) = await gateway.calls(session)
     assert call.finish_reason == "stop"
-    follow = [user("one END two"), {"role": "assistant", "content": "You said: one"}, user("x")]
-    await ask(gateway, session, follow)
-    _, two = await gateway.calls(session)
-    assert np.array_equal(two.prompt_ids[: len(call.sequence)], call.sequence)
+    continuation = [user("one END two"), {"role": "assistant", "content": "You said: one"}, user("x")]
+    await ask(gateway, session, continuation)
+    _, second_call = await gateway.calls(session)
+    assert np.array_equal(second_call.prompt_ids[: len(call.sequence)], call.sequence)
 
 
 async def test_chat_max_tokens_ends_the_reply_with_length(gateway: RunningGateway) -> None:
@@ -161,9 +161,9 @@ async def test_chat_logprobs_match_the_recorded_ones(gateway: RunningGateway) ->
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert "".join(token.token for token in shown) == "You said: hi"
     assert [token.token for token in streamed] == [token.token for token in shown]
-    one, two = await gateway.calls(session)
-    assert np.allclose([token.logprob for token in shown], one.logprobs[:-1])
-    assert np.allclose([token.logprob for token in streamed], two.logprobs[:-1])
+    first_call, second_call = await gateway.calls(session)
+    assert np.allclose([token.logprob for token in shown], first_call.logprobs[:-1])
+    assert np.allclose([token.logprob for token in streamed], second_call.logprobs[:-1])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
@@ -173,7 +173,7 @@ async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: RunningGa
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_chat_sessions_of_a_group_differ_despite_equal_agent_seeds(gateway: RunningGateway) -> None:
+async def test_chat_sessions_sample_differently_despite_equal_agent_seeds(gateway: RunningGateway) -> None:
     seeds: list[int | None] = []
     for seed in (1, 2):
         session = await gateway.open(channel="train", seed=seed)
@@ -193,27 +193,27 @@ async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling
     assert links == [Link.ROOT, Link.SIBLING, Link.BRANCH]
 
 
-async def test_chat_counted_retry_returns_the_recorded_reply(gateway: RunningGateway) -> None:
+async def test_chat_retry_with_count_header_returns_the_recorded_reply(gateway: RunningGateway) -> None:
     session = await gateway.open()
     first = await ask(gateway, session, [user("one")])
-    again = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
-    assert again.id == first.id
-    assert again.choices[0].message.content == first.choices[0].message.content
+    retry = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
+    assert retry.id == first.id
+    assert retry.choices[0].message.content == first.choices[0].message.content
     assert len(await gateway.calls(session)) == 1
 
 
 async def test_chat_train_channel_samples_as_configured(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
     train, live = await gateway.open(channel="train"), await gateway.open()
-    forced = await gateway.open(channel="val", sampling={"temperature": 0})
-    for session in (train, live, forced):
+    overridden = await gateway.open(channel="val", sampling={"temperature": 0})
+    for session in (train, live, overridden):
         await ask(gateway, session, [user("hi")], temperature=0.3, top_p=0.5)
-    (one,), (two,), (three,) = [await gateway.calls(s) for s in (train, live, forced)]
-    assert (one.params.temperature, one.params.top_p) == (1.0, 0.9)
-    assert (two.params.temperature, two.params.top_p) == (0.3, 0.5)
-    assert three.params.temperature == 0
-    assert one.behavior_logprobs is not None
-    assert one.trainable
+    (first_call,), (second_call,), (third_call,) = [await gateway.calls(s) for s in (train, live, overridden)]
+    assert (first_call.params.temperature, first_call.params.top_p) == (1.0, 0.9)
+    assert (second_call.params.temperature, second_call.params.top_p) == (0.3, 0.5)
+    assert third_call.params.temperature == 0
+    assert first_call.behavior_logprobs is not None
+    assert first_call.trainable
 
 
 async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> None:
@@ -227,23 +227,23 @@ async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> No
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 3
     assert seeds[0][-1] == 5
-    # The hash is stable: it is the same number in every process and version.
+    # The derived seed must not change between processes or versions.
     assert seeds[0][0] == 4895008828178295159
 
 
-async def test_chat_call_is_recorded_before_the_finish_is_sent(gateway: RunningGateway) -> None:
+async def test_chat_call_is_recorded_before_the_finish_reason_is_sent(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    seen = 0
+    finish_count = 0
     async with gateway.client(session) as client:
         stream = await client.chat.completions.create(model="m", messages=[user("hello")], stream=True)
         async for chunk in stream:
             if chunk.choices[0].finish_reason is not None:
-                seen += 1
-                assert _count(gateway.path, session.session_id) == 1
-    assert seen == 1
+                finish_count += 1
+                assert _count_calls(gateway.path, session.session_id) == 1
+    assert finish_count == 1
 
 
-def _count(path: Path, session_id: str) -> int:
+def _count_calls(path: Path, session_id: str) -> int:
     with sqlite3.connect(path) as db:
         ((count,),) = db.execute("SELECT count(*) FROM calls WHERE session_id = ?", (session_id,))
     db.close()
@@ -266,10 +266,10 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
                     break
             await stream.close()
     else:
-        asking = asyncio.create_task(ask(gateway, session, [user("long")]))
+        request_task = asyncio.create_task(ask(gateway, session, [user("long")]))
         while (await gateway.engine.status()).generated_tokens < len("word"):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
-        asking.cancel()
+        request_task.cancel()
     while not (calls := await gateway.calls(session)):  # noqa: ASYNC110 - no event
         await asyncio.sleep(0.01)
     (call,) = calls
@@ -285,15 +285,15 @@ async def test_chat_session_continues_after_a_restart(start_gateway: StartGatewa
     await ask(first, session, [user("one")])
     second = await start_gateway()
     moved = OpenedSession(session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key)
-    follow = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
-    await ask(second, moved, follow)
-    one, two = await second.calls(session)
-    assert (two.link, two.parent_id) == (Link.EXTENDS, one.call_id)
+    continuation = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
+    await ask(second, moved, continuation)
+    first_call, second_call = await second.calls(session)
+    assert (second_call.link, second_call.parent_id) == (Link.EXTENDS, first_call.call_id)
 
 
 async def test_chat_turns_store_only_new_tokens(start_gateway: StartGateway, model: ModelConfig) -> None:
-    long = model.model_copy(update={"max_context": 100_000})
-    gateway = await start_gateway(engine=ScriptedEngine(long, ScriptedEngineConfig(replies=["fine"])))
+    long_context = model.model_copy(update={"max_context": 100_000})
+    gateway = await start_gateway(engine=ScriptedEngine(long_context, ScriptedEngineConfig(replies=["fine"])))
     session = await gateway.open()
     messages = [user("go")]
     async with gateway.client(session) as client:
@@ -307,7 +307,7 @@ async def test_chat_turns_store_only_new_tokens(start_gateway: StartGateway, mod
     assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]
 
 
-async def test_chat_stream_sends_arguments_as_they_are_written(gateway: RunningGateway) -> None:
+async def test_chat_stream_sends_arguments_as_they_arrive(gateway: RunningGateway) -> None:
     session = await gateway.open()
     chunks = await ask_streamed(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
     deltas = [chunk.choices[0].delta for chunk in chunks]
@@ -316,7 +316,7 @@ async def test_chat_stream_sends_arguments_as_they_are_written(gateway: RunningG
     assert (pieces[0].type, pieces[0].function.name, pieces[0].function.arguments) == ("function", "calc", "")
     assert pieces[0].id
     assert not any(piece.id or piece.function.name for piece in pieces[1:])
-    assert len(pieces) > 5, "token by token"
+    assert len(pieces) > 5, "arguments are not streamed token by token"
     assert "".join(piece.function.arguments for piece in pieces) == '{"expression": "24 * 310"}'
     assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
     (call,) = await gateway.calls(session)
@@ -343,8 +343,8 @@ async def test_chat_request_accepts_fields_that_agents_send_by_default(gateway: 
         assert response.choices[0].message.content == "You said: hello"
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "no"}}}, "tool_choice"),
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "unknown"}}}, "tool_choice"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.type"),
     ({"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}}, "modalities"),
     ({"web_search_options": {}}, "web_search_options"),
@@ -357,10 +357,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 async def test_chat_request_rejects_unsupported_fields_by_name(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    for options, param in REFUSED:
-        with pytest.raises(openai.BadRequestError) as refused:
+    for options, param in UNSUPPORTED:
+        with pytest.raises(openai.BadRequestError) as caught:
             await ask(gateway, session, [user("hello")], **options)
-        assert refused.value.param == param
+        assert caught.value.param == param
     assert await gateway.calls(session) == []
 
 
@@ -374,13 +374,13 @@ PARTS: list[tuple[Any, str]] = [
 
 async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: RunningGateway) -> None:
     session = await gateway.open()
-    # The history is long enough for the cache, and the second request is refused at the same path.
+    # The history is long enough to be cached. The second request must be rejected at the same path.
     long = [user("word " * 50)] * 50
     for message, path in PARTS:
-        for more in ([], [user("and?")]):
-            with pytest.raises(openai.BadRequestError) as refused:
-                await ask(gateway, session, [*long, message, *more])
-            assert refused.value.param == f"messages[50].{path}"
+        for next_messages in ([], [user("and?")]):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await ask(gateway, session, [*long, message, *next_messages])
+            assert caught.value.param == f"messages[50].{path}"
 
 
 async def test_chat_request_parses_refusals_and_parts_as_text(gateway: RunningGateway) -> None:
@@ -395,7 +395,7 @@ async def test_chat_request_parses_refusals_and_parts_as_text(gateway: RunningGa
     assert [call.messages[1]["content"] for call in calls] == ["no", "no"]
 
 
-def test_chat_session_hints_include_their_kind() -> None:
+def test_chat_session_hints_include_their_field_names() -> None:
     body = {
         "model": "m",
         "messages": [user("hi")],
@@ -404,14 +404,14 @@ def test_chat_session_hints_include_their_kind() -> None:
         "prompt_cache_key": "k",
         "metadata": {"thread_id": "t", "session_id": "s", "chat_id": 5, "other": "x"},
     }
-    read = ChatDialect().parse_request(json.dumps(body).encode())
-    actual = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
-    assert read.session_hints == actual
+    request = ChatDialect().parse_request(json.dumps(body).encode())
+    expected = ("session_id:s", "thread_id:t", "prompt_cache_key:k", "safety_identifier:bob", "user:bob")
+    assert request.session_hints == expected
 
 
 def test_chat_usage_includes_only_known_counts() -> None:
     choice = ReplyChoice({"role": "assistant", "content": "x"}, "stop", 10, 2, cached_tokens=8)
     request = ChatDialect().parse_request(b'{"model": "m", "messages": [{"role": "user", "content": "x"}]}')
-    actual = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]
-    assert actual["prompt_tokens_details"] == {"cached_tokens": 8}
-    assert actual["completion_tokens_details"] == {"reasoning_tokens": 0}
+    usage = json.loads(ChatDialect().format_response("id", request, [choice]))["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 8}
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}

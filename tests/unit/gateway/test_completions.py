@@ -1,4 +1,4 @@
-"""OpenAI's completions over a real socket, with the official SDK."""
+"""The completions API over a real socket, with the official OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def test_completions_live_prompt_joins_the_session_it_continues(gateway: R
     first = await ask(PROMPT, first_key)
     assert await ask(PROMPT + REPLY + " and more", first_key) == first
     assert await ask(PROMPT + REPLY + " and more", second_key) != first
-    assert await ask(PROMPT, first_key) != first  # an equal prompt may begin another conversation
+    assert await ask(PROMPT, first_key) != first  # The same prompt may start another conversation.
 
 
 async def test_completions_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
@@ -106,12 +106,13 @@ async def test_completions_logprobs_match_the_recorded_ones(gateway: RunningGate
     logprobs = (await complete(gateway, session, logprobs=0)).choices[0].logprobs
     assert "".join(logprobs.tokens) == REPLY
     assert [
-        REPLY[at : at + len(t)] for at, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)
+        REPLY[offset : offset + len(t)]
+        for offset, t in zip(logprobs.text_offset, logprobs.tokens, strict=True)
     ] == logprobs.tokens
     chunks = await stream_completion(gateway, session, logprobs=0)
     pieces = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
     assert [token for piece in pieces for token in piece.tokens] == logprobs.tokens
-    assert [at for piece in pieces for at in piece.text_offset] == logprobs.text_offset
+    assert [offset for piece in pieces for offset in piece.text_offset] == logprobs.text_offset
     first, second = await gateway.calls(session)
     assert np.allclose(logprobs.token_logprobs, first.logprobs[:-1])
     assert np.allclose([p for piece in pieces for p in piece.token_logprobs], second.logprobs[:-1])

@@ -22,13 +22,13 @@ async def test_deadline_not_reached_has_no_effect() -> None:
     await asyncio.sleep(0.05)
 
 
-async def test_deadline_passes_other_errors_on() -> None:
+async def test_deadline_propagates_other_errors() -> None:
     with pytest.raises(KeyError):
         with Deadline(1):
             raise KeyError
 
 
-async def test_deadline_passes_other_cancellations_on() -> None:
+async def test_deadline_propagates_other_cancellations() -> None:
     async def work() -> None:
         with Deadline(5):
             await asyncio.sleep(5)
@@ -41,7 +41,7 @@ async def test_deadline_passes_other_cancellations_on() -> None:
 
 
 @pytest.mark.parametrize(("outer", "inner"), [(5, 0.01), (0.01, 5)])
-async def test_deadline_nested_raises_at_the_earlier_one(outer: float, inner: float) -> None:
+async def test_nested_deadlines_raise_at_the_earlier_one(outer: float, inner: float) -> None:
     with pytest.raises(TimeoutError):
         with Deadline(outer), Deadline(inner):
             await asyncio.sleep(5)

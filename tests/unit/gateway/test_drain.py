@@ -34,8 +34,8 @@ class NamedServer:
         return PlainTextResponse(self.name)
 
 
-@pytest.mark.parametrize("cut_short", [False, True])
-async def test_drained_server_completes_streams_and_leaves_new_connections(cut_short: bool) -> None:
+@pytest.mark.parametrize("stop_early", [False, True])
+async def test_drained_server_completes_streams_and_leaves_new_connections_waiting(stop_early: bool) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     old, new = NamedServer("one"), NamedServer("two")
@@ -44,12 +44,12 @@ async def test_drained_server_completes_streams_and_leaves_new_connections(cut_s
         stream = await client.get(f"{url}/slow")
         assert await stream.content.readany() == b"first "
         old.drain.set()
-        await asyncio.sleep(1.2)  # longer than the interval at which the server checks whether to stop
+        await asyncio.sleep(1.2)  # Longer than the interval at which the server checks whether to stop.
         request_task = asyncio.create_task(client.get(f"{url}/who"))
         await asyncio.sleep(0.1)
         assert not request_task.done()
         assert not old_task.done(), "the server waits for its stream"
-        if cut_short:
+        if stop_early:
             old.stop.set()
         else:
             old.resume.set()

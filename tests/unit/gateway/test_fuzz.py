@@ -23,13 +23,13 @@ from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, wait_f
 
 TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
 COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
-"""Example requests of each dialect."""
-AT_ONCE = 16
+"""The number of requests per dialect."""
+CONCURRENCY = 16
 DEEP = "@deep@"
-"""A placeholder for a value of a hundred thousand nested lists."""
+"""Placeholder for a hundred thousand nested lists."""
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 
-ODD: list[Any] = [
+UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 1 << 31, 1 << 63, 0.5, 1e308, -1e308, float("nan"),
     float("inf"), "", " ", "x", "\x00", "\ud800", "\udfff\ud83d", "🌍" * 50, "a" * 5000, "<|im_end|>", "null",
     [], {}, [[]], [None], [{}], {"": ""}, {"type": "text"}, {"type": "text", "text": None}, ["a", 1, None],
@@ -89,7 +89,7 @@ def build_complete_bodies(dialect: str) -> list[Any]:
             settings = {"max_output_tokens": 20, "temperature": 1, "metadata": {"k": "v"}, "store": True}
             return [
                 {"model": "m", "instructions": "s", "input": items, "tools": [tool], **settings},
-                {"model": "m", "input": "hi", "previous_response_id": "resp-none"},
+                {"model": "m", "input": "hi", "previous_response_id": "resp-missing"},
             ]
         case _:
             blocks = [
@@ -122,17 +122,17 @@ def build_complete_bodies(dialect: str) -> list[Any]:
 
 
 def load_recorded_bodies(dialect: str) -> list[Any]:
-    """Return bodies that known agents sent."""
-    locations: list[Any] = []
+    """Return request bodies recorded from real agents."""
+    bodies: list[Any] = []
     for file in sorted(TRAFFIC.glob("*.json.gz")):
         for entry in json.loads(gzip.decompress(file.read_bytes()))[:2]:
             if entry["path"].split("?")[0] == PATHS[dialect]:
-                locations.append(entry["body"])
-    return locations
+                bodies.append(entry["body"])
+    return bodies
 
 
 def list_locations(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Return all pairs of container and key in a body."""
+    """Append every (container, key) pair in ``value`` to ``into``, and return ``into``."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict):
         items = list(value.items())
@@ -163,41 +163,43 @@ class BodyFuzzer:
         rng = self.rng
         locations = list_locations(body, [])
         if not locations or rng.random() < 0.01:
-            return rng.choice(ODD)
-        # Half of the locations are near the start, because most of a body is in its tools.
+            return rng.choice(UNUSUAL_VALUES)
+        # Half of the mutations are near the start, because tools make up most of a body.
         container, key = rng.choice(locations if rng.random() < 0.5 else locations[:60])
         match rng.randrange(7):
             case 0:
                 del container[key]
             case 1 if isinstance(container, dict):
-                container[rng.choice(KEYS)] = copy.deepcopy(rng.choice(ODD))
+                container[rng.choice(KEYS)] = copy.deepcopy(rng.choice(UNUSUAL_VALUES))
             case 2 if isinstance(container, dict):
                 container[rng.choice(KEYS)] = container.pop(key)
             case 3 if isinstance(container, list):
-                container.insert(key, copy.deepcopy(rng.choice([*ODD, container[key]])))
+                container.insert(key, copy.deepcopy(rng.choice([*UNUSUAL_VALUES, container[key]])))
             case 4 if isinstance(container, list):
                 rng.shuffle(container)
             case 5:
-                other, at = rng.choice(locations)
-                container[key] = copy.deepcopy(other[at])
+                other, other_key = rng.choice(locations)
+                container[key] = copy.deepcopy(other[other_key])
             case _:
-                container[key] = copy.deepcopy(rng.choice(ODD))
+                container[key] = copy.deepcopy(rng.choice(UNUSUAL_VALUES))
         return body
 
     def corrupt(self, raw: bytes) -> bytes:
         rng = self.rng
-        at = rng.randrange(len(raw))
+        index = rng.randrange(len(raw))
         match rng.randrange(6):
             case 0:
-                return raw[:at]
+                return raw[:index]
             case 1:
                 return (
-                    raw[:at] + rng.choice([b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\\ud800"]) + raw[at:]
+                    raw[:index]
+                    + rng.choice([b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\\ud800"])
+                    + raw[index:]
                 )
             case 2:
-                return raw[:at] + bytes([rng.randrange(256)]) + raw[at + 1 :]
+                return raw[:index] + bytes([rng.randrange(256)]) + raw[index + 1 :]
             case 3:
-                return raw[:at] + raw[at + rng.randrange(1, 20) :]
+                return raw[:index] + raw[index + rng.randrange(1, 20) :]
             case 4:
                 return b"\xef\xbb\xbf" + raw
             case _:
@@ -205,7 +207,7 @@ class BodyFuzzer:
 
 
 def is_valid_error(dialect: str, response: Any) -> bool:
-    """Return True if the clients of the dialect recognize the error."""
+    """Return True if a client of the dialect can parse the error."""
     error = response["error"]
     if dialect == "messages":
         return response["type"] == "error" and bool(error["type"] and error["message"])
@@ -214,9 +216,9 @@ def is_valid_error(dialect: str, response: Any) -> bool:
 
 @pytest.fixture
 async def fuzzed_gateway(start_gateway: StartGateway, model: ModelConfig) -> RunningGateway:
-    roomy = model.model_copy(update={"max_context": 200_000})
+    long_context = model.model_copy(update={"max_context": 200_000})
     replies = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
-    engine = ScriptedEngine(roomy, ScriptedEngineConfig(replies=replies))
+    engine = ScriptedEngine(long_context, ScriptedEngineConfig(replies=replies))
     return await start_gateway(engine=engine, config=GatewayConfig(request_timeout=20))
 
 
@@ -228,8 +230,8 @@ class Sender:
         self.codes: Counter[int] = Counter()
 
     async def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
-        key = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
-        async with self.http.post(self.gateway.url + path, data=body, headers=key) as response:
+        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
+        async with self.http.post(self.gateway.url + path, data=body, headers=headers) as response:
             content = await response.read()
         self.codes[response.status] += 1
         assert 200 <= response.status < 500, (response.status, content[:500], shorten_body(body))
@@ -243,7 +245,7 @@ class Sender:
                 await self.send(path, body)
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(AT_ONCE):
+            for _ in range(CONCURRENCY):
                 group.create_task(work())
 
 
@@ -264,10 +266,10 @@ async def test_malformed_requests_get_errors_and_leave_no_record(
         + [build_request(dialect, "hi")] * 4
         + load_recorded_bodies(dialect)
     )
-    fuzz = BodyFuzzer(seeds, random.Random(dialect))
+    fuzzer = BodyFuzzer(seeds, random.Random(dialect))
     async with open_http_session() as http:
         sender = Sender(fuzzed_gateway, http, dialect)
-        await sender.send_all(PATHS[dialect], fuzz.bodies(COUNT))
+        await sender.send_all(PATHS[dialect], fuzzer.bodies(COUNT))
         assert sender.codes[200] > COUNT / 20, sender.codes
         assert sender.codes[400] > COUNT / 20, sender.codes
         await wait_for_in_flight(fuzzed_gateway, 0)
@@ -282,14 +284,14 @@ async def test_malformed_requests_get_errors_and_leave_no_record(
 
 @pytest.mark.parametrize("dialect", ["messages"])
 async def test_malformed_count_requests_get_errors(fuzzed_gateway: RunningGateway, dialect: str) -> None:
-    fuzz = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
+    fuzzer = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
     async with open_http_session() as http:
         sender = Sender(fuzzed_gateway, http, dialect)
-        await sender.send_all("/v1/messages/count_tokens", fuzz.bodies(COUNT // 4))
+        await sender.send_all("/v1/messages/count_tokens", fuzzer.bodies(COUNT // 4))
     assert await list_all_calls(fuzzed_gateway) == []
 
 
-SUBMITTED = {
+SUBMITTED_CALL = {
     "prompt_ids": [1, 2, 3], "sampled_ids": [4, 2], "logprobs": [-0.1, -0.2], "versions": [0, 0],
     "finish_reason": "stop", "messages": [{"role": "user", "content": "x"}], "params": {"temperature": 1},
     "reply": {"role": "assistant", "content": "y"}, "client_key": "k",
@@ -303,7 +305,7 @@ CONTROL: list[tuple[str, Any]] = [
         "/sessions",
         {"channel": "live", "metadata": {"a": 1}, "task": {"b": 2}, "seed": 1, "sampling": {"top_k": 1}},
     ),
-    ("/sessions/{}/calls", {"calls": [SUBMITTED]}),
+    ("/sessions/{}/calls", {"calls": [SUBMITTED_CALL]}),
     (
         "/sessions/{}/complete",
         {"reward": 1.0, "metadata": {}, "rewards": [{"value": 1, "detail": {"a": "b"}}]},
@@ -315,10 +317,10 @@ CONTROL: list[tuple[str, Any]] = [
 async def test_malformed_control_requests_get_errors(
     fuzzed_gateway: RunningGateway, path: str, seed: Any
 ) -> None:
-    fuzz = BodyFuzzer([seed], random.Random(path))
+    fuzzer = BodyFuzzer([seed], random.Random(path))
     async with open_http_session() as http:
         sender = Sender(fuzzed_gateway, http, "chat")
-        for body in fuzz.bodies(COUNT // 8):
+        for body in fuzzer.bodies(COUNT // 8):
             session = (await fuzzed_gateway.open()).session_id if "{}" in path else ""
             await sender.send(path.format(session), body)
     await wait_for_in_flight(fuzzed_gateway, 0)
@@ -337,7 +339,7 @@ async def test_unusual_headers_and_paths_get_errors(fuzzed_gateway: RunningGatew
             ("X-Stainless-Retry-Count", "many"),
             ("Content-Encoding", "gzip"),
             ("Content-Type", "text/plain"),
-            ("Accept", "nothing/at-all"),
+            ("Accept", "unknown/type"),
             ("X-Claude-Code-Session-Id", "a" * 9000),
         ]:
             await sender.send(PATHS["chat"], body, **{name: value})

@@ -1,4 +1,4 @@
-"""The session of a call is found by its URL, key, header, id or content."""
+"""A call's session is found by URL, key, header, id or content."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from instar.store.sqlite import SqliteStore
 from instar.types import Link, Session, SessionStatus
 from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
 from tests.unit.gateway.wire import (
+    PATHS,
     build_request,
     get_session_id,
     list_all_calls,
@@ -28,8 +29,8 @@ TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type"
 UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
 
 
-async def get_error_code(gateway: RunningGateway, body: Any, **sent: Any) -> tuple[int, str | None]:
-    response = await post(gateway, body, **sent)
+async def get_error_code(gateway: RunningGateway, body: Any, **options: Any) -> tuple[int, str | None]:
+    response = await post(gateway, body, **options)
     return response.status_code, response.json()["error"]["code"]
 
 
@@ -58,10 +59,10 @@ async def test_session_by_agent_id_precedes_content(gateway: RunningGateway) -> 
     first = get_session_id(await post(gateway, build_request("chat", "hi")))
     continuation = build_request("chat", "hi", "You said: hi", "more")
     assert get_session_id(await post(gateway, continuation)) == first
-    assert get_session_id(await post(gateway, {**continuation, "user": "someone"})) != first
+    assert get_session_id(await post(gateway, {**continuation, "user": "ann"})) != first
 
 
-async def test_session_names_that_differ_are_refused(gateway: RunningGateway) -> None:
+async def test_conflicting_session_ids_are_rejected(gateway: RunningGateway) -> None:
     session, other_session = await gateway.open(), await gateway.open()
     body, url = build_request("chat", "hi"), f"/s/{session.session_id}"
     conflict = (403, "session_conflict")
@@ -104,7 +105,7 @@ IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
 
 
 def change_session_id(value: Any) -> Any:
-    """Return the same headers or fields for another session."""
+    """Return the headers or fields with the id of another session."""
     if isinstance(value, dict):
         return {name: change_session_id(item) for name, item in value.items()}
     return value.replace(UUID, UUID[:-1] + "2") if UUID in value else value + "2"
@@ -114,11 +115,10 @@ def change_session_id(value: Any) -> Any:
 async def test_session_ids_of_known_agents_are_recognized(
     gateway: RunningGateway, dialect: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    async def ask(more: dict[str, Any], sent: dict[str, str]) -> str:
-        body = {**build_request(dialect, "hi"), **more}
-        key = {"Authorization": f"Bearer {ADMIN}"}
-        path = {"chat": "chat/completions"}.get(dialect, dialect)
-        return get_session_id(await gateway.http.post(f"/v1/{path}", json=body, headers={**key, **sent}))
+    async def ask(id_fields: dict[str, Any], id_headers: dict[str, str]) -> str:
+        body = {**build_request(dialect, "hi"), **id_fields}
+        headers = {"Authorization": f"Bearer {ADMIN}", **id_headers}
+        return get_session_id(await gateway.http.post(PATHS[dialect], json=body, headers=headers))
 
     first = await ask(body, headers)
     assert await ask(body, headers) == first
@@ -162,8 +162,8 @@ async def test_session_ids_that_differ_at_their_end_are_different(gateway: Runni
     assert get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 2000 + "2"))) != first
 
 
-class SlowLookups(SqliteStore):
-    """A store that finds sessions slowly, so that requests overlap."""
+class SlowLookupStore(SqliteStore):
+    """Delays session lookups so that requests overlap."""
 
     async def session(self, session_id: str) -> Session | None:
         await asyncio.sleep(0.1)
@@ -175,7 +175,7 @@ class SlowLookups(SqliteStore):
 
 
 async def test_concurrent_first_calls_with_one_id_open_one_session(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(store=SlowLookups)
+    gateway = await start_gateway(store=SlowLookupStore)
     responses = await asyncio.gather(
         *(post(gateway, build_request("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
@@ -184,8 +184,8 @@ async def test_concurrent_first_calls_with_one_id_open_one_session(start_gateway
     assert len(await gateway.store.calls(row.session.session_id)) == 12
 
 
-async def test_concurrent_calls_after_the_end_open_one_new_session(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(store=SlowLookups)
+async def test_concurrent_calls_after_session_end_open_one_new_session(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(store=SlowLookupStore)
     old = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     await gateway.control(f"/sessions/{old}/complete", {})
     responses = await asyncio.gather(
@@ -208,23 +208,23 @@ async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: RunningG
     continuation = build_request(dialect, "hi", "You said: hi", "more")
     continued = [get_session_id(await post(gateway, continuation, dialect, key=key)) for key in keys]
     assert continued == first
-    named = [get_session_id(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    by_id = [get_session_id(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
     continued = [
         get_session_id(await post(gateway, continuation, dialect, x_session_id=f"s{i}")) for i in range(2)
     ]
-    assert named[0] != named[1]
-    assert continued == named
-    for session in first + named:
+    assert by_id[0] != by_id[1]
+    assert continued == by_id
+    for session in first + by_id:
         assert [c.link for c in await gateway.store.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
-async def test_named_session_with_equal_content_is_not_matched(gateway: RunningGateway) -> None:
+async def test_session_with_id_is_not_matched_by_content(gateway: RunningGateway) -> None:
     opening, continuation = build_request("chat", "hi"), build_request("chat", "hi", "You said: hi", "more")
-    unnamed = get_session_id(await post(gateway, opening))
+    by_content = get_session_id(await post(gateway, opening))
     opened = await gateway.open()
     await post(gateway, opening, key=opened.api_key)
     await post(gateway, opening, x_session_id="s")
-    assert get_session_id(await post(gateway, continuation)) == unnamed
+    assert get_session_id(await post(gateway, continuation)) == by_content
 
 
 @pytest.mark.parametrize("dialect", MESSAGE_DIALECTS)
@@ -234,21 +234,21 @@ async def test_session_is_found_by_content_after_a_restart(
     gateway_args = (tmp_path / "store.db", model, renderer)
     async with run_scripted_gateway(*gateway_args) as gateway:
         first = get_session_id(await post(gateway, build_request(dialect, "hi"), dialect))
-        named = get_session_id(await post(gateway, build_request(dialect, "hi"), dialect, x_session_id="s"))
+        by_id = get_session_id(await post(gateway, build_request(dialect, "hi"), dialect, x_session_id="s"))
     async with run_scripted_gateway(*gateway_args) as gateway:
         continuation = build_request(dialect, "hi", "You said: hi", "more")
         assert get_session_id(await post(gateway, continuation, dialect)) == first
-        assert get_session_id(await post(gateway, continuation, dialect, x_session_id="s")) == named
-        for session in (first, named):
+        assert get_session_id(await post(gateway, continuation, dialect, x_session_id="s")) == by_id
+        for session in (first, by_id):
             root, continued = await gateway.store.calls(session)
             assert (continued.link, continued.parent_id) == (Link.EXTENDS, root.call_id)
             assert continued.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
 
 
-async def start_tool_call(gateway: RunningGateway, **sent: Any) -> tuple[str, dict[str, Any]]:
-    """Ask for a tool call. Return the session and the request that continues it with the tool's result."""
+async def start_tool_call(gateway: RunningGateway, **options: Any) -> tuple[str, dict[str, Any]]:
+    """Request a tool call. Return the session id and the next request, which has the tool's result."""
     messages = [{"role": "user", "content": "24 * 310"}]
-    response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS}, **sent)
+    response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS}, **options)
     reply = response.json()["choices"][0]["message"]
     result = {"role": "tool", "tool_call_id": reply["tool_calls"][0]["id"], "content": "7440"}
     continuation = {"model": "m", "messages": [*messages, reply, result], "tools": TOOLS}
@@ -269,9 +269,9 @@ async def test_sessions_with_equal_text_differ_by_their_tool_call_ids(gateway: R
         assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
 
 
-@pytest.mark.parametrize("is_changed", [False, True])
+@pytest.mark.parametrize("changed", [False, True])
 async def test_sessions_with_equal_text_differ_by_their_tool_call_ids_after_a_restart(
-    tmp_path: Path, model: ModelConfig, renderer: Renderer, is_changed: bool
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, changed: bool
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
     async with run_scripted_gateway(*gateway_args) as gateway:
@@ -279,7 +279,7 @@ async def test_sessions_with_equal_text_differ_by_their_tool_call_ids_after_a_re
     async with run_scripted_gateway(*gateway_args) as gateway:
         sessions.append(await start_tool_call(gateway))
         for session, continuation in sessions:
-            if is_changed:  # Some agents change the white space of a reply.
+            if changed:  # Some agents change the whitespace of a reply.
                 continuation["messages"][1]["content"] += "\n"
             assert get_session_id(await post(gateway, continuation)) == session
 
@@ -287,14 +287,14 @@ async def test_sessions_with_equal_text_differ_by_their_tool_call_ids_after_a_re
 async def test_sessions_with_equal_text_differ_by_the_ids_of_earlier_tool_calls(
     gateway: RunningGateway,
 ) -> None:
-    """The tool calls were made elsewhere, so that the gateway did not choose their ids."""
+    """The ids of the tool calls come from the client, not from the gateway."""
     sessions: list[tuple[str, list[Any]]] = []
     for i in range(2):
-        call = {"id": f"own-{i}", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
+        call = {"id": f"client-{i}", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
         messages: list[Any] = [
             {"role": "user", "content": "24 * 310"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "tool_call_id": f"own-{i}", "content": "7440"},
+            {"role": "tool", "tool_call_id": f"client-{i}", "content": "7440"},
         ]
         response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS})
         messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "Thanks."}]
@@ -305,7 +305,7 @@ async def test_sessions_with_equal_text_differ_by_the_ids_of_earlier_tool_calls(
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
-async def test_call_that_continues_two_sessions_equally_opens_a_new_session(
+async def test_call_that_matches_two_sessions_opens_a_new_session(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
@@ -319,7 +319,7 @@ async def test_call_that_continues_two_sessions_equally_opens_a_new_session(
         assert get_session_id(await post(gateway, continuation, dialect)) == sessions[0]
 
 
-async def test_call_that_continues_two_stored_sessions_equally_opens_a_new_session(
+async def test_call_that_matches_two_stored_sessions_opens_a_new_session(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
@@ -375,18 +375,18 @@ async def test_response_is_continued_after_a_restart(
 async def test_agent_cannot_use_sessions_of_another_agent(gateway: RunningGateway) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
     session = get_session_id(await post(gateway, build_request("chat", "hi"), key=ann))
-    as_ben = {"Authorization": f"Bearer {ben}"}
+    ben_headers = {"Authorization": f"Bearer {ben}"}
     path = f"/sessions/{session}"
     responses = [
-        await gateway.http.get(path, headers=as_ben),
+        await gateway.http.get(path, headers=ben_headers),
         await gateway.control(f"{path}/complete", {"reward": 1}, ben),
         await gateway.control(f"{path}/fail", {"reason": "x"}, ben),
         await gateway.control(f"{path}/calls", {"calls": []}, ben),
         await post(gateway, build_request("chat", "hi"), key=ben, prefix=f"/s/{session}"),
         await post(gateway, build_request("chat", "hi"), key=ben, x_instar_session=session),
-        await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=as_ben),
+        await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=ben_headers),
         await gateway.control(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
-        await gateway.http.get("/stats", headers=as_ben),
+        await gateway.http.get("/stats", headers=ben_headers),
     ]
     assert [response.status_code for response in responses] == [403] * len(responses)
     stored = await gateway.store.session(session)
@@ -412,7 +412,7 @@ async def test_session_key_cannot_use_other_sessions(gateway: RunningGateway) ->
     assert await gateway.calls(other_session) == []
 
 
-# --- the start of live sessions -----------------------------------------------------------------
+# --- first calls of live sessions ---------------------------------------------------------------
 
 
 async def test_live_session_is_stored_with_its_first_call(start_gateway: StartGateway) -> None:
@@ -424,7 +424,7 @@ async def test_live_session_is_stored_with_its_first_call(start_gateway: StartGa
     assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
 
 
-async def test_refused_first_call_stores_no_session(gateway: RunningGateway) -> None:
+async def test_rejected_first_call_stores_no_session(gateway: RunningGateway) -> None:
     for i in range(3):
         too_long = build_request("chat", "word " * 2000, user="ann")
         assert (await post(gateway, too_long)).status_code == 400, i

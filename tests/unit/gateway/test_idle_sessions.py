@@ -34,7 +34,7 @@ async def wait_until_ended(gateway: RunningGateway, session_id: str, seconds: fl
             await asyncio.sleep(0.02)
 
 
-async def test_idle_session_is_completed_and_its_id_is_free(start_gateway: StartGateway) -> None:
+async def test_idle_session_is_completed_and_its_id_can_be_reused(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=SHORT_TIMEOUT)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     session = await wait_until_ended(gateway, first)
@@ -56,7 +56,7 @@ async def test_closed_session_is_not_found_by_content(start_gateway: StartGatewa
     assert get_session_id(await post(gateway, continuation)) not in (first, get_session_id(retry))
 
 
-async def test_used_session_stays_open(start_gateway: StartGateway) -> None:
+async def test_active_session_stays_open(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=SHORT_TIMEOUT)
     texts = ["hi"]
     session_ids: set[str] = set()
@@ -81,20 +81,22 @@ async def test_call_in_flight_keeps_its_session_open(start_gateway: StartGateway
     assert get_session_id(await pending_call) == first
 
 
-class SlowEnd(SqliteStore):
-    """A store that ends sessions slowly."""
+class SlowEndStore(SqliteStore):
+    """Takes 0.5 s to end a session."""
 
     async def end_session(self, *args: Any, **options: Any) -> bool:
         await asyncio.sleep(0.5)
         return await super().end_session(*args, **options)
 
 
-@pytest.mark.parametrize("named", [True, False])
-async def test_call_during_the_close_opens_another_session(start_gateway: StartGateway, named: bool) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT, store=SlowEnd)
-    headers = {"x_session_id": "s"} if named else {}
+@pytest.mark.parametrize("has_session_id", [True, False])
+async def test_call_during_session_close_opens_another_session(
+    start_gateway: StartGateway, has_session_id: bool
+) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT, store=SlowEndStore)
+    headers = {"x_session_id": "s"} if has_session_id else {}
     first = get_session_id(await post(gateway, build_request("chat", "hi"), **headers))
-    # Idle sessions are searched for every 0.1 s; from then on, the close takes 0.5 s.
+    # The gateway looks for idle sessions every 0.1 s, and closing one takes 0.5 s.
     await asyncio.sleep(0.8)
     session = await gateway.store.session(first)
     assert session is not None
@@ -104,8 +106,9 @@ async def test_call_during_the_close_opens_another_session(start_gateway: StartG
     assert len(await gateway.store.calls(first)) == 1
 
 
-async def test_calls_during_closes_are_recorded(start_gateway: StartGateway) -> None:
-    """Calls are recorded in an open session, whenever they arrive."""
+async def test_calls_around_the_idle_timeout_are_recorded_in_open_sessions(
+    start_gateway: StartGateway,
+) -> None:
     gateway = await start_gateway(config=GatewayConfig(idle_timeout=0.1))
     for i in range(30):
         response = await post(gateway, build_request("chat", f"hi {i}", user="ann"))
@@ -129,7 +132,7 @@ async def test_idle_sessions_are_closed_after_a_restart(
 
 
 async def test_idle_rollout_sessions_stay_open(start_gateway: StartGateway) -> None:
-    """Sessions for training are completed by the rollout that opened them."""
+    """The rollout completes the sessions that it opened."""
     gateway = await start_gateway(config=GatewayConfig(idle_timeout=0.1))
     session = await gateway.open(channel="train")
     assert (await post(gateway, build_request("chat", "hi"), key=session.api_key)).status_code == 200

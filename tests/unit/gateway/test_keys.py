@@ -1,4 +1,4 @@
-"""The access that each kind of key gives, over a socket, and the admin keys that are accepted."""
+"""The permissions of each kind of key, and the admin keys that are accepted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Session
 from tests.unit.gateway.conftest import ADMIN, RunningGateway
 
-ASK = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+BODY = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
 
 def auth_headers(key: str) -> dict[str, str]:
@@ -26,9 +26,9 @@ def auth_headers(key: str) -> dict[str, str]:
 
 
 async def ask(
-    gateway: RunningGateway, key: str, path: str = "/v1/chat/completions", **more: Any
+    gateway: RunningGateway, key: str, path: str = "/v1/chat/completions", **options: Any
 ) -> httpx.Response:
-    return await gateway.http.post(path, json=ASK, headers=auth_headers(key), **more)
+    return await gateway.http.post(path, json=BODY, headers=auth_headers(key), **options)
 
 
 async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: RunningGateway) -> None:
@@ -50,7 +50,7 @@ async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Ru
 @pytest.mark.parametrize(
     "field", [{"group_id": "run/train/000000"}, {"slot": 1}, {"attempt": 999}, {"channel": "val"}]
 )
-async def test_agent_key_that_places_a_session_gets_an_error_that_names_the_field(
+async def test_agent_key_with_rollout_field_error_names_the_field(
     gateway: RunningGateway, field: dict[str, Any]
 ) -> None:
     key = await create_key(gateway.store, "agent", "coder")
@@ -59,7 +59,7 @@ async def test_agent_key_that_places_a_session_gets_an_error_that_names_the_fiel
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (403, name)
     assert f"'{name}'" in error["message"]
-    assert "a key of kind admin" in error["message"]
+    assert "use an admin key" in error["message"]
     assert await gateway.store.sessions() == []
 
 
@@ -85,7 +85,7 @@ async def test_agents_with_equal_content_have_different_sessions(gateway: Runnin
     assert sorted((row.session.agent_id, row.call_count) for row in rows) == [("one", 1), ("two", 1)]
 
 
-async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> None:
+async def test_session_key_is_limited_to_its_session(gateway: RunningGateway) -> None:
     session, other = await gateway.open(), await gateway.open()
     assert (await ask(gateway, session.api_key)).status_code == 200
     assert len(await gateway.calls(session)) == 1
@@ -108,7 +108,7 @@ async def test_second_admin_key_has_full_access(gateway: RunningGateway) -> None
     assert ended.status_code == 200, ended.text
 
 
-async def test_revoked_key_is_refused_within_five_seconds(gateway: RunningGateway) -> None:
+async def test_revoked_key_is_rejected_within_five_seconds(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder", "laptop")
     assert (await ask(gateway, key)).status_code == 200
     assert await gateway.store.revoke_key("laptop") == 1
@@ -123,39 +123,41 @@ async def test_revoked_key_is_refused_within_five_seconds(gateway: RunningGatewa
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
 async def test_key_is_accepted_in_three_headers(gateway: RunningGateway, header: str) -> None:
     value = f"Bearer {ADMIN}" if header == "Authorization" else ADMIN
-    response = await gateway.http.post("/v1/chat/completions", json=ASK, headers={header: value})
+    response = await gateway.http.post("/v1/chat/completions", json=BODY, headers={header: value})
     assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(
-    "sent", [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
+    "headers", [{}, {"Authorization": "Bearer"}, {"Authorization": "Basic eDp5"}, {"x-api-key": "wrong"}]
 )
-async def test_request_without_a_known_key_is_refused(gateway: RunningGateway, sent: dict[str, str]) -> None:
+async def test_request_without_a_known_key_is_rejected(
+    gateway: RunningGateway, headers: dict[str, str]
+) -> None:
     for response in (
-        await gateway.http.post("/v1/chat/completions", json=ASK, headers=sent),
-        await gateway.http.post("/sessions", json={}, headers=sent),
-        await gateway.http.get("/v1/models", headers=sent),
+        await gateway.http.post("/v1/chat/completions", json=BODY, headers=headers),
+        await gateway.http.post("/sessions", json={}, headers=headers),
+        await gateway.http.get("/v1/models", headers=headers),
     ):
         assert response.status_code == 401, response.text
     assert await gateway.store.sessions() == []
 
 
 async def test_known_keys_are_cached(tmp_path: Path) -> None:
-    """Close the store: a cached key still works for its time."""
+    """A cached key still works after the store was closed."""
     store = SqliteStore(tmp_path / "store.db")
-    await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("the session's"))
+    await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("session-key"))
     await store.open_session(
-        Session("t", "elsewhere", "coder", "policy", Channel.LIVE), hash_key("another run's")
+        Session("t", "other-run", "coder", "policy", Channel.LIVE), hash_key("other-run-key")
     )
     agent = await create_key(store, "agent", "coder")
     keys = Authenticator(store, ADMIN, "run")
-    for key in (agent, "the session's"):
+    for key in (agent, "session-key"):
         await keys.identify(key)
-    with pytest.raises(ApiError, match="is unknown"):
-        await keys.identify("another run's")
+    with pytest.raises(ApiError, match="not valid for this run"):
+        await keys.identify("other-run-key")
     await store.close()
     assert (await keys.identify(agent)).kind == "agent"
-    assert (await keys.identify("the session's")).session_id == "s"
+    assert (await keys.identify("session-key")).session_id == "s"
 
 
 async def test_agent_can_have_several_keys(tmp_path: Path) -> None:
@@ -168,9 +170,9 @@ async def test_agent_can_have_several_keys(tmp_path: Path) -> None:
     await store.close()
 
 
-# --- the admin key of the environment -------------------------------------------------------------
+# --- the admin key in the environment -------------------------------------------------------------
 
-NAME = "INSTAR_ADMIN_KEY"
+VARIABLE = "INSTAR_ADMIN_KEY"
 
 
 @pytest.mark.parametrize(
@@ -186,16 +188,16 @@ NAME = "INSTAR_ADMIN_KEY"
         ("localhost", "x" * 40 + "\n", "not printable ASCII"),
     ],
 )
-def test_admin_key_that_is_weak_is_refused(host: str, key: str, message: str) -> None:
+def test_weak_admin_key_is_rejected(host: str, key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        resolve_admin_key({NAME: key}, NAME, host)
-    assert NAME in str(caught.value)
+        resolve_admin_key({VARIABLE: key}, VARIABLE, host)
+    assert VARIABLE in str(caught.value)
     assert len(key) < 15 or key.strip() not in str(caught.value)
 
 
 def test_admin_key_is_read_from_the_environment_or_generated() -> None:
-    assert resolve_admin_key({NAME: "x" * 16}, NAME, "localhost") == "x" * 16
-    assert resolve_admin_key({NAME: "x" * 32}, NAME, "0.0.0.0") == "x" * 32
-    one, other = resolve_admin_key({}, NAME, "0.0.0.0"), resolve_admin_key({}, NAME, "0.0.0.0")
-    assert one != other
-    assert len(one) > 40
+    assert resolve_admin_key({VARIABLE: "x" * 16}, VARIABLE, "localhost") == "x" * 16
+    assert resolve_admin_key({VARIABLE: "x" * 32}, VARIABLE, "0.0.0.0") == "x" * 32
+    first, second = resolve_admin_key({}, VARIABLE, "0.0.0.0"), resolve_admin_key({}, VARIABLE, "0.0.0.0")
+    assert first != second
+    assert len(first) > 40

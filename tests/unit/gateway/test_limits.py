@@ -1,4 +1,4 @@
-"""Requests that are too large, too slow or broken off are refused, and leave nothing behind."""
+"""Requests that are too large, too slow or incomplete are rejected and leave no record."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def assert_nothing_recorded(gateway: RunningGateway) -> None:
     await wait_for_in_flight(gateway, 0)
     assert await gateway.store.sessions("run") == []
     response = await post(gateway, build_request("chat", "hi"))
-    assert response.status_code == 200, "the gateway still responds"
+    assert response.status_code == 200, "the gateway no longer responds"
 
 
 async def connect(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -40,14 +40,14 @@ async def connect(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asynci
     return await asyncio.open_connection(host, int(port))
 
 
-def build_head(path: str, length: int, *more: str) -> bytes:
+def build_head(path: str, length: int, *headers: str) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: gateway",
         f"Authorization: Bearer {ADMIN}",
         f"Content-Length: {length}",
         "Content-Type: application/json",
-        *more,
+        *headers,
     ]
     return "\r\n".join([*lines, "", ""]).encode()
 
@@ -61,7 +61,7 @@ async def read_status(reader: asyncio.StreamReader) -> int:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_body_larger_than_the_limit_is_refused(start_gateway: StartGateway, dialect: str) -> None:
+async def test_body_larger_than_the_limit_is_rejected(start_gateway: StartGateway, dialect: str) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_body=10_000))
     response = await post(gateway, build_request(dialect, "x" * 20_000), dialect)
     assert response.status_code == 413
@@ -78,7 +78,7 @@ async def test_body_larger_than_the_limit_is_refused(start_gateway: StartGateway
     await assert_nothing_recorded(gateway)
 
 
-async def test_chunked_body_larger_than_the_limit_is_refused(start_gateway: StartGateway) -> None:
+async def test_chunked_body_larger_than_the_limit_is_rejected(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_body=10_000))
 
     async def generate_body() -> Any:
@@ -92,7 +92,7 @@ async def test_chunked_body_larger_than_the_limit_is_refused(start_gateway: Star
 
 
 @pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
-async def test_too_many_messages_or_tools_are_refused(start_gateway: StartGateway, dialect: str) -> None:
+async def test_too_many_messages_or_tools_are_rejected(start_gateway: StartGateway, dialect: str) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_messages=5, max_tools=2))
     response = await post(gateway, build_request(dialect, *["hi"] * 7), dialect)
     assert response.status_code == 400
@@ -111,26 +111,26 @@ async def test_too_many_messages_or_tools_are_refused(start_gateway: StartGatewa
     await assert_nothing_recorded(gateway)
 
 
-async def test_headers_larger_than_the_limit_are_refused(start_gateway: StartGateway) -> None:
+async def test_headers_larger_than_the_limit_are_rejected(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_header=2000))
     assert (await post(gateway, build_request("chat", "hi"), x_long="x" * 3000)).status_code == 431
     await assert_nothing_recorded(gateway)
 
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
-async def test_endless_headers_are_refused(gateway: RunningGateway, piece: bytes) -> None:
-    """Neither many headers nor one long header is collected without limit."""
+async def test_endless_headers_are_rejected(gateway: RunningGateway, piece: bytes) -> None:
+    """The gateway buffers neither many headers nor one long header without a limit."""
     reader, writer = await connect(gateway)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
     if piece.startswith(b"X"):
         writer.write(b"\r\n")
-    sent = 0
+    sent_bytes = 0
     with suppress(ConnectionError):
-        while sent < 64 * 1024 * 1024:
+        while sent_bytes < 64 * 1024 * 1024:
             writer.write(piece)
             await writer.drain()
-            sent += len(piece)
-    assert sent < 32 * 1024 * 1024
+            sent_bytes += len(piece)
+    assert sent_bytes < 32 * 1024 * 1024
     with suppress(ConnectionError):
         assert await read_status(reader) == 431
     writer.close()
@@ -138,7 +138,7 @@ async def test_endless_headers_are_refused(gateway: RunningGateway, piece: bytes
 
 
 @pytest.mark.parametrize("partial_head", [b"", b"POST /v1/chat/completions HTTP/1.1\r\nHost: gat"])
-async def test_headers_that_do_not_arrive_time_out(partial_head: bytes) -> None:
+async def test_incomplete_headers_time_out(partial_head: bytes) -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
@@ -147,7 +147,7 @@ async def test_headers_that_do_not_arrive_time_out(partial_head: bytes) -> None:
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, head_timeout=0.3))
     reader, writer = await asyncio.open_connection(*listener.getsockname())
-    # A complete request first, to check that the timeout applies to each request and not to the connection.
+    # Send a complete request first, to check that the timeout applies per request, not per connection.
     if partial_head:
         writer.write(build_head("/", 0))
         assert await read_status(reader) == 200
@@ -163,22 +163,22 @@ async def test_headers_that_do_not_arrive_time_out(partial_head: bytes) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_requests_beyond_max_in_flight_are_refused(start_gateway: StartGateway, dialect: str) -> None:
+async def test_requests_beyond_max_in_flight_are_rejected(start_gateway: StartGateway, dialect: str) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=3), delay=0.01)
     responses = await asyncio.gather(
         *(post(gateway, build_request(dialect, f"hi {i}"), dialect) for i in range(10))
     )
     codes = sorted(response.status_code for response in responses)
     assert codes == [200] * 3 + [429] * 7
-    refused = next(response for response in responses if response.status_code == 429)
-    assert int(refused.headers["retry-after"]) >= 1
-    assert refused.json()["error"]["message"]
+    rejected = next(response for response in responses if response.status_code == 429)
+    assert int(rejected.headers["retry-after"]) >= 1
+    assert rejected.json()["error"]["message"]
     await wait_for_in_flight(gateway, 0)
     assert len(await list_all_calls(gateway)) == 3
     assert (await post(gateway, build_request(dialect, "hi"), dialect)).status_code == 200
 
 
-async def test_incomplete_bodies_of_one_key_do_not_block_others(start_gateway: StartGateway) -> None:
+async def test_incomplete_bodies_from_one_key_do_not_block_other_keys(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=2))
     key = await create_key(gateway.store, "agent", "ann")
     incomplete = build_head(PATHS["chat"], 1000, "Expect: 100-continue").replace(ADMIN.encode(), key.encode())
@@ -194,7 +194,7 @@ async def test_incomplete_bodies_of_one_key_do_not_block_others(start_gateway: S
         writer.close()
 
 
-async def test_request_that_exceeds_max_in_flight_is_refused_without_its_body(
+async def test_request_beyond_max_in_flight_is_rejected_before_its_body(
     start_gateway: StartGateway,
 ) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=1), delay=60)
@@ -211,7 +211,7 @@ async def test_request_that_exceeds_max_in_flight_is_refused_without_its_body(
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_body_that_does_not_arrive_times_out(start_gateway: StartGateway, dialect: str) -> None:
+async def test_incomplete_body_times_out(start_gateway: StartGateway, dialect: str) -> None:
     gateway = await start_gateway(config=GatewayConfig(read_timeout=0.2))
     reader, writer = await connect(gateway)
     body = json.dumps(build_request(dialect, "hi")).encode()
@@ -227,22 +227,22 @@ async def test_body_that_arrives_byte_by_byte_times_out(start_gateway: StartGate
     body = json.dumps(build_request("chat", "hi")).encode()
     writer.write(build_head(PATHS["chat"], len(body)))
     status_task = asyncio.create_task(read_status(reader))
-    for at in range(len(body)):
+    for i in range(len(body)):
         if status_task.done():
             break
-        writer.write(body[at : at + 1])
+        writer.write(body[i : i + 1])
         await asyncio.sleep(0.05)
     assert await status_task == 408
     writer.close()
     await assert_nothing_recorded(gateway)
 
 
-@pytest.mark.parametrize("sent", [0, 10])
-async def test_disconnect_during_the_body_leaves_no_record(gateway: RunningGateway, sent: int) -> None:
+@pytest.mark.parametrize("sent_bytes", [0, 10])
+async def test_disconnect_during_the_body_leaves_no_record(gateway: RunningGateway, sent_bytes: int) -> None:
     body = json.dumps(build_request("chat", "hi")).encode()
     for _ in range(5):
         _, writer = await connect(gateway)
-        writer.write(build_head(PATHS["chat"], len(body)) + body[:sent])
+        writer.write(build_head(PATHS["chat"], len(body)) + body[:sent_bytes])
         await writer.drain()
         writer.close()
     await assert_nothing_recorded(gateway)
@@ -268,7 +268,7 @@ async def test_disconnect_after_the_request_leaves_no_call_in_flight(
 async def test_client_that_does_not_read_is_disconnected(
     start_gateway: StartGateway, model: ModelConfig, dialect: str
 ) -> None:
-    """The stream ends at the deadline, and the call is not in flight any longer."""
+    """The stream ends at the deadline, and the call is no longer in flight."""
     long = model.model_copy(update={"max_context": 400_000})
     engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
     gateway = await start_gateway(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))
@@ -297,7 +297,7 @@ def build_max_tokens_field(dialect: str) -> dict[str, Any]:
     return {name: 350_000}
 
 
-async def test_stats_need_the_admin_key(gateway: RunningGateway) -> None:
+async def test_stats_require_the_admin_key(gateway: RunningGateway) -> None:
     session = await gateway.open()
     response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
     assert response.status_code == 403

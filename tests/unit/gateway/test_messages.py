@@ -13,20 +13,20 @@ from instar.gateway.dialects.messages import MessagesDialect, format_models
 from instar.types import Message, ToolCall
 
 DIALECT = MessagesDialect()
-ASK: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
+REQUEST: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
 SESSION = "6a05e087-8870-4876-a543-7e6f03946a05"
 
 
 def parse_request(**fields: Any) -> ModelRequest:
-    return DIALECT.parse_request(json.dumps({**ASK, **fields}).encode())
+    return DIALECT.parse_request(json.dumps({**REQUEST, **fields}).encode())
 
 
 def read_messages(*messages: Any) -> tuple[Message, ...]:
     return parse_request(messages=messages).messages
 
 
-def text(reply_text: str, **marks: Any) -> dict[str, Any]:
-    return {"type": "text", "text": reply_text, **marks}
+def text(value: str, **fields: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **fields}
 
 
 def choice(message: Message, **options: Any) -> ReplyChoice:
@@ -45,8 +45,8 @@ def format_reply(
 # --- requests -----------------------------------------------------------------------------------
 
 
-def test_messages_request_of_claude_code_is_parsed() -> None:
-    """The shape of its traffic, version 2.1.197: blocks, marks, hints and a changing line for billing."""
+def test_messages_request_from_claude_code_is_parsed() -> None:
+    """Claude Code 2.1.197 sends content blocks, cache markers, hints and a changing billing line."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     request = parse_request(
         system=[
@@ -131,7 +131,7 @@ def test_messages_request_keeps_text_before_tool_results() -> None:
 
 
 @pytest.mark.parametrize(
-    ("user_id", "identity"),
+    ("user_id", "session_hints"),
     [
         (f"user_ab_account_cd_session_{SESSION}", (f"claude-session:{SESSION}",)),
         (json.dumps({"session_id": SESSION}), (f"claude-session:{SESSION}",)),
@@ -142,8 +142,10 @@ def test_messages_request_keeps_text_before_tool_results() -> None:
         (None, ()),
     ],
 )
-def test_messages_session_hints(user_id: str | None, identity: tuple[str, ...]) -> None:
-    assert parse_request(metadata={"user_id": user_id}).session_hints == identity
+def test_messages_user_id_is_parsed_as_session_hint(
+    user_id: str | None, session_hints: tuple[str, ...]
+) -> None:
+    assert parse_request(metadata={"user_id": user_id}).session_hints == session_hints
 
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
@@ -195,7 +197,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
         "messages[0].content[0].input",
     ),
 ]
-FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
+PROVIDER_FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"container": "c"}, "container"),
     ({"compaction": {"type": "x"}}, "compaction"),
@@ -217,7 +219,7 @@ FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
     ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
     ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0]"),
     ({"messages": [user(result([IMAGE]))]}, "messages[0].content[0].content[0]"),
-    ({"messages": [*ASK["messages"], {"role": "assistant", "content": "So"}]}, "messages[1]"),
+    ({"messages": [*REQUEST["messages"], {"role": "assistant", "content": "So"}]}, "messages[1]"),
     (
         {"messages": [assistant({"type": "server_tool_use", "name": "x", "input": {}}), user(text("b"))]},
         "messages[0].content[0]",
@@ -227,39 +229,39 @@ FOR_A_PROVIDER: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "path"), MALFORMED, ids=[path for _, path in MALFORMED])
 def test_messages_request_rejects_invalid_fields_by_path(fields: dict[str, Any], path: str) -> None:
-    with pytest.raises(ApiError) as wrong:
+    with pytest.raises(ApiError) as caught:
         parse_request(**fields)
-    assert_names(wrong.value, path)
+    assert_error_names_path(caught.value, path)
 
 
-@pytest.mark.parametrize(("fields", "path"), FOR_A_PROVIDER, ids=[path for _, path in FOR_A_PROVIDER])
+@pytest.mark.parametrize(("fields", "path"), PROVIDER_FEATURES, ids=[path for _, path in PROVIDER_FEATURES])
 def test_messages_request_marks_provider_features_as_unsupported(fields: dict[str, Any], path: str) -> None:
     request = parse_request(**fields)
     assert request.unsupported_error is not None
-    assert_names(request.unsupported_error, path)
+    assert_error_names_path(request.unsupported_error, path)
     assert request.messages
 
 
-def assert_names(error: ApiError, path: str) -> None:
+def assert_error_names_path(error: ApiError, path: str) -> None:
     assert (error.status, error.param) == (400, path)
-    actual = json.loads(DIALECT.format_error(error))
-    assert actual["type"] == "error"
-    assert actual["error"]["type"] == "invalid_request_error"
-    assert path in actual["error"]["message"]
+    formatted = json.loads(DIALECT.format_error(error))
+    assert formatted["type"] == "error"
+    assert formatted["error"]["type"] == "invalid_request_error"
+    assert path in formatted["error"]["message"]
 
 
 def test_messages_request_distinguishes_images() -> None:
-    def reply_text(data: str, **marks: Any) -> str:
-        picture = {"type": "image", "source": {"type": "base64", "data": data}, **marks}
+    def parse_content(data: str, **fields: Any) -> str:
+        picture = {"type": "image", "source": {"type": "base64", "data": data}, **fields}
         return read_messages(user(text("Look:"), picture))[0]["content"]
 
-    assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", reply_text("AA"))
-    assert reply_text("AA") == reply_text("AA", cache_control={"type": "ephemeral"})
-    assert reply_text("AA") != reply_text("AB")
+    assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", parse_content("AA"))
+    assert parse_content("AA") == parse_content("AA", cache_control={"type": "ephemeral"})
+    assert parse_content("AA") != parse_content("AB")
 
 
-def test_messages_request_drops_blocks_of_provider_tools() -> None:
-    """The blocks are dropped when the reply is recorded too, so the next request continues it."""
+def test_messages_request_drops_provider_tool_blocks() -> None:
+    """The same blocks are dropped from the recorded reply, so that the next request matches it."""
     request = parse_request(
         messages=[
             assistant(
@@ -303,13 +305,13 @@ def test_messages_request_accepts_hints(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'{"model": "\xff"}', b'{"a":' * 9000], ids=range(5))
 def test_messages_request_rejects_invalid_bodies(body: bytes) -> None:
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as caught:
         DIALECT.parse_request(body)
-    assert refused.value.status == 400
+    assert caught.value.status == 400
 
 
 def test_messages_count_allows_missing_max_tokens_and_final_reply() -> None:
-    messages = [*ASK["messages"], {"role": "assistant", "content": "Hello."}]
+    messages = [*REQUEST["messages"], {"role": "assistant", "content": "Hello."}]
     request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": messages}).encode())
     assert [message["role"] for message in request.messages] == ["user", "assistant"]
     assert json.loads(DIALECT.format_count(7)) == {"input_tokens": 7}
@@ -318,7 +320,7 @@ def test_messages_count_allows_missing_max_tokens_and_final_reply() -> None:
 def test_messages_count_rejects_unsupported_content() -> None:
     request = DIALECT.parse_count_request(json.dumps({"model": "m", "messages": [user(IMAGE)]}).encode())
     assert request.unsupported_error is not None
-    assert_names(request.unsupported_error, "messages[0].content[0]")
+    assert_error_names_path(request.unsupported_error, "messages[0].content[0]")
 
 
 def test_messages_request_drops_tools_with_tool_choice_none() -> None:
@@ -328,7 +330,7 @@ def test_messages_request_drops_tools_with_tool_choice_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "kind"),
+    ("status", "error_type"),
     [
         (401, "authentication_error"),
         (403, "permission_error"),
@@ -341,9 +343,9 @@ def test_messages_request_drops_tools_with_tool_choice_none() -> None:
         (503, "overloaded_error"),
     ],
 )
-def test_messages_error_has_the_type_of_its_status(status: int, kind: str) -> None:
+def test_messages_error_type_matches_the_status(status: int, error_type: str) -> None:
     assert json.loads(DIALECT.format_error(ApiError(status, "No.")))["error"] == {
-        "type": kind,
+        "type": error_type,
         "message": "No.",
     }
 
@@ -366,12 +368,12 @@ def test_messages_response_has_content_stop_reason_and_usage() -> None:
 
 
 def test_messages_response_includes_thinking_only_on_request() -> None:
-    complete_text = format_reply(
+    shown = format_reply(
         REPLY, request=parse_request(thinking={"type": "enabled", "budget_tokens": 1024})
     ).content[0]
-    assert complete_text.type == "thinking"
-    assert complete_text.thinking == "A greeting."
-    assert complete_text.signature
+    assert shown.type == "thinking"
+    assert shown.thinking == "A greeting."
+    assert shown.signature
     omitted = format_reply(
         REPLY, request=parse_request(thinking={"type": "adaptive", "display": "omitted"})
     ).content[0]
@@ -380,7 +382,7 @@ def test_messages_response_includes_thinking_only_on_request() -> None:
     assert len(format_reply(REPLY, request=parse_request(thinking={"type": "disabled"})).content) == 1
 
 
-def test_messages_response_to_an_empty_reply_is_an_empty_text() -> None:
+def test_messages_response_for_an_empty_reply_has_an_empty_text() -> None:
     (block,) = format_reply(Message(role="assistant", content="")).content
     assert block.type == "text"
     assert block.text == ""
@@ -404,7 +406,7 @@ def test_messages_response_encodes_large_integers_and_surrogates() -> None:
     assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
 
 
-def test_messages_models_list() -> None:
+def test_messages_models_list_has_pagination_fields() -> None:
     listed = json.loads(format_models(["a", "b"]))
     assert [model["id"] for model in listed["data"]] == ["a", "b"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("a", "b", False)

@@ -32,7 +32,7 @@ def user(content: Any) -> Any:
 
 
 def client_options(gateway: RunningGateway, session: OpenedSession) -> dict[str, Any]:
-    """Return the options of a client, whose SDK adds `/v1` to the URL."""
+    """Return the client's options. The URL has no `/v1`, because the SDK adds it."""
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 
@@ -68,7 +68,7 @@ ASK_FUNCTIONS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
 
 
 @pytest.mark.parametrize("ask", ASK_FUNCTIONS)
-async def test_anthropic_sdk_turns_with_a_tool_extend_exactly(
+async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
     gateway: RunningGateway, ask: Callable[..., Any]
 ) -> None:
     session = await gateway.open(channel="train")
@@ -169,8 +169,10 @@ async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: RunningGateway) -> N
 
 
 @pytest.mark.parametrize("dialect", ["messages", "chat"])
-async def test_anthropic_sdk_provider_features_are_forwarded(tmp_path: Path, dialect: str) -> None:
-    """A provider of this dialect gets the request unchanged; for another one it is rejected."""
+async def test_anthropic_sdk_provider_features_need_an_anthropic_provider(
+    tmp_path: Path, dialect: str
+) -> None:
+    """A provider with the same dialect gets the request unchanged; with another dialect it is rejected."""
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     parameters: dict[str, Any] = {
         "model": "plain",

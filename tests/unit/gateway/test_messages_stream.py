@@ -14,13 +14,13 @@ from instar.gateway.dialects.base import ModelRequest
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
-from tests.unit.gateway.test_messages import ASK, DIALECT, choice, parse_request, read_messages, text
+from tests.unit.gateway.test_messages import DIALECT, REQUEST, choice, parse_request, read_messages, text
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def parse_events(body: bytes) -> Iterator[Any]:
-    """Parse the events, and check that each event has its name and the fields of its type."""
+    """Yield the parsed events, after checking that each has the name and fields of its type."""
     for part in body.decode().split("\n\n")[:-1]:
         head, data = part.split("\n")
         value = json.loads(data.removeprefix("data: "))
@@ -31,7 +31,7 @@ def parse_events(body: bytes) -> Iterator[Any]:
 
 
 def assemble_message(stream: Sequence[Any]) -> dict[str, Any]:
-    """Build the message from the events, and check that each block is closed before the next block."""
+    """Assemble the message from the events. Check that each block ends before the next one starts."""
     assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
     assert stream[0]["type"] == "message_start"
     blocks: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ PIECES = ["Hello", " world", "\n", "  ", ".\n\n", "é😀", '"quoted"', "<tag>",
 VALUES: list[Any] = [1, 1.5, -3, True, None, "x\ny", "é😀\\", [1, {"a": []}], {"k": "v"}, 2**70]
 
 
-def random_reply(rng: random.Random) -> tuple[list[ReplyDelta], Message]:
+def make_random_reply(rng: random.Random) -> tuple[list[ReplyDelta], Message]:
     """Return a random message and its deltas: reasoning first, then text and tool calls in any order."""
     deltas = [ReplyDelta(reasoning=rng.choice(PIECES[:1])) for _ in range(rng.randrange(3))]
     calls: list[ToolCall] = []
@@ -120,10 +120,8 @@ def random_reply(rng: random.Random) -> tuple[list[ReplyDelta], Message]:
         if rng.random() < 0.6:
             deltas += [ReplyDelta(text=rng.choice(PIECES)) for _ in range(rng.randrange(4))]
             continue
-        index, arguments = (
-            len(calls),
-            json.dumps({f"k{i}": rng.choice(VALUES) for i in range(rng.randrange(4))}),
-        )
+        index = len(calls)
+        arguments = json.dumps({f"k{i}": rng.choice(VALUES) for i in range(rng.randrange(4))})
         calls.append(ToolCall(id=f"t{index}", name="calc", arguments=arguments))
         cut = rng.randrange(len(arguments) + 1)
         deltas.append(ReplyDelta(call=ToolCallDelta(index, f"t{index}", "calc")))
@@ -140,8 +138,8 @@ def random_reply(rng: random.Random) -> tuple[list[ReplyDelta], Message]:
 
 
 def echo_reply(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[str, Any]]:
-    """Return the blocks as a client may send them back: without thinking, with trimmed or split texts,
-    without or with empty texts, and with the keys in a different order."""
+    """Return the blocks as a client might echo them: thinking dropped, text trimmed or split, empty text
+    dropped, and keys reordered."""
     blocks = [block for block in blocks if block["type"] != "thinking" or rng.random() < 0.5]
     echoed: list[dict[str, Any]] = []
     texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
@@ -166,11 +164,11 @@ def test_messages_reply_sent_back_matches_the_recorded_one(shown: bool) -> None:
     request = parse_request(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
     for seed in range(400):
         rng = random.Random(seed)
-        deltas, message = random_reply(rng)
+        deltas, message = make_random_reply(rng)
         body = DIALECT.format_response("msg_1", request, [choice(message)])
         for response in (json.loads(body), stream_reply(deltas, message, request)):
             message_param = {"role": "assistant", "content": echo_reply(response["content"], rng)}
-            (parsed,) = read_messages(message_param, *ASK["messages"])[:-1]
+            (parsed,) = read_messages(message_param, *REQUEST["messages"])[:-1]
             assert canonical_content(parsed) == canonical_content(message), (seed, response)
             ids = [call["id"] for call in message.get("tool_calls", ())]
             assert [call["id"] for call in parsed.get("tool_calls", ())] == ids

@@ -52,7 +52,9 @@ async def test_pipelined_calls_get_their_responses_in_order(
     assert len(await list_all_calls(gateway)) == 5
 
 
-async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gateway: RunningGateway) -> None:
+async def test_pipelined_requests_to_several_routes_are_answered_in_order(
+    gateway: RunningGateway,
+) -> None:
     reader, writer = await connect(gateway)
     long_text = build_request("chat", "x" * 300_000)
     requests = [
@@ -60,7 +62,7 @@ async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gate
         (200, b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"),
         (400, encode(PATHS["chat"], {"model": "m"})),
         (400, encode(PATHS["chat"], long_text)),
-        (404, encode("/none", {})),
+        (404, encode("/missing", {})),
         (201, encode("/sessions", {})),
         (200, encode(PATHS["chat"], build_request("chat", "two"), "Connection: close")),
     ]
@@ -70,12 +72,12 @@ async def test_pipelined_requests_of_all_kinds_get_their_responses_in_order(gate
     writer.close()
 
 
-async def test_pipelined_request_that_is_malformed_is_refused_after_the_earlier_response(
+async def test_malformed_pipelined_request_is_rejected_after_the_earlier_responses(
     start_gateway: StartGateway,
 ) -> None:
     gateway = await start_gateway(delay=0.01)
     reader, writer = await connect(gateway)
-    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 2 + b"no request\r\n\r\n")
+    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 2 + b"invalid\r\n\r\n")
     assert [(await read_response(reader))[0] for _ in range(3)] == [200, 200, 400]
     assert await reader.read() == b""
     writer.close()
@@ -91,7 +93,7 @@ async def test_disconnect_cancels_pipelined_calls(start_gateway: StartGateway) -
     assert all(call.status is CallStatus.ABORTED for call in await list_all_calls(gateway))
 
 
-async def test_pipelined_headers_that_do_not_arrive_time_out_after_the_earlier_response() -> None:
+async def test_incomplete_pipelined_headers_time_out_after_the_earlier_response() -> None:
     started, finish = asyncio.Event(), asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -106,7 +108,7 @@ async def test_pipelined_headers_that_do_not_arrive_time_out_after_the_earlier_r
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     writer.write(b"GET / HTTP/1.1\r\nHost: gateway\r\n\r\nGET / HTTP/1.1\r\nHost: ga")
     await started.wait()
-    await asyncio.sleep(0.6)  # Longer than the timeout of the second request's headers.
+    await asyncio.sleep(0.6)  # Longer than the timeout for the second request's headers.
     finish.set()
     assert await read_response(reader) == (200, "ok")
     assert (await read_response(reader))[0] == 408
@@ -116,7 +118,7 @@ async def test_pipelined_headers_that_do_not_arrive_time_out_after_the_earlier_r
     await server
 
 
-async def test_connection_with_an_earlier_refusal_accepts_no_more_requests(gateway: RunningGateway) -> None:
+async def test_pipelined_request_after_connection_close_is_ignored(gateway: RunningGateway) -> None:
     reader, writer = await connect(gateway)
     writer.write(encode(PATHS["chat"], build_request("chat", "one"), "Connection: close") * 2)
     assert (await read_response(reader))[0] == 200

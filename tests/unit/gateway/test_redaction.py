@@ -27,7 +27,7 @@ def read_stored_bytes(path: Path) -> bytes:
 
 
 def contains_secret(path: Path, secret: str, ids: list[int] | None = None) -> bool:
-    """Return True if the secret is stored as text, or as sampled or rendered tokens."""
+    """Return True if the store contains the secret as text, or as the token ids ``ids``."""
     encodings = [secret.encode(), secret[8:24].encode()]
     if ids:
         encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
@@ -39,13 +39,13 @@ def encode_text(text: str) -> list[int]:
     return make_tiny_tokenizer().encode(text, add_special_tokens=False)
 
 
-def test_secret_search_finds_a_stored_secret(tmp_path: Path) -> None:
+def test_contains_secret_finds_stored_token_ids(tmp_path: Path) -> None:
     (tmp_path / "a.db-wal").write_bytes(b"x" + np.asarray(encode_text(SECRET), np.int32).tobytes())
     assert contains_secret(tmp_path / "a.db", SECRET, encode_text(SECRET))
 
 
-async def list_calls(gateway: RunningGateway, session: str) -> list[Call]:
-    return await gateway.store.calls(session)
+async def list_calls(gateway: RunningGateway, session_id: str) -> list[Call]:
+    return await gateway.store.calls(session_id)
 
 
 def assert_redacted(call: Call) -> None:
@@ -72,7 +72,7 @@ async def test_secret_in_prompt_and_reply_is_redacted(
     assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
 
 
-async def test_secret_in_prompt_of_token_ids_is_redacted(gateway: RunningGateway) -> None:
+async def test_secret_in_token_id_prompt_is_redacted(gateway: RunningGateway) -> None:
     ids = encode_text(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
     headers = {"Authorization": f"Bearer {ADMIN}"}
     body = {"prompt_ids": ids, "max_tokens": 3}
@@ -169,10 +169,10 @@ async def test_secret_in_session_fields_is_redacted(gateway: RunningGateway) -> 
     assert not contains_secret(gateway.path, SECRET)
 
 
-@pytest.mark.parametrize("named", ["user", "header"])
-async def test_secret_in_external_id_is_hashed(gateway: RunningGateway, named: str) -> None:
+@pytest.mark.parametrize("id_source", ["user", "header"])
+async def test_secret_in_external_id_is_hashed(gateway: RunningGateway, id_source: str) -> None:
     async def ask(key: str) -> str:
-        if named == "user":
+        if id_source == "user":
             return get_session_id(await post(gateway, build_request("chat", "hi", user=key)))
         return get_session_id(await post(gateway, build_request("chat", "hi"), x_session_id=key))
 
@@ -198,11 +198,11 @@ async def test_secret_in_provider_error_is_redacted(start_gateway: StartGateway,
 
 async def test_configured_patterns_are_redacted(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(redact=RedactConfig(patterns=[r"Project \w+"])))
-    response = await post(gateway, build_request("chat", "about Project Zwiebelkuchen"))
+    response = await post(gateway, build_request("chat", "about Project Aurora"))
     (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
     assert call.reply["content"] == "You said: about [redacted]"
-    assert b"Zwiebelkuchen" not in read_stored_bytes(gateway.path)
+    assert b"Aurora" not in read_stored_bytes(gateway.path)
 
 
 async def test_call_without_a_secret_is_stored_unchanged(gateway: RunningGateway) -> None:
@@ -212,16 +212,16 @@ async def test_call_without_a_secret_is_stored_unchanged(gateway: RunningGateway
     assert len(call.sampled_ids)
 
 
-# --- calls of the same session and other requests -----------------------------------------------
+# --- later calls of a session -------------------------------------------------------------------
 
 
-async def send_request(gateway: RunningGateway, texts: list[str], **sent: Any) -> Call:
-    """Send a request, and return the last call of the session."""
-    response = await post(gateway, build_request("chat", *texts), **sent)
+async def send_request(gateway: RunningGateway, texts: list[str], **options: Any) -> Call:
+    """Send a chat request and return the last call of its session."""
+    response = await post(gateway, build_request("chat", *texts), **options)
     return (await list_calls(gateway, get_session_id(response)))[-1]
 
 
-async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
+async def test_only_calls_after_a_secret_are_untrainable(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
@@ -262,7 +262,7 @@ async def test_calls_after_a_secret_are_untrainable_and_others_are_not(
 
 
 class PromptRecordingEngine(ScriptedEngine):
-    """An engine that keeps the prompts it gets."""
+    """Records the prompts that it receives."""
 
     prompts: list[list[int]]
 
@@ -289,7 +289,7 @@ async def test_redacted_conversation_continues_with_exact_tokens(
         assert_redacted(call)
 
 
-async def test_redacted_completion_is_repeated_after_a_restart(
+async def test_repeated_redacted_completion_is_a_sibling_after_a_restart(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
@@ -305,10 +305,9 @@ async def test_redacted_completion_is_repeated_after_a_restart(
         assert [call.link for call in calls] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_secret_in_one_of_several_replies_redacts_that_one(
+async def test_secret_in_one_of_several_replies_redacts_only_that_reply(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    """Only the reply that holds a secret is redacted."""
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
     gateway = await start_gateway(engine=ScriptedEngine(model, script))
     session = await gateway.open(seed=7)
@@ -337,7 +336,7 @@ def leak_sometimes(prompt: str, seed: int | None) -> str:
 
 
 async def test_redacted_reply_is_sampled_again_on_retry(gateway: RunningGateway) -> None:
-    """A redacted reply cannot be replayed, and the agent must not get a different text as a replay."""
+    """The redacted text must not be replayed to the agent, and the original text is not stored."""
     session = await gateway.open()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
@@ -364,7 +363,7 @@ async def test_reply_without_a_secret_is_replayed(start_gateway: StartGateway, m
 async def test_message_hashes_are_keyed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
-    """Without the key, texts cannot be tested against the hashes in the store."""
+    """Without the key, nobody can check whether a stored hash belongs to a given text."""
     stored_hashes: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
         async with run_scripted_gateway(tmp_path / name, model, renderer, hash_key=key) as gateway:
@@ -373,8 +372,8 @@ async def test_message_hashes_are_keyed(
         with sqlite3.connect(tmp_path / name) as db:
             stored_hashes.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
     for first, second in zip(*stored_hashes, strict=True):
-        pieces = {first[at : at + 16] for at in range(0, len(first or b"") - 15, 16)}
-        assert not any(piece in second for piece in pieces)
+        chunks = {first[i : i + 16] for i in range(0, len(first or b"") - 15, 16)}
+        assert not any(chunk_bytes in second for chunk_bytes in chunks)
     assert all(digests for digests, _ in stored_hashes)
 
 

@@ -44,7 +44,7 @@ def new_parser() -> RequestParser:
 
 
 def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> ParseOutcome:
-    """Return the request and its chain, or the parts of the error, in a form that can be compared."""
+    """Return the request and its hash chain, or the fields of the error, in a comparable form."""
     try:
         request, chain = parser.parse(dialect, caller, body)
     except ApiError as error:
@@ -55,18 +55,18 @@ def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> 
 
 
 def parse_uncached(dialect: Dialect, body: bytes) -> ParseOutcome:
-    return parse(new_parser(), dialect, "nobody", body)
+    return parse(new_parser(), dialect, "caller", body)
 
 
-class BodyWriter:
-    """Writes the bodies of an agent whose history grows, and sometimes is edited or malformed."""
+class BodyGenerator:
+    """Generates the bodies of an agent whose history grows and is sometimes edited or malformed."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.ascii = rng.random() < 0.5
         self.separators = rng.choice([(",", ":"), (", ", ": "), (" ,  ", " :\n")])
         self.fields: dict[str, Any] = {"model": "m", "temperature": 1}
-        self.has_messages_first = rng.random() < 0.7
+        self.messages_first = rng.random() < 0.7
         self.messages = [self.message() for _ in range(20)]
 
     def text(self) -> str:
@@ -93,25 +93,25 @@ class BodyWriter:
         }
 
     def step(self) -> bytes:
-        """Return the next body: usually with more messages, else edited, cut, branched or broken."""
+        """Return the next body, usually with more messages, sometimes edited, truncated or invalid."""
         rng = self.rng
-        at = rng.randrange(len(self.messages)) if self.messages else 0
+        index = rng.randrange(len(self.messages)) if self.messages else 0
         match rng.randrange(14):
             case 0 if self.messages:
-                self.messages[at] = self.message()
+                self.messages[index] = self.message()
             case 1 if self.messages:
-                self.messages.insert(at, self.message())
+                self.messages.insert(index, self.message())
             case 2 if len(self.messages) > 1:
-                del self.messages[at]
+                del self.messages[index]
             case 3 if len(self.messages) > 2:
-                del self.messages[at + 1 :]
+                del self.messages[index + 1 :]
             case 4:
                 self.fields["temperature"] = rng.random()
             case 5:
                 function = {"name": self.text(), "parameters": {}}
                 self.fields["tools"] = [{"type": "function", "function": function}]
             case 6:
-                self.has_messages_first = not self.has_messages_first
+                self.messages_first = not self.messages_first
             case 7:
                 self.messages.append(rng.choice([5, None, {"role": "robot"}, {"role": "user", "content": 5}]))
                 return self.body(drop_last=True)
@@ -126,14 +126,14 @@ class BodyWriter:
 
     def body(self, drop_last: bool = False) -> bytes:
         messages = {"messages": self.messages}
-        fields = {**messages, **self.fields} if self.has_messages_first else {**self.fields, **messages}
+        fields = {**messages, **self.fields} if self.messages_first else {**self.fields, **messages}
         text = json.dumps(fields, ensure_ascii=self.ascii, separators=self.separators)
         if drop_last:
             self.messages.pop()
         return text.encode()
 
     def malformed_body(self) -> bytes:
-        """Return a body with repeated keys, a trailing comma, spaces, invalid UTF-8, or without its end."""
+        """Return a body with repeated keys, a trailing comma, spaces or invalid UTF-8, or a truncated one."""
         body = self.body()
         other = json.dumps([self.message()]).encode()
         match self.rng.randrange(8):
@@ -156,18 +156,18 @@ class BodyWriter:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_parser_random_bodies_same_result_as_uncached(seed: int) -> None:
+def test_parser_random_bodies_match_uncached_result(seed: int) -> None:
     rng = random.Random(seed)
     parser = new_parser()
-    writers = [BodyWriter(rng) for _ in range(3)]
+    generators = [BodyGenerator(rng) for _ in range(3)]
     for _ in range(40):
-        body = rng.choice(writers).step()
-        # All writers are one caller: agents that share a key must not disturb each other.
+        body = rng.choice(generators).step()
+        # All generators use the same caller, because agents that share a key must not affect each other.
         assert parse(parser, CHAT, "caller", body) == parse_uncached(CHAT, body), body
 
 
 @pytest.mark.parametrize("name", list_names("dialects"))
-def test_parser_growing_history_same_result_in_every_dialect(name: str) -> None:
+def test_parser_growing_history_matches_uncached_result(name: str) -> None:
     dialect: Dialect = resolve("dialects", name)()
     parser = new_parser()
     turns: list[Any] = []
@@ -206,7 +206,7 @@ def test_cache_long_history_parses_new_messages_only() -> None:
     assert max(parsed_sizes[20:]) < 3 * 2100
 
 
-def test_cache_unsupported_and_invalid_requests_are_not_kept() -> None:
+def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
     cache = RequestCache(HASHER)
     valid = growing_bodies(8)[-1]
     part = b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
@@ -215,8 +215,8 @@ def test_cache_unsupported_and_invalid_requests_are_not_kept() -> None:
         request, _ = cache.parse(CHAT, "c", unsupported)
         assert request.unsupported_error is not None
         assert request.unsupported_error.param == "messages[8].content[0]"
-    more = unsupported[:-2] + b',{"role":"user","content":"more"}]}'
-    request, _ = cache.parse(CHAT, "c", more)
+    continued = unsupported[:-2] + b',{"role":"user","content":"more"}]}'
+    request, _ = cache.parse(CHAT, "c", continued)
     assert request.unsupported_error is not None
     invalid = valid[:-2] + b',{"role":"robot"}]}'
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_cache_unsupported_and_invalid_requests_are_not_kept() -> None:
         assert raised.value.param == "messages[8].role"
 
 
-def test_cache_another_caller_same_result_as_uncached() -> None:
+def test_cache_other_caller_matches_uncached_result() -> None:
     parser = new_parser()
     bodies = growing_bodies(12)
     for body in bodies:
@@ -234,7 +234,7 @@ def test_cache_another_caller_same_result_as_uncached() -> None:
 
 
 @pytest.mark.parametrize("callers", [1, 50])
-def test_cache_many_bodies_memory_is_bounded(callers: int) -> None:
+def test_cache_size_with_many_bodies_is_bounded(callers: int) -> None:
     max_bytes = 400_000
     cache = RequestCache(HASHER, max_bytes)
     for i in range(300):

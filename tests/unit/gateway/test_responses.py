@@ -1,4 +1,4 @@
-"""The Responses dialect without a gateway: requests, responses, and replies that are sent back."""
+"""The Responses dialect without a gateway: requests, responses, and replies that agents send back."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def parse_request(**body: Any) -> ModelRequest:
     return DIALECT.parse_request(json.dumps({"model": "m", "input": "Hi", **body}).encode())
 
 
-def choice(message: Message, finish_reason: FinishReason = "stop", **more: Any) -> ReplyChoice:
-    return ReplyChoice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **more)
+def choice(message: Message, finish_reason: FinishReason = "stop", **fields: Any) -> ReplyChoice:
+    return ReplyChoice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **fields)
 
 
 def format_reply(
-    request: ModelRequest, message: Message, finish_reason: FinishReason = "stop", **more: Any
+    request: ModelRequest, message: Message, finish_reason: FinishReason = "stop", **fields: Any
 ) -> Json:
     """Return the response, validated by the SDK."""
-    body = json.loads(DIALECT.format_response(ID, request, [choice(message, finish_reason, **more)]))
+    body = json.loads(DIALECT.format_response(ID, request, [choice(message, finish_reason, **fields)]))
     Response.model_validate(body)
     return body
 
@@ -74,15 +74,15 @@ def stream_events(
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
     raw += writer.finish([choice(message, finish)])
-    actual: list[Json] = []
+    events: list[Json] = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
         EVENT.validate_python(event)
-        actual.append(event)
-    assert [event["sequence_number"] for event in actual] == list(range(len(actual)))
-    return actual
+        events.append(event)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    return events
 
 
 def assistant(content: str = "", *calls: ToolCall, reasoning: str = "") -> Message:
@@ -157,7 +157,7 @@ def test_responses_request_joins_calls_around_results() -> None:
     assert read_back.messages[1] == reply
 
 
-def test_responses_request_keeps_adjacent_replies_apart() -> None:
+def test_responses_request_keeps_adjacent_replies_separate() -> None:
     request = parse_request()
     first, second = assistant("One.", reasoning="1"), assistant("Two.", reasoning="2")
     items = [
@@ -168,8 +168,8 @@ def test_responses_request_keeps_adjacent_replies_apart() -> None:
         ]
     ]
     assert parse_request(input=items).messages == (first, second)
-    untold = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
-    assert parse_request(input=untold).messages == (assistant("One."), assistant("Two."))
+    without_ids = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
+    assert parse_request(input=without_ids).messages == (assistant("One."), assistant("Two."))
 
 
 def test_responses_request_offers_tools_under_unique_names() -> None:
@@ -213,10 +213,10 @@ CODEX = {
     "client_metadata": {"session_id": "01a1df40", "x-codex-turn-metadata": "{}"},
     "text": {"verbosity": "low"},
 }
-"""What Codex sends besides its items and tools."""
+"""The fields that Codex sends in addition to items and tools."""
 
 
-def test_responses_request_of_codex_is_accepted() -> None:
+def test_responses_request_from_codex_is_accepted() -> None:
     request = parse_request(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
     assert request.unsupported_error is None
     assert request.session_hints[0] == "session_id:01a1df40"
@@ -279,14 +279,14 @@ def test_responses_request_distinguishes_unsupported_content() -> None:
 )
 def test_responses_request_rejects_unsupported_fields_by_path(body: Json, param: str) -> None:
     try:
-        refusal = parse_request(**body).unsupported_error
-    except ApiError as error:
-        refusal = error
-    assert refusal
-    assert (refusal.status, refusal.param) == (400, param)
-    actual = json.loads(DIALECT.format_error(refusal))["error"]
-    assert actual["type"] == "invalid_request_error"
-    assert actual["param"] == param
+        error = parse_request(**body).unsupported_error
+    except ApiError as raised:
+        error = raised
+    assert error
+    assert (error.status, error.param) == (400, param)
+    formatted = json.loads(DIALECT.format_error(error))["error"]
+    assert formatted["type"] == "invalid_request_error"
+    assert formatted["param"] == param
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_responses_request_rejects_invalid_bodies(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-def test_responses_echo_keeps_large_integers_of_schemas() -> None:
+def test_responses_echo_keeps_large_integers_in_schemas() -> None:
     huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
     assert str(10**30).encode() in DIALECT.format_response(
         ID, parse_request(tools=[huge]), [choice(assistant("Hi"))]
@@ -343,7 +343,8 @@ def test_responses_logprobs_cover_only_the_text() -> None:
     writer = DIALECT.stream_writer_class(ID, request)
     deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
     raw = b"".join(
-        writer.write_deltas(0, reply_text, [token]) for reply_text, token in zip(deltas, tokens, strict=True)
+        writer.write_deltas(0, token_deltas, [token])
+        for token_deltas, token in zip(deltas, tokens, strict=True)
     )
     raw += writer.finish([choice(assistant("So.", reasoning="Hm"))])
     last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
@@ -354,8 +355,8 @@ def test_responses_stream_ends_with_response_failed() -> None:
     writer = DIALECT.stream_writer_class(ID, parse_request())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
-    actual = writer.write_error(ApiError(503, "gone")).decode()
-    event = json.loads(actual.split("data: ")[1])
+    raw = writer.write_error(ApiError(503, "gone")).decode()
+    event = json.loads(raw.split("data: ")[1])
     EVENT.validate_python(event)
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
 
@@ -368,7 +369,7 @@ INPUTS = ["", '*** Begin Patch\n+é\t"q" \\\n', "🦎🦎", '{"input": "x"}', "/
 
 
 def make_random_call(rng: random.Random, index: int) -> ToolCall:
-    name = rng.choice(["calc", "apply_patch", "agents__spawn", "unheard_of"])
+    name = rng.choice(["calc", "apply_patch", "agents__spawn", "unknown_tool"])
     arguments = rng.choice(ARGUMENTS)
     if name == "apply_patch" and rng.random() < 0.8:
         arguments = json.dumps({"input": rng.choice(INPUTS)}, ensure_ascii=rng.random() < 0.5)
@@ -384,35 +385,35 @@ def make_random_reply(rng: random.Random) -> Message:
 
 def split_randomly(rng: random.Random, text: str) -> Iterator[str]:
     while text:
-        at = rng.randint(1, 4)
-        yield text[:at]
-        text = text[at:]
+        size = rng.randint(1, 4)
+        yield text[:size]
+        text = text[size:]
 
 
 def split_into_deltas(rng: random.Random, message: Message) -> Iterator[list[ReplyDelta]]:
-    """Return the deltas of a stream. A part of the text may follow the first call."""
+    """Yield the deltas of a stream. Part of the text may follow the first tool call."""
     content = message["content"]
-    at = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
+    split = rng.randint(0, len(content)) if message.get("tool_calls") else len(content)
     yield from ([ReplyDelta(reasoning=piece)] for piece in split_randomly(rng, message.get("reasoning", "")))
-    yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[:at]))
-    for i, actual in enumerate(message.get("tool_calls", ())):
-        yield [ReplyDelta(call=ToolCallDelta(i, actual["id"], actual["name"]))]
+    yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[:split]))
+    for i, tool_call in enumerate(message.get("tool_calls", ())):
+        yield [ReplyDelta(call=ToolCallDelta(i, tool_call["id"], tool_call["name"]))]
         yield from (
             [ReplyDelta(call=ToolCallDelta(i, arguments=piece))]
-            for piece in split_randomly(rng, actual["arguments"])
+            for piece in split_randomly(rng, tool_call["arguments"])
         )
         if i == 0:
-            yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[at:]))
+            yield from ([ReplyDelta(text=piece)] for piece in split_randomly(rng, content[split:]))
 
 
 def echo_items(rng: random.Random, items: list[Json]) -> list[Json]:
     """Return the items as an agent may send them back: in a different order, or without some fields."""
-    kinds = [[item for item in items if item["type"] in group] for group in (
+    groups = [[item for item in items if item["type"] in types] for types in (
         {"reasoning"}, {"message"}, {"function_call", "custom_tool_call"},
     )]  # fmt: skip
-    if rng.random() < 0.5 and len(kinds[1]) < 2:
-        rng.shuffle(kinds)
-        items = [item for kind in kinds for item in kind]
+    if rng.random() < 0.5 and len(groups[1]) < 2:
+        rng.shuffle(groups)
+        items = [item for group in groups for item in group]
     dropped = rng.choice([set[str](), {"id"}, {"id", "status"}, {"status"}])
     return [{key: value for key, value in item.items() if key not in dropped} for item in items]
 
@@ -432,27 +433,27 @@ def test_responses_output_sent_back_matches_the_recorded_reply(seed: int) -> Non
         assert len(messages) == 3
         assert canonical_content(messages[1]) == canonical_content(reply)
         assert messages[1].get("reasoning") == reply.get("reasoning")
-        actual = [actual["id"] for actual in messages[1].get("tool_calls", ())]
-        assert actual == [actual["id"] for actual in reply.get("tool_calls", ())]
+        call_ids = [tool_call["id"] for tool_call in messages[1].get("tool_calls", ())]
+        assert call_ids == [tool_call["id"] for tool_call in reply.get("tool_calls", ())]
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_responses_stream_events_add_up_to_the_response(seed: int) -> None:
     rng = random.Random(seed)
     request, reply = parse_request(tools=TOOLS), make_random_reply(rng)
-    actual = stream_events(request, split_into_deltas(rng, reply), reply)
-    assert [event["type"] for event in actual[:2]] == ["response.created", "response.in_progress"]
-    assert actual[-1]["type"] == "response.completed"
-    output = actual[-1]["response"]["output"]
-    assert output == [event["item"] for event in actual if event["type"] == "response.output_item.done"]
+    events = stream_events(request, split_into_deltas(rng, reply), reply)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    output = events[-1]["response"]["output"]
+    assert output == [event["item"] for event in events if event["type"] == "response.output_item.done"]
     for index, item in enumerate(output):
-        about = [event for event in actual if event.get("output_index") == index]
-        assert about[0]["type"] == "response.output_item.added"
-        assert about[0]["item"]["id"] == item["id"]
-        reply_text = "".join(event["delta"] for event in about if event["type"].endswith(".delta"))
+        item_events = [event for event in events if event.get("output_index") == index]
+        assert item_events[0]["type"] == "response.output_item.added"
+        assert item_events[0]["item"]["id"] == item["id"]
+        streamed_text = "".join(event["delta"] for event in item_events if event["type"].endswith(".delta"))
         complete_text = item.get("arguments", item.get("input"))
-        assert reply_text == (item["content"][0]["text"] if complete_text is None else complete_text)
-        assert {event["item_id"] for event in about if "item_id" in event} <= {item["id"]}
+        assert streamed_text == (item["content"][0]["text"] if complete_text is None else complete_text)
+        assert {event["item_id"] for event in item_events if "item_id" in event} <= {item["id"]}
 
 
 def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
@@ -461,22 +462,22 @@ def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
     reply = assistant("", call("apply_patch", arguments))
     pieces = [[ReplyDelta(call=ToolCallDelta(0, "call-1", "apply_patch"))]]
     pieces += [[ReplyDelta(call=ToolCallDelta(0, arguments=character))] for character in arguments]
-    actual = stream_events(parse_request(tools=TOOLS), pieces, reply)
-    assert [e["delta"] for e in actual if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
-    assert cast(Json, actual[-1]["response"])["output"][0]["input"] == text
+    events = stream_events(parse_request(tools=TOOLS), pieces, reply)
+    assert [e["delta"] for e in events if e["type"] == "response.custom_tool_call_input.delta"] == list(text)
+    assert cast(Json, events[-1]["response"])["output"][0]["input"] == text
 
 
 @pytest.mark.parametrize(
     "arguments", ['{"input": "x", "more": 1}', '{"input": 3}', '{"input": "\\ud83d"}', "[]"]
 )
-def test_responses_custom_call_of_other_shape_is_a_function_call(arguments: str) -> None:
+def test_responses_custom_call_with_other_arguments_is_a_function_call(arguments: str) -> None:
     reply = assistant("", call("apply_patch", arguments))
     (item,) = format_reply(parse_request(tools=TOOLS), reply)["output"]
     assert (item["type"], item["arguments"]) == ("function_call", arguments)
     assert parse_request(input=[item]).messages == (reply,)
 
 
-def test_responses_white_space_alone_opens_no_message() -> None:
+def test_responses_whitespace_before_a_call_is_not_a_message() -> None:
     reply = assistant("\n\n", call("calc", "{}"))
     assert [item["type"] for item in format_reply(parse_request(tools=TOOLS), reply)["output"]] == [
         "function_call"

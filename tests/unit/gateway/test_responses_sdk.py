@@ -1,4 +1,4 @@
-"""The official `openai` SDK over Responses against a live gateway."""
+"""The Responses API of a live gateway, called with the official `openai` SDK."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def make_result(call: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ask", ASK_FUNCTIONS)
-async def test_openai_sdk_turns_with_a_tool_extend_exactly(
+async def test_openai_sdk_tool_turns_extend_the_recorded_call(
     gateway: RunningGateway, ask: Callable[..., Any]
 ) -> None:
     session = await gateway.open(channel="train")
@@ -120,7 +120,7 @@ async def test_openai_sdk_instructions_are_not_inherited(gateway: RunningGateway
 async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: RunningGateway) -> None:
     session = await gateway.open()
     with pytest.raises(openai.APIStatusError) as caught:
-        await ask_async(session, model="instar", input="Hello", previous_response_id="resp_unheard_of")
+        await ask_async(session, model="instar", input="Hello", previous_response_id="resp_unknown")
     assert caught.value.status_code in (400, 404)
     assert caught.value.param == "previous_response_id"
 

@@ -1,4 +1,4 @@
-"""Repeated requests: a replay on evidence of a retry, a sibling without it, and no orphans."""
+"""Repeated requests are replayed if they are known to be retries, and sampled as siblings otherwise."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ RETRY = {"x_stainless_retry_count": "1"}
 KEYED = {"idempotency_key": "one"}
 
 
-def drop_creation_time(response: httpx.Response) -> Any:
-    """Return the response without its creation time."""
+def drop_timestamps(response: httpx.Response) -> Any:
+    """Return the response body without its timestamps."""
     assert response.status_code == 200, response.text
     return {
         name: value
@@ -52,25 +52,25 @@ async def list_links(gateway: RunningGateway) -> list[Link]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("evidence", [RETRY, KEYED])
+@pytest.mark.parametrize("retry_headers", [RETRY, KEYED])
 async def test_retry_of_a_recorded_call_is_replayed(
-    gateway: RunningGateway, dialect: str, evidence: dict[str, str]
+    gateway: RunningGateway, dialect: str, retry_headers: dict[str, str]
 ) -> None:
     session = await gateway.open()
     body = build_request(dialect, "hi")
     first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    headers = evidence if evidence is KEYED else {**evidence, **KEYED}
+    headers = retry_headers if retry_headers is KEYED else {**retry_headers, **KEYED}
     retry = await post(gateway, body, dialect, key=session.api_key, **headers)
-    assert drop_creation_time(retry) == drop_creation_time(first)
+    assert drop_timestamps(retry) == drop_timestamps(first)
     assert len(await gateway.calls(session)) == 1
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, dialect: str) -> None:
-    """The request has neither an id nor a key, so only its content identifies the session."""
+    """The requests have no session id, so only their content identifies the session."""
     first = await post(gateway, build_request(dialect, "hi"), dialect)
     retry = await post(gateway, build_request(dialect, "hi"), dialect, **RETRY)
-    assert drop_creation_time(retry) == drop_creation_time(first)
+    assert drop_timestamps(retry) == drop_timestamps(first)
     assert get_session_id(retry) == get_session_id(first)
     assert await list_links(gateway) == [Link.ROOT]
     other = await post(gateway, build_request(dialect, "hi"), dialect)
@@ -79,9 +79,9 @@ async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, 
 
 async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: RunningGateway) -> None:
     first = await post(gateway, build_request("chat", "hi"), **KEYED)
-    assert drop_creation_time(
-        await post(gateway, build_request("chat", "hi"), **KEYED)
-    ) == drop_creation_time(first)
+    assert drop_timestamps(await post(gateway, build_request("chat", "hi"), **KEYED)) == drop_timestamps(
+        first
+    )
     assert get_session_id(
         await post(gateway, build_request("chat", "hi"), idempotency_key="two")
     ) != get_session_id(first)
@@ -107,18 +107,14 @@ async def test_replay_keeps_tool_call_ids(gateway: RunningGateway) -> None:
     body = build_request("chat", "24 * 310", tools=[{"type": "function", "function": function}])
     first = await post(gateway, body, key=session.api_key)
     assert first.json()["choices"][0]["message"]["tool_calls"]
-    assert drop_creation_time(await post(gateway, body, key=session.api_key, **RETRY)) == drop_creation_time(
-        first
-    )
+    assert drop_timestamps(await post(gateway, body, key=session.api_key, **RETRY)) == drop_timestamps(first)
 
 
 async def test_replay_returns_all_choices(gateway: RunningGateway) -> None:
     session = await gateway.open(seed=1)
     body = build_request("chat", "seed", n=3)
     first = await post(gateway, body, key=session.api_key)
-    assert drop_creation_time(await post(gateway, body, key=session.api_key, **RETRY)) == drop_creation_time(
-        first
-    )
+    assert drop_timestamps(await post(gateway, body, key=session.api_key, **RETRY)) == drop_timestamps(first)
     fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **RETRY)
     assert len(fewer.json()["choices"]) == 2
     assert len(await gateway.calls(session)) == 5
@@ -132,7 +128,7 @@ async def test_replay_of_generate_returns_the_tokens(gateway: RunningGateway) ->
     retry = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
     assert first.status_code == 200, first.text
     (first_choice,), (retried_choice,) = first.json()["choices"], retry.json()["choices"]
-    for name in ("logprobs", "behavior_logprobs"):  # stored as 32-bit floats
+    for name in ("logprobs", "behavior_logprobs"):  # Stored as 32-bit floats.
         assert retried_choice.pop(name) == pytest.approx(first_choice.pop(name))
     assert retry.json()["id"] == first.json()["id"]
     assert retried_choice == first_choice
@@ -167,7 +163,7 @@ async def test_idempotency_key_with_another_body_is_sampled(gateway: RunningGate
     assert other.json()["id"] != first.json()["id"]
 
 
-async def test_repeated_request_without_evidence_is_a_sibling(gateway: RunningGateway) -> None:
+async def test_repeated_request_without_retry_headers_is_a_sibling(gateway: RunningGateway) -> None:
     session = await gateway.open()
     responses = [await post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(3)]
     assert len({response.json()["id"] for response in responses}) == 3
@@ -185,12 +181,12 @@ async def test_retry_after_a_restart_is_replayed(
         request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
         first = await post(gateway, body, dialect, **request_options, **KEYED)
     async with run_scripted_gateway(*gateway_args) as gateway:
-        assert drop_creation_time(
+        assert drop_timestamps(
             await post(gateway, body, dialect, **request_options, **KEYED)
-        ) == drop_creation_time(first)
-        assert drop_creation_time(
+        ) == drop_timestamps(first)
+        assert drop_timestamps(
             await post(gateway, body, dialect, **request_options, **RETRY)
-        ) == drop_creation_time(first)
+        ) == drop_timestamps(first)
         other = await post(gateway, body, dialect, **request_options, idempotency_key="two")
         assert other.json()["id"] != first.json()["id"]
         assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
@@ -199,17 +195,17 @@ async def test_retry_after_a_restart_is_replayed(
 # --- in flight ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("evidence", [RETRY, KEYED])
+@pytest.mark.parametrize("retry_headers", [RETRY, KEYED])
 async def test_retry_waits_for_the_request_in_progress(
-    start_gateway: StartGateway, evidence: dict[str, str]
+    start_gateway: StartGateway, retry_headers: dict[str, str]
 ) -> None:
     gateway = await start_gateway(delay=0.01)
     body = build_request("chat", "hi there")
-    first = asyncio.create_task(post(gateway, body, **({} if evidence is RETRY else KEYED)))
+    first = asyncio.create_task(post(gateway, body, **({} if retry_headers is RETRY else KEYED)))
     await wait_for_in_flight(gateway, 1)
-    retries = await asyncio.gather(*(post(gateway, body, **evidence) for _ in range(3)))
+    retries = await asyncio.gather(*(post(gateway, body, **retry_headers) for _ in range(3)))
     for response in retries:
-        assert drop_creation_time(response) == drop_creation_time(await first)
+        assert drop_timestamps(response) == drop_timestamps(await first)
     assert await list_links(gateway) == [Link.ROOT]
 
 
@@ -245,7 +241,7 @@ async def test_concurrent_identical_requests_are_siblings(start_gateway: StartGa
 async def read_partial_stream(
     gateway: RunningGateway, dialect: str, key: str = ADMIN, **headers: str
 ) -> AsyncGenerator[httpx.Response]:
-    """Return a streamed response after a part of it has arrived."""
+    """Yield a streamed response after part of it has arrived."""
     body = build_request(dialect, "long", stream=True)
     http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     async with (
@@ -305,22 +301,22 @@ async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGat
 
 
 class GatedStore(SqliteStore):
-    """A store that reports when calls are being added, and adds them once it is released."""
+    """Sets ``adding`` when calls are to be added, and adds them after ``released`` is set."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.is_adding = asyncio.Event()
-        self.is_released = asyncio.Event()
+        self.adding = asyncio.Event()
+        self.released = asyncio.Event()
 
     async def add_calls(self, *args: Any, **options: Any) -> None:
-        self.is_adding.set()
-        await self.is_released.wait()
+        self.adding.set()
+        await self.released.wait()
         await super().add_calls(*args, **options)
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recorded", [False, True])
 async def test_undelivered_reply_is_replayed_to_the_next_request(
-    start_gateway: StartGateway, late: bool
+    start_gateway: StartGateway, recorded: bool
 ) -> None:
     gateway = await start_gateway(store=GatedStore)
     store = gateway.store
@@ -330,26 +326,26 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
         async with httpx.AsyncClient(base_url=gateway.url) as http:
             headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
-            await store.is_adding.wait()
+            await store.adding.wait()
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        if late:
-            store.is_released.set()
+        if recorded:
+            store.released.set()
             await wait_for_in_flight(gateway, 0)
         before = len(await list_all_calls(gateway))
         retry = asyncio.create_task(post(gateway, body, **request_options))
-        if not late:
+        if not recorded:
             await wait_for_in_flight(gateway, 2)
-        store.is_released.set()
+        store.released.set()
         response = await retry
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
         calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
-        assert len(await list_all_calls(gateway)) == before + (0 if late else 1)
+        assert len(await list_all_calls(gateway)) == before + (0 if recorded else 1)
         third = await post(gateway, body, **request_options)
         assert third.json()["id"] != response.json()["id"]
-        store.is_adding.clear()
-        store.is_released.clear()
+        store.adding.clear()
+        store.released.clear()
 
 
 # --- providers ----------------------------------------------------------------------------------
@@ -357,7 +353,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
 
 @pytest.fixture
 async def provider_gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
-    """Yield a gateway in front of a provider."""
+    """Run a gateway in front of a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
             UpstreamEngineConfig(
@@ -375,7 +371,7 @@ async def provider_gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("stream", [False, True])
-async def test_retry_of_a_providers_call_is_replayed(
+async def test_retry_of_a_provider_call_is_replayed(
     provider_gateway: RunningGateway, dialect: str, stream: bool
 ) -> None:
     body = build_request(dialect, "hi", stream=stream) | {"model": "plain"}

@@ -36,19 +36,19 @@ def get_error(response: httpx.Response) -> tuple[int, str | None]:
 async def test_session_is_selected_by_url_key_or_header(gateway: RunningGateway) -> None:
     session = await gateway.open()
     url = f"/s/{session.session_id}"
-    named = {"X-Instar-Session": session.session_id}
+    session_header = {"X-Instar-Session": session.session_id}
     for response in [
         await chat(gateway, session.api_key, url),
         await chat(gateway, session.api_key),
-        await chat(gateway, session.api_key, url, **named),
+        await chat(gateway, session.api_key, url, **session_header),
         await chat(gateway, ADMIN, url),
-        await chat(gateway, ADMIN, **named),
+        await chat(gateway, ADMIN, **session_header),
     ]:
         assert response.status_code == 200
     assert len(await gateway.calls(session)) == 5
 
 
-async def test_session_requests_without_access_are_refused(gateway: RunningGateway) -> None:
+async def test_session_requests_without_access_are_rejected(gateway: RunningGateway) -> None:
     session, other = await gateway.open(), await gateway.open()
     assert get_error(await chat(gateway, None)) == (401, "missing_api_key")
     assert get_error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
@@ -56,17 +56,17 @@ async def test_session_requests_without_access_are_refused(gateway: RunningGatew
         403,
         "session_conflict",
     )
-    named = {"X-Instar-Session": other.session_id}
-    assert get_error(await chat(gateway, session.api_key, **named)) == (403, "session_conflict")
-    assert get_error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **named)) == (
+    session_header = {"X-Instar-Session": other.session_id}
+    assert get_error(await chat(gateway, session.api_key, **session_header)) == (403, "session_conflict")
+    assert get_error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **session_header)) == (
         403,
         "session_conflict",
     )
-    assert get_error(await chat(gateway, ADMIN, "/s/sess-none")) == (404, "session_not_found")
+    assert get_error(await chat(gateway, ADMIN, "/s/sess-missing")) == (404, "session_not_found")
     assert await gateway.calls(session) == await gateway.calls(other) == []
 
 
-async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> None:
+async def test_session_key_is_limited_to_its_session(gateway: RunningGateway) -> None:
     session, other = await gateway.open(), await gateway.open()
     key = session.api_key
     assert get_error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
@@ -75,9 +75,9 @@ async def test_session_key_uses_its_session_only(gateway: RunningGateway) -> Non
     assert get_error(await gateway.control(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
     read = await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"})
     assert get_error(read) == (403, "wrong_session")
-    own = f"/sessions/{session.session_id}/complete"
+    own_path = f"/sessions/{session.session_id}/complete"
     body = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    assert get_error(await gateway.control(own, body, key)) == (403, "not_allowed")
+    assert get_error(await gateway.control(own_path, body, key)) == (403, "not_allowed")
 
 
 async def test_session_key_is_stored_as_a_hash(gateway: RunningGateway) -> None:
@@ -119,7 +119,7 @@ async def test_session_is_opened_completed_and_read(gateway: RunningGateway) -> 
     assert (stored.channel, stored.group_id, stored.seed) == (Channel.TRAIN, "g", 9)
 
 
-async def test_session_fails_with_rewards_of_other_sources(gateway: RunningGateway) -> None:
+async def test_failed_session_keeps_rewards_from_other_sources(gateway: RunningGateway) -> None:
     session = await gateway.open()
     body = {"reason": "crashed", "rewards": [{"value": -1.0, "source": "fallback", "scorer": "runner"}]}
     response = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
@@ -131,7 +131,7 @@ async def test_session_fails_with_rewards_of_other_sources(gateway: RunningGatew
     assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "runner")
 
 
-async def test_ended_session_refuses_calls(gateway: RunningGateway) -> None:
+async def test_ended_session_rejects_calls(gateway: RunningGateway) -> None:
     session = await gateway.open()
     await gateway.control(f"/sessions/{session.session_id}/complete", {})
     assert get_error(await chat(gateway, session.api_key)) == (410, "session_ended")
@@ -144,7 +144,7 @@ async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None
         messages += [{"role": "assistant", "content": response.choices[0].message.content}]
         messages += [{"role": "user", "content": "two"}]
         await client.chat.completions.create(model="m", messages=messages)
-        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "else"}])
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "other"}])
         models = await client.models.list()
     assert [model.id for model in models.data] == ["policy"]
     rows = await gateway.store.sessions("run")
@@ -173,7 +173,7 @@ async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -
     assert [response.status_code for response in responses] == [200] * 6
 
 
-async def test_session_is_read_but_not_ended_during_its_first_call(
+async def test_session_can_be_read_but_not_ended_during_its_first_call(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
     config = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=0.05)
@@ -191,7 +191,7 @@ async def test_session_is_read_but_not_ended_during_its_first_call(
 @pytest.mark.parametrize(
     "body", [b'{"metadata": {"a": "\xff"}}', b'{"metadata": {"a": ' + b"[" * 3000 + b"]" * 3000 + b"}}"]
 )
-async def test_malformed_control_body_responds_with_400(gateway: RunningGateway, body: bytes) -> None:
+async def test_malformed_control_body_returns_400(gateway: RunningGateway, body: bytes) -> None:
     session = await gateway.open()
     response = await gateway.http.post(
         f"/sessions/{session.session_id}/complete",
@@ -206,7 +206,7 @@ async def test_deeply_nested_metadata_is_rejected_without_a_logged_error(
     gateway: RunningGateway, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = await gateway.open()
-    nested = b"[" * 700 + b"]" * 700  # fewer levels than the decoder allows
+    nested = b"[" * 700 + b"]" * 700  # Fewer levels than the decoder allows.
     reason = b'"reason": "r", ' if path == "fail" else b""
     body = b"{" + reason + b'"metadata": {"a": ' + nested + b"}}"
     url = f"/sessions/{session.session_id}/{path}" if path else "/sessions"
@@ -223,7 +223,7 @@ async def test_health_check_needs_no_key(gateway: RunningGateway) -> None:
     ("body", "param"),
     [
         ({"channel": "prod"}, "channel"),
-        ({"colour": 1}, "colour"),
+        ({"unknown": 1}, "unknown"),
         ({"sampling": {"temprature": 0}}, "sampling.temprature"),
         ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ({"sampling": {"top_p": 0}}, "sampling.top_p"),
@@ -232,13 +232,13 @@ async def test_health_check_needs_no_key(gateway: RunningGateway) -> None:
         ({"slot": 10**22}, "slot"),
     ],
 )
-async def test_invalid_open_request_is_refused(gateway: RunningGateway, body: Any, param: str) -> None:
+async def test_invalid_open_request_is_rejected(gateway: RunningGateway, body: Any, param: str) -> None:
     response = await gateway.control("/sessions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
-async def test_base_url_of_a_session_ignores_the_host_header(gateway: RunningGateway) -> None:
+async def test_session_base_url_ignores_the_host_header(gateway: RunningGateway) -> None:
     headers = {
         "Authorization": f"Bearer {ADMIN}",
         "Host": "attacker.example",
@@ -248,14 +248,14 @@ async def test_base_url_of_a_session_ignores_the_host_header(gateway: RunningGat
     assert response.json()["base_url"].startswith(f"{gateway.url}/s/sess")
 
 
-async def test_base_url_of_a_session_is_the_configured_address(start_gateway: StartGateway) -> None:
+async def test_session_base_url_uses_public_url(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(public_url="https://models.example/instar/"))
     session = await gateway.open()
     assert session.base_url == f"https://models.example/instar/s/{session.session_id}/v1"
 
 
 @pytest.mark.parametrize("url", ["models.example", "ftp://a.example", "https://", "https://a.example/?key=1"])
-def test_public_url_that_is_no_address_is_refused(url: str) -> None:
+def test_invalid_public_url_is_rejected(url: str) -> None:
     with pytest.raises(ValidationError, match="public_url"):
         GatewayConfig(public_url=url)
 

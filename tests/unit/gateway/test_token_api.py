@@ -33,7 +33,7 @@ def parse_calls(body: bytes) -> list[SubmittedCall]:
     return parse_submission(calls, VOCAB, LATEST_VERSION, max_calls=3)
 
 
-def parse_error(body: bytes, *, is_submission: bool) -> ApiError:
+def get_parse_error(body: bytes, *, is_submission: bool) -> ApiError:
     def parse() -> object:
         if is_submission:
             return parse_calls(body)
@@ -97,15 +97,15 @@ def test_generate_request_all_fields_are_parsed() -> None:
 )
 def test_generate_request_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:
     body = {"prompt_ids": [1], **change}
-    assert parse_error(json.dumps(body).encode(), is_submission=False).param == param
+    assert get_parse_error(json.dumps(body).encode(), is_submission=False).param == param
 
 
 @pytest.mark.parametrize(
     "body", [b"", b"[", b'{"prompt_ids":[NaN]}', b"\xff\xfe", b"{}", b"[]", b"[" * 100_000]
 )
 @pytest.mark.parametrize("is_submission", [False, True])
-def test_token_request_malformed_body_is_refused(body: bytes, is_submission: bool) -> None:
-    parse_error(body, is_submission=is_submission)
+def test_token_request_malformed_body_is_rejected(body: bytes, is_submission: bool) -> None:
+    get_parse_error(body, is_submission=is_submission)
 
 
 def test_generate_response_has_exact_tokens() -> None:
@@ -149,7 +149,7 @@ def test_token_stream_sends_finish_reason_at_the_end_only() -> None:
     assert error == {"message": "no", "code": "c", "param": "n"}
 
 
-def submission(*calls: Any) -> bytes:
+def encode_submission(*calls: Any) -> bytes:
     return json.dumps({"calls": calls}).encode()
 
 
@@ -174,7 +174,7 @@ def test_submission_all_fields_are_parsed() -> None:
         "parent_id": "call-1",
         "client_key": "k",
     }
-    minimal, call = parse_calls(submission(CALL, full))
+    minimal, call = parse_calls(encode_submission(CALL, full))
     assert (minimal.messages, minimal.body.reply) == (None, None)
     assert (minimal.body.parent_id, minimal.body.client_key) == (None, None)
     assert minimal.body.prompt_ids == [1, 2, 99]
@@ -194,7 +194,7 @@ def test_submission_all_fields_are_parsed() -> None:
 
 
 def test_submission_without_a_logprob_is_not_trainable() -> None:
-    (call,) = parse_calls(submission({**CALL, "logprobs": [-0.5, None]}))
+    (call,) = parse_calls(encode_submission({**CALL, "logprobs": [-0.5, None]}))
     assert math.isnan(call.reply.logprobs[1])
     assert call.reply.untrainable_reason == "logprobs are missing"
 
@@ -222,7 +222,7 @@ TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}
         ({"behavior_logprobs": [-0.5]}, "behavior_logprobs"),
         ({"behavior_logprobs": [-0.5, 1]}, "behavior_logprobs[1]"),
         ({"behavior_logprobs": [-1e300, -1]}, "behavior_logprobs[0]"),
-        ({"finish_reason": "tired"}, "finish_reason"),
+        ({"finish_reason": "unknown"}, "finish_reason"),
         ({"finish_reason": None}, "finish_reason"),
         ({"params": {"temperature": -1}}, "params.temperature"),
         ({"params": {"top_p": 0}}, "params.top_p"),
@@ -249,11 +249,11 @@ TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}
     ],
 )
 def test_submission_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:
-    body = submission(CALL, {**CALL, **change})
-    assert parse_error(body, is_submission=True).param == f"calls[1].{param}"
+    body = encode_submission(CALL, {**CALL, **change})
+    assert get_parse_error(body, is_submission=True).param == f"calls[1].{param}"
 
 
-def test_submission_with_too_few_or_too_many_calls_is_refused() -> None:
-    assert parse_error(submission(), is_submission=True).param == "calls"
-    assert parse_error(submission(*[CALL] * 4), is_submission=True).param == "calls"
-    assert len(parse_calls(submission(*[CALL] * 3))) == 3
+def test_submission_with_too_few_or_too_many_calls_is_rejected() -> None:
+    assert get_parse_error(encode_submission(), is_submission=True).param == "calls"
+    assert get_parse_error(encode_submission(*[CALL] * 4), is_submission=True).param == "calls"
+    assert len(parse_calls(encode_submission(*[CALL] * 3))) == 3

@@ -36,14 +36,13 @@ async def start_with_context(
 
 
 async def post_bytes(gateway: RunningGateway, path: str, body: Any) -> httpx.Response:
-    """Send a body that is encoded before the time is measured."""
     headers = {"Authorization": f"Bearer {ADMIN}"}
     return await gateway.http.post(path, content=json.dumps(body).encode(), headers=headers)
 
 
-async def measure_blocked_share(work: Awaitable[T]) -> tuple[T, float]:
-    """Return the result, and the longest time that the event loop computed without a pause as a share of the
-    time that the process computed. CPU times do not depend on other processes."""
+async def measure_blocked_fraction(work: Awaitable[T]) -> tuple[T, float]:
+    """Return the result and the longest time that the event loop was blocked, as a fraction of the process's
+    CPU time. Unlike wall time, CPU time does not depend on other processes."""
     task = asyncio.ensure_future(work)
     started, previous = time.process_time(), time.thread_time()
     longest = 0.0
@@ -69,27 +68,27 @@ async def test_large_prompt_does_not_block_the_gateway(
 ) -> None:
     gateway = await start_with_context(start_gateway, model, 200_000)
     body = build_request(dialect, LARGE_TEXT)
-    response, share = await measure_blocked_share(post_bytes(gateway, PATHS[dialect], body))
+    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, PATHS[dialect], body))
     assert (response.status_code, "context" in response.text) == (400, True)
-    assert share < 0.5
+    assert blocked_fraction < 0.5
 
 
-@pytest.mark.parametrize("place", ["reply", "tools", "arguments"])
+@pytest.mark.parametrize("part", ["reply", "tools", "arguments"])
 async def test_large_parts_of_a_conversation_do_not_block_the_gateway(
-    start_gateway: StartGateway, model: ModelConfig, place: str
+    start_gateway: StartGateway, model: ModelConfig, part: str
 ) -> None:
     gateway = await start_with_context(start_gateway, model, 200_000)
     body = build_request("chat", "one", "two", "three", tools=TOOLS)
-    if place == "reply":
+    if part == "reply":
         body["messages"][1]["content"] = LARGE_TEXT
-    elif place == "tools":
+    elif part == "tools":
         body["tools"][0]["function"]["description"] = LARGE_TEXT
     else:
         function = {"name": "calc", "arguments": json.dumps({"text": LARGE_TEXT})}
         body["messages"][1]["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
-    response, share = await measure_blocked_share(post_bytes(gateway, PATHS["chat"], body))
+    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, PATHS["chat"], body))
     assert (response.status_code, "context" in response.text) == (400, True)
-    assert share < 0.5
+    assert blocked_fraction < 0.5
 
 
 async def test_large_token_count_does_not_block_the_gateway(
@@ -97,12 +96,12 @@ async def test_large_token_count_does_not_block_the_gateway(
 ) -> None:
     gateway = await start_with_context(start_gateway, model, 200_000)
     body = build_request("messages", LARGE_TEXT)
-    response, share = await measure_blocked_share(post_bytes(gateway, COUNT_PATH, body))
+    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, COUNT_PATH, body))
     assert response.json()["input_tokens"] > 200_000
-    assert share < 0.5
+    assert blocked_fraction < 0.5
 
 
-async def test_large_prompts_of_one_session_continue_exactly(
+async def test_large_prompts_extend_the_recorded_tokens(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
     gateway = await start_with_context(start_gateway, model, 400_000)
@@ -118,15 +117,15 @@ async def test_large_prompts_of_one_session_continue_exactly(
         assert call.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
 
 
-# --- the share of a key -------------------------------------------------------------------------
+# --- limits per key -----------------------------------------------------------------------------
 
 
-async def test_pool_runs_one_prompt_of_a_key_at_a_time() -> None:
+async def test_pool_runs_one_prompt_per_key_at_a_time() -> None:
     pool = TokenizerPool(GatewayConfig())
     finish, second_started = threading.Event(), threading.Event()
     first = asyncio.create_task(pool.run("one", finish.wait))
     second = asyncio.create_task(pool.run("one", second_started.set))
-    await pool.run("two", lambda: None)  # Another key does not wait for them.
+    await pool.run("two", lambda: None)  # Another key does not have to wait.
     assert not second_started.is_set()
     finish.set()
     await asyncio.gather(first, second)
@@ -148,7 +147,7 @@ async def test_pool_rejects_a_key_with_too_many_waiting_prompts() -> None:
 
 async def test_pool_stops_waiting_after_the_timeout() -> None:
     pool, finish = TokenizerPool(GatewayConfig(request_timeout=0.05)), threading.Event()
-    for _ in range(2):  # The second prompt waits for the thread of the first.
+    for _ in range(2):  # The second prompt waits for the first one's thread.
         with pytest.raises(ApiError, match="not tokenized within"):
             await pool.run("one", finish.wait)
     finish.set()

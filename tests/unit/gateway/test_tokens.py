@@ -1,4 +1,4 @@
-"""Token-level generation and submissions, over a socket."""
+"""Token-level generation and submissions over HTTP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_generate_returns_the_recorded_ids(gateway: RunningGateway, render
     assert third.trainable
 
 
-async def test_generate_streams_lines_of_json(gateway: RunningGateway, renderer: Renderer) -> None:
+async def test_generate_streams_json_lines(gateway: RunningGateway, renderer: Renderer) -> None:
     session = await gateway.open()
     body = {"prompt_ids": render_prompt(renderer, "hello"), "stream": True}
     response = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
@@ -65,14 +65,14 @@ async def test_generate_unknown_token_id_error_names_the_path(gateway: RunningGa
     assert await gateway.calls(session) == []
 
 
-def make_sampled_fields(ids: list[int], **more: Any) -> dict[str, Any]:
+def make_sampled_fields(ids: list[int], **overrides: Any) -> dict[str, Any]:
     count = len(ids)
     return {
         "sampled_ids": ids,
         "logprobs": [-0.5] * count,
         "versions": [0] * count,
         "finish_reason": "stop",
-        **more,
+        **overrides,
     }
 
 
@@ -118,7 +118,7 @@ async def test_submitted_messages_extend_the_recorded_call(
     assert (child.trainable, child.reason) == (False, "logprobs are missing")
 
 
-async def test_submitted_version_beyond_the_latest_is_refused(
+async def test_submitted_version_beyond_the_latest_is_rejected(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
     session = await gateway.open()

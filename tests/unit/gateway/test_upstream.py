@@ -1,4 +1,4 @@
-"""An upstream passes a provider's responses through, and parses them for the record."""
+"""An upstream forwards a provider's responses and parses them for the record."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def provider() -> AsyncGenerator[Provider]:
 async def upstream(
     provider: Provider, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[CreateUpstream]:
-    """Return a function that connects to the provider, directly or with the provider as its own proxy."""
+    """Return a function that creates upstreams. In the proxied case, the provider is also the HTTP proxy."""
     upstreams: list[HttpUpstream] = []
     address = provider.url
     if request.param == "proxied":
@@ -51,8 +51,8 @@ async def upstream(
         address = "http://provider.test"
 
     def create(dialect: str = "chat", **settings: Any) -> HttpUpstream:
-        base = address + ("" if dialect == "messages" else "/v1")
-        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        base_url = address + ("" if dialect == "messages" else "/v1")
+        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings)))
         return upstreams[-1]
 
     yield create
@@ -65,12 +65,12 @@ async def ask(
     dialect: str,
     model: str = "plain",
     headers: dict[str, str] | None = None,
-    forced: dict[str, Any] | None = None,
-    **more: Any,
+    overrides: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> list[UpstreamChunk]:
-    body = orjson.dumps({"model": model, "messages": MESSAGES, **more})
-    request = ModelRequest(model, (), stream=more.get("stream", False), n=more.get("n", 1))
-    response = upstream.send(request, dialect, body, headers or {}, forced)
+    body = orjson.dumps({"model": model, "messages": MESSAGES, **fields})
+    request = ModelRequest(model, (), stream=fields.get("stream", False), n=fields.get("n", 1))
+    response = upstream.send(request, dialect, body, headers or {}, overrides)
     async with aclosing(response.chunks):
         return [chunk async for chunk in response.chunks]
 
@@ -80,7 +80,7 @@ def get_message(chunk: UpstreamChunk) -> Any:
     return chunk.choices[0].message
 
 
-# --- pass through -------------------------------------------------------------------------------
+# --- forwarding ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -129,8 +129,10 @@ async def test_upstream_stream_passes_through_unchanged(
     upstream: CreateUpstream, dialect: str, model: str
 ) -> None:
     chunks = await ask(upstream(dialect), dialect, model, stream=True)
-    named = dialect in ("responses", "messages")
-    expected = b"".join(encode_events(RESPONSE_BUILDERS[dialect][1](model, 1), named, model == "crlf"))
+    has_event_names = dialect in ("responses", "messages")
+    expected = b"".join(
+        encode_events(RESPONSE_BUILDERS[dialect][1](model, 1), has_event_names, model == "crlf")
+    )
     assert b"".join(chunk.raw for chunk in chunks) == expected
     assert get_message(chunks[-1])["content"] == TEXT
     assert chunks[-1].response_id == IDS[dialect]
@@ -291,11 +293,11 @@ async def test_upstream_request_changes_only_the_model(provider: Provider, upstr
     ("dialect", "limit"),
     [("chat", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens")],
 )
-async def test_upstream_sampling_overrides_replace_the_agents(
+async def test_upstream_sampling_overrides_replace_agent_values(
     provider: Provider, upstream: CreateUpstream, dialect: str, limit: str
 ) -> None:
-    forced = {"temperature": 0, "max_tokens": 5}
-    await ask(upstream(dialect), dialect, forced=forced, temperature=0.7)
+    overrides = {"temperature": 0, "max_tokens": 5}
+    await ask(upstream(dialect), dialect, overrides=overrides, temperature=0.7)
     assert (provider.last_request["temperature"], provider.last_request[limit]) == (0, 5)
 
 
@@ -310,34 +312,38 @@ async def test_upstream_forwards_only_known_headers(provider: Provider, upstream
         "openai-organization": "org-1",
         "user-agent": "agent/1",
         "cookie": "a=b",
-        "host": "elsewhere",
+        "host": "other.example",
         "connection": "close",
         "x-instar-session": "s",
         "content-length": "1",
     }
     await ask(upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=agent_headers)
-    sent = provider.headers[0]
-    assert sent["authorization"] == "Bearer sk-agent"
-    assert (sent["openai-organization"], sent["x-extra"], sent["user-agent"]) == ("org-1", "1", "ours")
-    assert not {"cookie", "x-instar-session"} & set(sent)
-    assert sent["host"] != "elsewhere"
-    assert sent.get("connection") != "close"
+    headers = provider.headers[0]
+    assert headers["authorization"] == "Bearer sk-agent"
+    assert (headers["openai-organization"], headers["x-extra"], headers["user-agent"]) == (
+        "org-1",
+        "1",
+        "ours",
+    )
+    assert not {"cookie", "x-instar-session"} & set(headers)
+    assert headers["host"] != "other.example"
+    assert headers.get("connection") != "close"
 
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
-async def test_upstream_environment_key_replaces_the_agents(
+async def test_upstream_environment_key_replaces_the_agent_key(
     provider: Provider, upstream: CreateUpstream, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
     agent_headers = {"authorization": "Bearer sk-agent", "x-api-key": "sk-agent"}
     await ask(upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=agent_headers)
-    sent = provider.headers[0]
-    assert "sk-agent" not in str(sent)
+    headers = provider.headers[0]
+    assert "sk-agent" not in str(headers)
     if dialect == "messages":
-        assert (sent["x-api-key"], sent["anthropic-version"]) == ("sk-provider", "2023-06-01")
-        assert "authorization" not in sent
+        assert (headers["x-api-key"], headers["anthropic-version"]) == ("sk-provider", "2023-06-01")
+        assert "authorization" not in headers
     else:
-        assert sent["authorization"] == "Bearer sk-provider"
+        assert headers["authorization"] == "Bearer sk-provider"
 
 
 @pytest.mark.parametrize(
@@ -360,22 +366,24 @@ def test_upstream_config_errors_name_the_setting(monkeypatch: pytest.MonkeyPatch
     config = UpstreamEngineConfig(base_url="http://x/v1", api_key_env="PROVIDER_KEY")
     with pytest.raises(ConfigError, match=r"upstreams\.a\.api_key_env: .*'PROVIDER_KEY' is not set"):
         HttpUpstream(config, "upstreams.a")
-    with pytest.raises(ConfigError, match=r"engine\.base_url: 'localhost:8000'"):
+    with pytest.raises(ConfigError, match=r"engine\.base_url: .* got 'localhost:8000'"):
         HttpUpstream(UpstreamEngineConfig(base_url="localhost:8000"))
 
 
-@pytest.mark.parametrize(("base", "dialect"), [("/v1", "messages"), ("/v1/", "chat"), ("/", "messages")])
-async def test_upstream_base_url_is_interpreted_as_by_the_sdks(
-    provider: Provider, base: str, dialect: str
+@pytest.mark.parametrize(("base_path", "dialect"), [("/v1", "messages"), ("/v1/", "chat"), ("/", "messages")])
+async def test_upstream_accepts_base_url_with_or_without_v1(
+    provider: Provider, base_path: str, dialect: str
 ) -> None:
-    config = UpstreamEngineConfig(base_url=provider.url + base, dialect=dialect, also=["chat", "messages"])
+    config = UpstreamEngineConfig(
+        base_url=provider.url + base_path, dialect=dialect, also=["chat", "messages"]
+    )
     upstream = HttpUpstream(config)
     for agent_dialect in ("chat", "messages"):
         assert (await ask(upstream, agent_dialect))[-1].choices
     await upstream.close()
 
 
-async def test_upstream_counts_tokens_if_the_provider_can(
+async def test_upstream_counts_tokens_if_the_provider_supports_it(
     provider: Provider, upstream: CreateUpstream
 ) -> None:
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})

@@ -1,4 +1,4 @@
-"""The official SDKs, through a gateway, to a provider with their dialect or another."""
+"""The official SDKs through a gateway to a provider, with the same or another dialect."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def start_gateway(tmp_path: Path, provider: Provider) -> AsyncGenerator[St
     async with AsyncExitStack() as stack:
 
         async def start_gateway(dialect: str, **settings: Any) -> RunningGateway:
-            base = provider.url + ("" if dialect == "messages" else "/v1")
-            upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings))
+            base_url = provider.url + ("" if dialect == "messages" else "/v1")
+            upstream = HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings))
             stack.push_async_callback(upstream.close)
             none: Any = None
             gateway = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
@@ -49,8 +49,8 @@ async def start_gateway(tmp_path: Path, provider: Provider) -> AsyncGenerator[St
 
 
 def create_anthropic_client(session: OpenedSession) -> anthropic.AsyncAnthropic:
-    base = session.base_url.removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=base, api_key=session.api_key, max_retries=0)
+    base_url = session.base_url.removesuffix("/v1")
+    return anthropic.AsyncAnthropic(base_url=base_url, api_key=session.api_key, max_retries=0)
 
 
 async def ask(gateway: RunningGateway, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
@@ -86,7 +86,7 @@ async def stream(gateway: RunningGateway, session: OpenedSession, agent: str, mo
             async for event in await client.responses.create(model=model, input="hi", stream=True):
                 text += event.delta if event.type == "response.output_text.delta" else ""
                 arguments += event.delta if event.type == "response.function_call_arguments.delta" else ""
-                if event.type == "response.failed":  # the SDK does not raise an error for it
+                if event.type == "response.failed":  # The SDK does not raise an error for this.
                     raise openai.OpenAIError(str(event.response.error))
             return text, arguments
         async for chunk in await client.chat.completions.create(model=model, messages=USER, stream=True):
@@ -142,18 +142,18 @@ async def test_upstream_partial_reply_is_recorded_as_aborted(start_gateway: Star
     session = await gateway.open()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
         await stream(gateway, session, agent, "truncated")
-    call = await get_only_call(gateway, session)
+    call = await wait_for_call(gateway, session)
     assert call.status is CallStatus.ABORTED
     assert call.reply["content"]
     assert TEXT.startswith(call.reply["content"])
 
 
-async def get_only_call(gateway: RunningGateway, session: OpenedSession) -> Call:
+async def wait_for_call(gateway: RunningGateway, session: OpenedSession) -> Call:
     for _ in range(100):
         if calls := await gateway.calls(session):
             return calls[0]
         await asyncio.sleep(0.05)
-    raise AssertionError("nothing was recorded")
+    raise AssertionError("no call was recorded")
 
 
 async def test_upstream_does_not_receive_session_keys(
@@ -166,21 +166,21 @@ async def test_upstream_does_not_receive_session_keys(
     assert session.api_key not in str(provider.headers)
 
 
-async def test_upstream_receives_the_agents_own_login(
+async def test_upstream_receives_the_agents_own_api_key(
     start_gateway: StartGateway, provider: Provider
 ) -> None:
     gateway = await start_gateway("chat")
     session = await gateway.open()
     headers = {"x-instar-key": session.api_key}
     async with openai.AsyncOpenAI(
-        base_url=f"{gateway.url}/v1", api_key="their-login", default_headers=headers, max_retries=0
+        base_url=f"{gateway.url}/v1", api_key="provider-key", default_headers=headers, max_retries=0
     ) as client:
         await client.chat.completions.create(model="plain", messages=USER)
     provider_headers = provider.headers[-1]
-    assert provider_headers["authorization"] == "Bearer their-login"
+    assert provider_headers["authorization"] == "Bearer provider-key"
     assert "x-instar-key" not in provider_headers
     assert session.api_key not in str(provider_headers)
-    assert (await get_only_call(gateway, session)).status is CallStatus.OK
+    assert (await wait_for_call(gateway, session)).status is CallStatus.OK
 
 
 async def test_upstream_response_can_be_continued_by_id(
@@ -208,7 +208,7 @@ async def test_upstream_response_of_another_agent_cannot_be_continued_by_id(
     for key in (await create_key(gateway.store, "agent", "other"), (await gateway.open()).api_key):
         response = await gateway.control("/v1/responses", body, key)
         assert (response.status_code, response.json()["error"]["param"]) == (404, "previous_response_id")
-    assert "previous_response_id" not in provider.last_request, "the provider did not receive the requests"
-    body["previous_response_id"] = "resp_of_the_provider"
+    assert "previous_response_id" not in provider.last_request, "the provider received a rejected request"
+    body["previous_response_id"] = "resp_provider"
     assert (await gateway.control("/v1/responses", body, session.api_key)).status_code == 200
-    assert provider.last_request["previous_response_id"] == "resp_of_the_provider"
+    assert provider.last_request["previous_response_id"] == "resp_provider"

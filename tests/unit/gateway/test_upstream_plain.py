@@ -25,7 +25,7 @@ class CountingServer:
         try:
             await self._handle(reader, writer)
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # the client disconnected
+            pass  # The client disconnected.
         finally:
             writer.close()
 
@@ -121,7 +121,7 @@ async def test_plain_client_rejects_line_breaks_in_headers() -> None:
         (b"HTTP/1.0 200 OK\r\n\r\nhi", True, False),
     ],
 )
-async def test_plain_client_reads_every_kind_of_body_end(
+async def test_plain_client_reads_every_body_framing(
     raw_response: bytes, disconnect: bool, reused: bool
 ) -> None:
     async with run_server(respond_always(raw_response, disconnect=disconnect)) as (client, server):

@@ -29,8 +29,8 @@ def split(pieces: list[bytes]) -> tuple[list[bytes], bytes]:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_event_splitter_yields_the_same_events_for_any_split(seed: int) -> None:
-    chance = random.Random(seed)
-    cuts = sorted(chance.sample(range(len(STREAM)), chance.randrange(len(STREAM))))
+    rng = random.Random(seed)
+    cuts = sorted(rng.sample(range(len(STREAM)), rng.randrange(len(STREAM))))
     pieces = [STREAM[a:b] for a, b in zip([0, *cuts], [*cuts, len(STREAM)], strict=True)]
     data, raw = split(pieces)
     assert data == DATA

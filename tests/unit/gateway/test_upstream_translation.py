@@ -53,8 +53,8 @@ async def upstream(provider: Provider) -> AsyncGenerator[CreateUpstream]:
     upstreams: list[HttpUpstream] = []
 
     def create(dialect: str, **settings: Any) -> HttpUpstream:
-        base = provider.url + ("" if dialect == "messages" else "/v1")
-        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect, **settings)))
+        base_url = provider.url + ("" if dialect == "messages" else "/v1")
+        upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings)))
         return upstreams[-1]
 
     yield create
@@ -62,22 +62,23 @@ async def upstream(provider: Provider) -> AsyncGenerator[CreateUpstream]:
         await upstream.close()
 
 
-def build_request(model: str = "plain", **more: Any) -> ModelRequest:
-    return ModelRequest(model, CONVERSATION, (TOOL,), **more)
+def build_request(model: str = "plain", **fields: Any) -> ModelRequest:
+    return ModelRequest(model, CONVERSATION, (TOOL,), **fields)
 
 
 async def ask(
     upstream: HttpUpstream, dialect: str, request: ModelRequest, headers: dict[str, str] | None = None
 ) -> list[UpstreamChunk]:
-    response = upstream.send(request, dialect, b"not for the provider", headers or {})
+    response = upstream.send(request, dialect, b"original body", headers or {})
     async with aclosing(response.chunks):
         return [chunk async for chunk in response.chunks]
 
 
 def join_deltas(chunks: list[UpstreamChunk]) -> Message:
-    """Return the sum of the deltas."""
+    """Join the deltas into a message."""
     message = Message(role="assistant", content="")
-    reasoning, calls = "", list[ToolCall]()
+    reasoning = ""
+    calls: list[ToolCall] = []
     for index, delta in [delta for chunk in chunks for delta in chunk.deltas]:
         assert index == 0
         message["content"] += delta.text
@@ -95,7 +96,7 @@ def join_deltas(chunks: list[UpstreamChunk]) -> Message:
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
 @pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_translation_of_a_response_yields_deltas_and_choices(
+async def test_translated_response_is_one_chunk_with_choices(
     upstream: CreateUpstream, agent: str, dialect: str, model: str
 ) -> None:
     (chunk,) = await ask(upstream(dialect), agent, build_request(model))
@@ -178,7 +179,7 @@ async def test_translation_rejects_unsupported_requests(upstream: CreateUpstream
 @pytest.mark.parametrize(
     ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
 )
-async def test_translation_rejects_dialects_without_translation(
+async def test_translation_rejects_unsupported_dialects(
     upstream: CreateUpstream, dialect: str, agent: str
 ) -> None:
     with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
@@ -190,18 +191,18 @@ async def test_translation_moves_the_agents_key_to_the_providers_header(
 ) -> None:
     headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
     await ask(upstream("chat"), "messages", build_request(), headers)
-    sent = provider.headers[-1]
-    assert sent["authorization"] == "Bearer k"
-    assert not {"x-api-key", "anthropic-beta", "anthropic-version"} & set(sent)
+    provider_headers = provider.headers[-1]
+    assert provider_headers["authorization"] == "Bearer k"
+    assert not {"x-api-key", "anthropic-beta", "anthropic-version"} & set(provider_headers)
     await ask(
         upstream("messages"), "chat", build_request(), {"authorization": "Bearer k", "openai-project": "p"}
     )
-    sent = provider.headers[-1]
-    assert (sent["x-api-key"], sent["anthropic-version"]) == ("k", "2023-06-01")
-    assert not {"authorization", "openai-project"} & set(sent)
+    provider_headers = provider.headers[-1]
+    assert (provider_headers["x-api-key"], provider_headers["anthropic-version"]) == ("k", "2023-06-01")
+    assert not {"authorization", "openai-project"} & set(provider_headers)
 
 
-async def test_translation_of_an_error_drops_the_raw_body(upstream: CreateUpstream) -> None:
+async def test_translated_error_has_no_raw_body(upstream: CreateUpstream) -> None:
     with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
         await ask(upstream("chat"), "messages", build_request("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")

@@ -1,4 +1,4 @@
-"""Requests in every dialect over plain HTTP, which can be invalid in ways that an SDK does not allow."""
+"""Requests in every dialect over plain HTTP, including invalid ones that an SDK would not send."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATHS = {
 
 
 def build_request(dialect: str, *texts: str, **fields: Any) -> dict[str, Any]:
-    """Return a body in which user and assistant alternate."""
+    """Return a request body with alternating user and assistant turns."""
     turns = [{"role": "assistant" if i % 2 else "user", "content": text} for i, text in enumerate(texts)]
     match dialect:
         case "completions":
@@ -49,9 +49,9 @@ async def post(
     prefix: str = "",
     **headers: str,
 ) -> httpx.Response:
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    extra_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return await gateway.http.post(
-        prefix + PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **named}
+        prefix + PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **extra_headers}
     )
 
 
@@ -61,7 +61,7 @@ def get_session_id(response: httpx.Response) -> str:
 
 
 async def list_all_calls(gateway: RunningGateway) -> list[Call]:
-    """Return the calls of every session, in the order in which the sessions were opened."""
+    """Return the calls of all sessions, in the order in which the sessions were opened."""
     rows = await gateway.store.sessions("run")
     by_session = [await gateway.store.calls(row.session.session_id) for row in rows]
     return [call for calls in by_session for call in calls]
@@ -89,7 +89,7 @@ async def run_scripted_gateway(
     hash_key: bytes = b"key",
     delay: float = 0.0,
 ) -> AsyncGenerator[RunningGateway]:
-    """Yield a gateway on a new store, or on an existing store as after a restart."""
+    """Run a gateway on the store at ``path``. If the store exists, this simulates a restart."""
     script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
     engine = ScriptedEngine(model, script)
     async with run_gateway(path, engine, renderer, config or GatewayConfig(), hash_key=hash_key) as gateway:

@@ -1,4 +1,4 @@
-"""The client against a real server on a socket."""
+"""`HttpClient` against a real server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ async def echo(request: web.Request) -> web.Response:
     return web.Response(body=await request.read(), headers={"X-Key": request.headers.get("X-Key", "")})
 
 
-async def refuse(_: web.Request) -> web.Response:
+async def unavailable(_: web.Request) -> web.Response:
     return web.Response(status=503, text="come back later", headers={"Retry-After": "7"})
 
 
@@ -34,7 +34,7 @@ async def hang(_: web.Request) -> web.Response:
 @pytest.fixture
 async def url() -> AsyncGenerator[str]:
     app = web.Application()
-    for handler in (echo, refuse, redirect, hang):
+    for handler in (echo, unavailable, redirect, hang):
         app.router.add_post(f"/{handler.__name__}", handler)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
@@ -51,14 +51,14 @@ async def client(request: pytest.FixtureRequest) -> AsyncGenerator[HttpClient]:
     await client.close()
 
 
-async def test_post_returns_the_whole_response(client: HttpClient, url: str) -> None:
+async def test_post_returns_the_complete_response(client: HttpClient, url: str) -> None:
     response = await client.post(f"{url}/echo", b"x" * 200_000)
     assert (response.status, response.body) == (200, b"x" * 200_000)
     assert response.is_success
 
 
 async def test_post_to_a_busy_server_returns_its_retry_after(client: HttpClient, url: str) -> None:
-    response = await client.post(f"{url}/refuse", b"")
+    response = await client.post(f"{url}/unavailable", b"")
     assert (response.status, response.retry_after, response.excerpt(4)) == (503, 7.0, "come")
     assert not response.is_success
 
@@ -67,7 +67,7 @@ async def test_post_does_not_follow_redirects(client: HttpClient, url: str) -> N
     assert (await client.post(f"{url}/redirect", b"")).status == 302
 
 
-async def test_post_without_a_timely_response_raises_no_response(client: HttpClient, url: str) -> None:
+async def test_post_past_its_timeout_raises_no_response(client: HttpClient, url: str) -> None:
     with pytest.raises(NoResponse, match=r"within 0\.05 s"):
         await client.post(f"{url}/hang", b"", timeout=0.05)
 

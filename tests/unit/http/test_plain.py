@@ -1,4 +1,4 @@
-"""The small HTTP client: how it reuses connections."""
+"""Connection reuse in `PlainClient`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from instar.http.plain import PlainClient
 REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
-async def test_request_cancelled_after_its_response_does_not_abort_the_next_request_on_the_connection() -> (
-    None
-):
+async def test_request_cancelled_after_its_response_does_not_abort_the_next_request() -> None:
     connections, disconnected = 0, asyncio.Event()
 
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -31,7 +29,7 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
     client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_seconds=30, connect_seconds=10)
     async with server, asyncio.timeout(10):
         first = asyncio.create_task(client.post("/", {}, b""))
-        while not client._idle_connections:  # noqa: ASYNC110 - the response must not be noticed by the first task yet
+        while not client._idle_connections:  # noqa: ASYNC110 - the first task must not see the response yet
             await asyncio.sleep(0)
         second = asyncio.create_task(client.post("/", {}, b""))
         first.cancel()

@@ -1,4 +1,4 @@
-"""Delays between attempts, the attempts themselves, and the Retry-After header."""
+"""Retry delays, repeated attempts, and the Retry-After header."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from instar.http.retry import RetryPolicy, parse_retry_after
 
 
-class Busy(Exception):
+class BusyError(Exception):
     def __init__(self, retry_after: float | None = None) -> None:
         super().__init__("busy")
         self.retry_after = retry_after
@@ -26,7 +26,7 @@ def test_delay_without_jitter_doubles_up_to_the_maximum() -> None:
     assert RetryPolicy(jitter=(0.1, 0.2)).delay(0, at_least=7.0) == 7.0
 
 
-def test_delay_with_jitter_stays_within_its_factors() -> None:
+def test_delay_with_jitter_stays_within_the_jitter_range() -> None:
     policy = RetryPolicy(first_delay=1.0, max_delay=1.0, jitter=(0.5, 1.5))
     delays = [policy.delay(0, rng=random.Random(seed)) for seed in range(200)]
     assert 0.5 <= min(delays) < 0.6
@@ -34,7 +34,7 @@ def test_delay_with_jitter_stays_within_its_factors() -> None:
 
 
 async def test_run_after_transient_errors_returns_the_result() -> None:
-    failures = iter([Busy(), Busy(0.001)])
+    failures = iter([BusyError(), BusyError(0.001)])
 
     async def attempt() -> str:
         for error in failures:
@@ -42,15 +42,15 @@ async def test_run_after_transient_errors_returns_the_result() -> None:
         return "done"
 
     policy = RetryPolicy(first_delay=0.001, max_delay=0.002)
-    assert await policy.run(attempt, retry_on=Busy, seconds=60) == "done"
+    assert await policy.run(attempt, retry_on=BusyError, seconds=60) == "done"
 
 
 async def test_run_past_its_deadline_raises_the_last_error() -> None:
     async def attempt() -> None:
-        raise Busy(retry_after=30)
+        raise BusyError(retry_after=30)
 
-    with pytest.raises(Busy):
-        await RetryPolicy().run(attempt, retry_on=Busy, seconds=5)
+    with pytest.raises(BusyError):
+        await RetryPolicy().run(attempt, retry_on=BusyError, seconds=5)
 
 
 async def test_run_does_not_retry_other_errors() -> None:
@@ -61,8 +61,8 @@ async def test_run_does_not_retry_other_errors() -> None:
         attempts += 1
         raise ValueError
 
-    with pytest.raises(ValueError):  # noqa: PT011 - raised above, without a text
-        await RetryPolicy().run(attempt, retry_on=Busy, seconds=5)
+    with pytest.raises(ValueError):  # noqa: PT011 - raised above without a message
+        await RetryPolicy().run(attempt, retry_on=BusyError, seconds=5)
     assert attempts == 1
 
 

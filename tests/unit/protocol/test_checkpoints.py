@@ -27,7 +27,7 @@ def checkpoints(tmp_path: Path) -> Generator[CheckpointStore]:
         yield store
 
 
-async def write(
+async def write_checkpoint(
     checkpoints: CheckpointStore,
     name: str,
     content: str = "weights",
@@ -45,7 +45,7 @@ async def write(
 async def test_checkpoint_store_finds_checkpoints_after_restart(
     checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
-    info = await write(checkpoints, "step-1")
+    info = await write_checkpoint(checkpoints, "step-1")
     assert info.path == "tinker://model-1/weights/step-1"
     assert info.size_bytes == len("weights")
     assert abs(info.created_at - time.time()) < 5
@@ -66,22 +66,22 @@ async def test_state_and_sampler_may_share_a_name(checkpoints: CheckpointStore) 
         (folder / "file").write_text("sampler")
 
     sampler = await checkpoints.write("me", "one", SAMPLER, fill, ttl=None)
-    state = await write(checkpoints, "one")
+    state = await write_checkpoint(checkpoints, "one")
     assert sampler.path == "tinker://model-1/sampler_weights/one"
     assert [info.kind for info in checkpoints.list_checkpoints("me")] == ["sampler", "state"]
     assert checkpoints.get_folder(sampler) != checkpoints.get_folder(state)
 
 
 async def test_checkpoint_with_the_same_name_is_replaced(checkpoints: CheckpointStore) -> None:
-    first = await write(checkpoints, "latest", "old")
-    second = await write(checkpoints, "latest", "new")
+    first = await write_checkpoint(checkpoints, "latest", "old")
+    second = await write_checkpoint(checkpoints, "latest", "new")
     assert second.created_at > first.created_at
     assert (checkpoints.get_folder(second) / "adapter" / "file").read_text() == "new"
     assert checkpoints.list_checkpoints("me") == [second]
 
 
 async def test_checkpoint_of_another_owner_is_not_found(checkpoints: CheckpointStore) -> None:
-    info = await write(checkpoints, "mine")
+    info = await write_checkpoint(checkpoints, "mine")
     for method in (checkpoints.find, checkpoints.delete):
         with pytest.raises(ProtocolError) as caught:
             method(info.path, "you")
@@ -91,11 +91,11 @@ async def test_checkpoint_of_another_owner_is_not_found(checkpoints: CheckpointS
 
 
 async def test_expired_checkpoints_are_not_found(checkpoints: CheckpointStore) -> None:
-    info = await write(checkpoints, "short", ttl=0.5)
+    info = await write_checkpoint(checkpoints, "short", ttl=0.5)
     assert checkpoints.find(info.path, "me").expires_at == pytest.approx(info.created_at + 0.5)
-    kept = await write(checkpoints, "long", ttl=60)
+    kept = await write_checkpoint(checkpoints, "long", ttl=60)
     await asyncio.sleep(max(0.0, info.created_at + 0.5 - time.time()))
-    with pytest.raises(ProtocolError, match="there is no checkpoint"):
+    with pytest.raises(ProtocolError, match="was not found or has expired"):
         checkpoints.find(info.path, "me")
     assert checkpoints.list_checkpoints("me") == [kept]
     checkpoints.remove_expired()
@@ -104,7 +104,7 @@ async def test_expired_checkpoints_are_not_found(checkpoints: CheckpointStore) -
 
 
 async def test_deleted_checkpoint_is_removed_from_disk(checkpoints: CheckpointStore, tmp_path: Path) -> None:
-    info = await write(checkpoints, "gone")
+    info = await write_checkpoint(checkpoints, "deleted")
     checkpoints.delete(info.path, "me")
     assert not checkpoints.get_folder(info).exists()
     checkpoints.close()
@@ -115,7 +115,7 @@ async def test_deleted_checkpoint_is_removed_from_disk(checkpoints: CheckpointSt
 async def test_interrupted_write_keeps_the_previous_checkpoint(
     checkpoints: CheckpointStore, tmp_path: Path
 ) -> None:
-    info = await write(checkpoints, "latest", "old")
+    info = await write_checkpoint(checkpoints, "latest", "old")
 
     async def fail(folder: Path) -> None:
         (folder / "file").write_text("half")
@@ -139,8 +139,8 @@ async def test_interrupted_write_keeps_the_previous_checkpoint(
 async def test_checkpoint_names_outside_the_folder_are_rejected(
     checkpoints: CheckpointStore, tmp_path: Path, name: str
 ) -> None:
-    with pytest.raises(ProtocolError, match="checkpoint name: received"):
-        await write(checkpoints, name)
+    with pytest.raises(ProtocolError, match="invalid checkpoint name"):
+        await write_checkpoint(checkpoints, name)
     assert not any("file" in files for _, _, files in os.walk(tmp_path))
 
 
@@ -153,16 +153,19 @@ async def test_invalid_checkpoint_paths_are_rejected(checkpoints: CheckpointStor
 
 
 async def test_checkpoint_ttl_must_be_positive(checkpoints: CheckpointStore) -> None:
-    with pytest.raises(ProtocolError, match="more than 0 seconds"):
-        await write(checkpoints, "x", ttl=0)
+    with pytest.raises(ProtocolError, match="must be greater than 0"):
+        await write_checkpoint(checkpoints, "x", ttl=0)
 
 
 async def test_damaged_checkpoint_does_not_hide_the_others(
     checkpoints: CheckpointStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    damaged, intact = await write(checkpoints, "step-1"), await write(checkpoints, "step-2")
+    damaged, intact = (
+        await write_checkpoint(checkpoints, "step-1"),
+        await write_checkpoint(checkpoints, "step-2"),
+    )
     (checkpoints.get_folder(damaged) / "checkpoint.json").write_text("{")
     checkpoints.close()
-    with closing(CheckpointStore(tmp_path / "data")) as again:
-        assert again.list_checkpoints("me") == [intact]
+    with closing(CheckpointStore(tmp_path / "data")) as reopened:
+        assert reopened.list_checkpoints("me") == [intact]
     assert "step-1/checkpoint.json cannot be read" in caplog.text

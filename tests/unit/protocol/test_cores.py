@@ -16,19 +16,20 @@ def test_core_sharing_gives_all_cores_to_a_single_user() -> None:
     with cores.reserve_for_sampling():
         pass
     assert model == [ALL]
-    assert samplers == [HALF, ALL], "half while the model computes, and all again"
+    assert samplers == [HALF, ALL], "half while the model trains, then all again"
 
 
 def test_core_sharing_halves_the_cores_between_training_and_sampling() -> None:
     samplers: list[int] = []
-    model, other = list[int](), list[int]()
+    model: list[int] = []
+    other: list[int] = []
     cores = CoreSharing(samplers.append, ALL)
     with cores.reserve_for_sampling(), cores.reserve_for_sampling():
         with cores.reserve_for_training(model.append):
             assert samplers == [HALF]
             with cores.reserve_for_training(other.append):
                 pass
-            assert samplers == [HALF], "one of two models computes on"
+            assert samplers == [HALF], "the first model is still training"
         assert samplers == [HALF, ALL]
     assert (model, other) == ([HALF], [HALF])
     with cores.reserve_for_training(model.append):

@@ -1,4 +1,4 @@
-"""Operations run once each, in the order of their sequence ids, and their results can be requested."""
+"""Operations run once, in the order of their sequence ids, and their results can be retrieved."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def get_error(operations: OperationScheduler, operation_id: str) -> Protoc
     return outcome.error
 
 
-async def test_queue_runs_operations_in_the_order_of_sequence_ids() -> None:
+async def test_queue_runs_operations_in_sequence_order() -> None:
     operations = OperationScheduler(ServiceLimits(max_operations=200))
     completed: list[int] = []
     running = 0
@@ -108,7 +108,7 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
 
     first = operations.submit("step", "me", work, queue_name="m", seq=1, key="k")
     assert operations.submit("step", "me", work, queue_name="m", seq=1, key="k") == first
-    assert operations.submit("step", "me", work, queue_name="m", seq=1, key="another try") == first
+    assert operations.submit("step", "me", work, queue_name="m", seq=1, key="retry") == first
     assert operations.submit("step", "me", work, key="k") == first
     assert await get_value(operations, first) == 1
     assert operations.submit("step", "me", work, queue_name="m", seq=1) == first
@@ -118,14 +118,14 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
     assert other != first
 
 
-async def test_sequence_id_or_key_of_another_kind_is_rejected(operations: OperationScheduler) -> None:
+async def test_sequence_id_or_key_of_another_operation_is_rejected(operations: OperationScheduler) -> None:
     operations.submit("step", "me", return_value(1), queue_name="m", seq=1, key="k")
     with pytest.raises(ProtocolError, match="sequence id 1 of m") as caught:
         operations.submit("save", "me", return_value(1), queue_name="m", seq=1)
     assert caught.value.status == 409
     with pytest.raises(ProtocolError, match="idempotency key"):
         operations.submit("save", "me", return_value(1), queue_name="m", seq=2, key="k")
-    with pytest.raises(ProtocolError, match="begin with 1"):
+    with pytest.raises(ProtocolError, match="start at 1"):
         operations.submit("save", "me", return_value(1), queue_name="m", seq=0)
 
 
@@ -139,7 +139,7 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
         return work
 
     errors = [
-        (ProtocolError("no such loss", 422), 422, "user", "no such loss"),
+        (ProtocolError("unknown loss", 422), 422, "user", "unknown loss"),
         (NonFiniteError("the loss is nan"), 400, "user", "the loss is nan"),
         (BackendError("token 9 is outside"), 400, "user", "token 9 is outside"),
         (EngineUnavailable("the engine is closed"), 503, "server", "the engine is closed"),
@@ -157,14 +157,14 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
 
 
 async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: OperationScheduler) -> None:
-    behind = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
-    for operation in behind:
+    waiting = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
+    for operation in waiting:
         reported = await get_error(operations, operation)
         assert "sequence id 1 of m" in str(reported)
-    with pytest.raises(ProtocolError, match="did not arrive in time; continue with") as late:
+    with pytest.raises(ProtocolError, match="arrived too late; continue after") as caught:
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
-    assert late.value.status == 409
-    assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == behind[1]
+    assert caught.value.status == 409
+    assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == waiting[1]
     for seq in (4, 5):
         operation = operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq)
         assert await get_value(operations, operation) == seq
@@ -183,7 +183,7 @@ async def test_sequence_gaps_between_waiting_operations_time_out_together(
 
 
 async def test_sequence_id_far_ahead_of_the_queue_is_rejected(operations: OperationScheduler) -> None:
-    with pytest.raises(ProtocolError, match=r"received 1000 for m.* highest one allowed now is 9"):
+    with pytest.raises(ProtocolError, match=r"sequence id 1000 for m .* highest one allowed now is 9"):
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1000)
     assert (
         await get_value(operations, operations.submit("step", "me", return_value(1), queue_name="m", seq=1))
@@ -191,11 +191,11 @@ async def test_sequence_id_far_ahead_of_the_queue_is_rejected(operations: Operat
     )
 
 
-async def test_rejected_sequence_id_is_passed_by_later_operations(operations: OperationScheduler) -> None:
+async def test_rejected_sequence_id_does_not_block_later_operations(operations: OperationScheduler) -> None:
     second = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
     operations.reject("me", "m", 1, ProtocolError("learning_rate: received nan"))
     assert await get_value(operations, second) == 2
-    with pytest.raises(ProtocolError, match=r"rejected request.; continue with the sequence id"):
+    with pytest.raises(ProtocolError, match=r"rejected request.; continue after the highest"):
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
 
 
@@ -241,7 +241,7 @@ async def test_expired_results_are_not_computed_again(operations: OperationSched
 
 async def test_operations_of_another_owner_are_not_found(operations: OperationScheduler) -> None:
     operation = operations.submit("sample", "you", return_value(1))
-    for unknown in (operation, "op-unheard-of"):
+    for unknown in (operation, "op-unknown"):
         with pytest.raises(ProtocolError) as caught:
             await operations.wait(unknown, "me", 1)
         assert caught.value.status == 404
@@ -270,5 +270,5 @@ async def test_closing_the_scheduler_wakes_all_waiters() -> None:
         assert outcome is not None
         assert outcome.error is not None
         assert outcome.error.status == 503
-    with pytest.raises(ProtocolError, match="closing"):
+    with pytest.raises(ProtocolError, match="shutting down"):
         operations.submit("step", "me", return_value(1))

@@ -1,4 +1,4 @@
-"""The service trains and samples like its backend and engine, also with concurrent clients."""
+"""The service trains and samples like its backend and engine, even with concurrent clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture
 def open_service(model: ModelConfig, tmp_path: Path) -> OpenService:
-    """Return a function that opens a service; a second call opens it as after a restart."""
+    """Return a function that opens a service. Calling it again simulates a restart."""
 
     @asynccontextmanager
     async def open_and_close(**limits: float) -> AsyncGenerator[TrainingService]:
@@ -91,7 +91,7 @@ def adapter_folder(info: CheckpointInfo, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("rank", [4, 8])
-async def test_service_trains_bit_identically_beside_other_models(
+async def test_service_trains_bit_identically_alongside_other_models(
     service: TrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
@@ -142,9 +142,9 @@ async def test_requested_layers_are_trained_and_sampled(
     info = await trained.export("sampler")
     assert info.extra == {"train_attn": True, "train_mlp": True, "train_unembed": False} | flags
 
-    kinds = {"self_attn": "attn", "mlp": "mlp", "lm_head": "head"}
+    layer_types = {"self_attn": "attn", "mlp": "mlp", "lm_head": "head"}
     names = load_file(adapter_folder(info, tmp_path) / "adapter_model.safetensors").keys()
-    changed = {kinds[part] for name in names for part in name.split(".") if part in kinds}
+    changed = {layer_types[part] for name in names for part in name.split(".") if part in layer_types}
     assert changed == expected
 
     (reply,) = await service.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
@@ -160,7 +160,7 @@ async def test_requested_layers_are_trained_and_sampled(
 async def test_step_without_gradient_equals_step_with_zero_gradient(
     service: TrainingService,
 ) -> None:
-    """Like after a batch with only zero advantages: the moments decay and change the weights once more."""
+    """As after a batch with only zero advantages, the moments decay and still change the weights."""
     models = [await create_model(service) for _ in range(2)]
     zeros = [make_sample("zero", PROMPT, 1, advantages=np.zeros(len(PROMPT), np.float32))]
     untrained = [make_sample("none", PROMPT, len(PROMPT))]
@@ -219,18 +219,18 @@ async def test_mismatched_states_are_rejected_by_name(service: TrainingService, 
     sampler = await model.export("sampler")
     assert weights.size_bytes < full.size_bytes
     await model.load(weights.path, optimizer=False)
-    with pytest.raises(ProtocolError, match="without its optimizer"):
+    with pytest.raises(ProtocolError, match="has no optimizer state"):
         await model.load(weights.path, optimizer=True)
-    with pytest.raises(ProtocolError, match="saved only for sampling"):
+    with pytest.raises(ProtocolError, match="saved for sampling only"):
         await model.load(sampler.path, optimizer=False)
     other = await create_model(service, rank=4)
     with pytest.raises(ProtocolError, match="another model or adapter") as error:
         await other.load(full.path, optimizer=True)
     assert full.path in str(error.value)
     assert str(tmp_path) not in str(error.value)
-    foreign_model = await create_model(service, owner="you")
-    with pytest.raises(ProtocolError, match="there is no checkpoint"):
-        await foreign_model.load(full.path, optimizer=True)
+    other_owners_model = await create_model(service, owner="you")
+    with pytest.raises(ProtocolError, match="was not found or has expired"):
+        await other_owners_model.load(full.path, optimizer=True)
 
 
 # --- sampling ---
@@ -259,7 +259,7 @@ async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
     np.testing.assert_allclose(reply.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
-async def test_policies_take_turns_with_fewer_engines(open_service: OpenService) -> None:
+async def test_policies_share_a_smaller_number_of_engines(open_service: OpenService) -> None:
     async with open_service(max_samplers=2) as service:
         model = await create_model(service)
         expected: dict[str | None, Floats] = {None: await score_tokens(model, PROMPT)}
@@ -317,7 +317,7 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_replaced_sampler_is_another_policy(service: TrainingService) -> None:
+async def test_replaced_sampler_serves_the_new_weights(service: TrainingService) -> None:
     model = await create_model(service)
     info = await model.export("latest")
     before = await service.compute_logprobs(info.path, "me", PROMPT)
@@ -326,7 +326,7 @@ async def test_replaced_sampler_is_another_policy(service: TrainingService) -> N
     after = await service.compute_logprobs(info.path, "me", PROMPT)
     assert np.abs(after - before)[1:].max() > 1e-2
     service.checkpoints.delete(info.path, "me")
-    with pytest.raises(ProtocolError, match="there is no checkpoint"):
+    with pytest.raises(ProtocolError, match="was not found or has expired"):
         await service.compute_logprobs(info.path, "me", PROMPT)
 
 
@@ -335,10 +335,10 @@ async def test_invalid_sampling_requests_are_rejected(
 ) -> None:
     for prompt, params, count, text in [
         ([], SamplingParams(), 1, "empty"),
-        ([5, 99999], SamplingParams(), 1, "allowed are 0 to"),
+        ([5, 99999], SamplingParams(), 1, "must be between 0 and"),
         ([5] * 256, SamplingParams(), 1, "must have fewer than 256"),
         (PROMPT, SamplingParams(temperature=-1), 1, "temperature"),
-        (PROMPT, SamplingParams(), 0, "num_samples: received 0"),
+        (PROMPT, SamplingParams(), 0, "num_samples must be between 1 and .* got 0"),
     ]:
         with pytest.raises(ProtocolError, match=text) as error:
             await service.sample(None, "me", prompt, params, count)
@@ -354,7 +354,7 @@ async def test_sessions_and_models_of_another_owner_are_not_found(service: Train
     lookups: list[Callable[[], object]] = [
         lambda: service.heartbeat(model.session_id, "you"),
         lambda: service.find_model(model.model_id, "you"),
-        lambda: service.find_model("model-unheard-of", "me"),
+        lambda: service.find_model("model-unknown", "me"),
     ]
     for look_up in lookups:
         with pytest.raises(ProtocolError) as error:
@@ -394,10 +394,10 @@ async def test_expired_checkpoints_are_removed_from_disk(open_service: OpenServi
             await asyncio.sleep(0.05)
 
 
-async def test_ended_model_frees_its_place(open_service: OpenService) -> None:
+async def test_ended_model_frees_its_slot(open_service: OpenService) -> None:
     async with open_service(max_models=2) as service:
         first, second = await create_model(service), await create_model(service)
-        with pytest.raises(ProtocolError, match="2 models are in training") as error:
+        with pytest.raises(ProtocolError, match=r"too many models .*limit: 2") as error:
             await create_model(service)
         assert error.value.status == 429
         await service.end_model(first.model_id, "me")
@@ -417,9 +417,9 @@ async def test_invalid_models_are_rejected_by_name(open_service: OpenService) ->
     async with open_service(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [
-            ("another-model", AdapterSpec(), "received 'another-model'; this server serves 'tiny'"),
-            ("tiny", AdapterSpec(rank=17), "allowed: 1 to 16"),
-            ("tiny", AdapterSpec(rank=0), "allowed: 1 to 16"),
+            ("another-model", AdapterSpec(), "unknown base_model 'another-model'; this server serves 'tiny'"),
+            ("tiny", AdapterSpec(rank=17), "must be between 1 and 16, got 17"),
+            ("tiny", AdapterSpec(rank=0), "must be between 1 and 16, got 0"),
             ("tiny", AdapterSpec(rank=1, seed=2**80), "64-bit integer"),
             ("tiny", AdapterSpec(rank=1, train_attn=False, train_mlp=False), "select no layers"),
         ]:

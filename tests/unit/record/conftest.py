@@ -17,7 +17,7 @@ Load = Callable[..., TemplateRenderer]
 
 @pytest.fixture(scope="session")
 def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """Return a function that loads a renderer with the tiny tokenizer and a template."""
+    """Return a function that loads a renderer for the tiny tokenizer with a given template."""
 
     def load(template: str = CHATML, tool_format: str = "auto") -> TemplateRenderer:
         folder = tmp_path_factory.mktemp("model")
@@ -38,11 +38,11 @@ def tiny(load: Load) -> TemplateRenderer:
 
 @pytest.fixture(scope="session", params=["tiny", DEFAULT_MODEL])
 def renderer(request: pytest.FixtureRequest, tiny: TemplateRenderer) -> TemplateRenderer:
-    """The renderer of the tiny model, and of the default model if it is in the cache."""
+    """The renderer of the tiny model, and that of the default model if it is cached."""
     if request.param == "tiny":
         return tiny
     if not is_cached(DEFAULT_MODEL) and not os.environ.get("CI"):
-        pytest.skip(f"{DEFAULT_MODEL} is not in the cache; `make demo` gets it")
+        pytest.skip(f"{DEFAULT_MODEL} is not cached; `make demo` downloads it")
     folder: Path = resolve_model(DEFAULT_MODEL)
     loaded = load_renderer(folder, ModelConfig())
     assert isinstance(loaded, TemplateRenderer)

@@ -1,4 +1,4 @@
-"""Random conversations for tests: words, tool calls, junk, and replies of arbitrary tokens."""
+"""Random texts, tool calls and messages for tests."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PIECES = [
 ]  # fmt: skip
 
 
-def make_words(rng: random.Random, most: int = 8) -> str:
-    return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, most)))
+def make_words(rng: random.Random, max_pieces: int = 8) -> str:
+    return "".join(rng.choice(PIECES) for _ in range(rng.randint(0, max_pieces)))
 
 
 def make_call_text(rng: random.Random) -> str:
@@ -41,7 +41,7 @@ def make_reply_text(rng: random.Random) -> str:
 
 
 def make_follow_up(rng: random.Random, reply: Message) -> list[Message]:
-    """Return the messages of an agent after a reply: results of the tool calls, or a question."""
+    """Return the messages that an agent sends after a reply: tool results, a question, or both."""
     results = [
         Message(role="tool", content=make_words(rng), tool_call_id=call["id"])
         for call in reply.get("tool_calls", ())
@@ -52,7 +52,7 @@ def make_follow_up(rng: random.Random, reply: Message) -> list[Message]:
 
 
 def collect_calls(deltas: list[ReplyDelta]) -> list[ToolCall]:
-    """Return the tool calls of the concatenated deltas."""
+    """Return the tool calls that the deltas add up to."""
     calls: list[ToolCall] = []
     for piece in (delta.call for delta in deltas if delta.call):
         if piece.index == len(calls):
@@ -62,7 +62,7 @@ def collect_calls(deltas: list[ReplyDelta]) -> list[ToolCall]:
 
 
 def echo_reply(rng: random.Random, reply: Message) -> Message:
-    """Return a reply as agents send it back: without outer white space, with reformatted arguments."""
+    """Return the reply as an agent might echo it: stripped, with reformatted arguments and other call ids."""
     message = Message(role="assistant", content=reply["content"])
     if rng.random() < 0.5:
         message["content"] = message["content"].strip()

@@ -1,4 +1,4 @@
-"""The tokens of corrections, for each kind of renderer."""
+"""Encoding of corrections, for each type of renderer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.tiny import CHATML, make_tiny_tokenizer
 from tests.unit.record.conftest import Load
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
-MARKS = ("think", "tool_call", "tool_response")
+TAG_NAMES = ("think", "tool_call", "tool_response")
 TEXTS = ["7440", "It is 7440.\n\nReally.", " 日本 "]
 
 
@@ -65,13 +65,13 @@ def test_encode_correction_closes_opened_reasoning(load: Load) -> None:
     call = make_call(renderer, [])
     ids = encode_correction(renderer, make_call(renderer, [5, renderer.stop_token_ids[0]]), "7440").tolist()
     reply = renderer.parse(ids, prompt_ids=call.prompt_ids.tolist())
-    assert reply["content"].strip() == "7440", "the correction is the content and not the reasoning"
+    assert reply["content"].strip() == "7440", "the correction was parsed as reasoning"
 
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_encode_correction_works_for_library_renderers(text: str) -> None:
     tokenizer = make_tiny_tokenizer()
-    tokenizer.add_tokens([f"<{end}{name}>" for name in MARKS for end in ("", "/")])
+    tokenizer.add_tokens([f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")])
     qwen = FamilyRenderer(tokenizer, "qwen3")
     ids = encode_correction(qwen, make_call(qwen, qwen.encode("cut off")), text).tolist()
     assert ids[-1] in qwen.stop_token_ids

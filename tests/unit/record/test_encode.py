@@ -28,30 +28,30 @@ PIECES = [
 ]
 
 
-def texts(specials: list[str], count: int) -> list[str]:
+def make_texts(specials: list[str], count: int) -> list[str]:
     rng = random.Random(0)
     return ["".join(rng.choices([*PIECES, *specials], k=rng.randint(0, 24))) for _ in range(count)]
 
 
-def check(encoder: CachingEncoder, specials: list[str]) -> None:
+def check_encoder(encoder: CachingEncoder, specials: list[str]) -> None:
     assert encoder.splitter is not None
-    for text in texts(specials, 2000):
+    for text in make_texts(specials, 2000):
         assert encoder(text) == encoder.encode_uncached(text)
-        assert encoder(text) == encoder.encode_uncached(text)  # from the cache
+        assert encoder(text) == encoder.encode_uncached(text)  # From the cache.
 
 
-def test_caching_encoder_pieces_equal_whole_text() -> None:
+def test_caching_encoder_matches_uncached_encoding() -> None:
     tokenizer = make_tiny_tokenizer()
-    check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
+    check_encoder(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
-def test_caching_encoder_is_exact_for_the_default_model() -> None:
+def test_caching_encoder_matches_uncached_encoding_of_default_model() -> None:
     try:
         folder = resolve_model(ModelConfig().name)
-    except Exception as error:  # noqa: BLE001 — offline, for example
+    except Exception as error:  # noqa: BLE001 — for example without a network
         pytest.skip(f"the default model is not available: {error}")
     tokenizer = load_tokenizer(folder)
-    check(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
+    check_encoder(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
 def test_caching_encoder_does_not_split_at_tokens_that_strip_space() -> None:

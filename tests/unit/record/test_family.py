@@ -1,4 +1,4 @@
-"""A renderer of the library for a model family, on the tiny tokenizer with the tokens of that family."""
+"""`FamilyRenderer` for Qwen3, on the tiny tokenizer with the special tokens of Qwen3."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ REPLY = (
 @pytest.fixture(scope="module")
 def qwen3() -> FamilyRenderer:
     tokenizer = make_tiny_tokenizer()
-    marks = ["think", "tool_call", "tool_response"]
-    tokenizer.add_tokens([mark for name in marks for mark in (f"<{name}>", f"</{name}>")])
+    tag_names = ["think", "tool_call", "tool_response"]
+    tokenizer.add_tokens([tag for name in tag_names for tag in (f"<{name}>", f"</{name}>")])
     return FamilyRenderer(tokenizer, "qwen3")
 
 
@@ -31,7 +31,7 @@ def encode(renderer: FamilyRenderer, text: str) -> list[int]:
     return renderer.encode(text)
 
 
-def test_family_parse_equals_stream(qwen3: FamilyRenderer) -> None:
+def test_family_stream_matches_parse(qwen3: FamilyRenderer) -> None:
     ids = [*encode(qwen3, REPLY), qwen3.stop_token_ids[0]]
     message = qwen3.parse(ids, [CALC])
     assert (message["content"], message.get("reasoning")) == ("Let me see, 日本.", "hm")
@@ -47,11 +47,11 @@ def test_family_parse_equals_stream(qwen3: FamilyRenderer) -> None:
         assert "".join(delta.text for delta in deltas) == message["content"] == parser.message["content"]
         assert "".join(delta.reasoning for delta in deltas) == "hm"
         assert collect_calls(deltas) == parser.message.get("tool_calls")
-        assert len(deltas) > 4, "the reply is streamed"
+        assert len(deltas) > 4, "the reply is not streamed"
 
 
 @pytest.mark.parametrize("ended", [True, False])
-def test_family_tool_results_extend_exactly(qwen3: FamilyRenderer, ended: bool) -> None:
+def test_family_tool_results_extend_the_sequence(qwen3: FamilyRenderer, ended: bool) -> None:
     prompt = qwen3.render([QUESTION], [CALC])
     sampled = encode(qwen3, REPLY) + ([qwen3.stop_token_ids[0]] if ended else [])
     new = [Message(role="tool", content="7440", tool_call_id="x")]
@@ -75,7 +75,7 @@ def test_family_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
 def feed_tokens(
     renderer: FamilyRenderer, text: str, *, stop: tuple[str, ...] = (), eager: bool = True
 ) -> list[ReplyDelta]:
-    """Feed the text token by token, and check that the deltas add up to the message."""
+    """Feed the text token by token and check that the deltas add up to the message."""
     parser = renderer.stream([CALC], stop, eager=eager)
     deltas = [delta for token in encode(renderer, text) for delta in parser.feed([token])]
     deltas += parser.finish()
@@ -104,9 +104,9 @@ def test_family_stream_emits_a_call_when_it_is_closed(qwen3: FamilyRenderer) -> 
 
 
 def test_family_stream_keeps_a_truncated_call_once_emitted(qwen3: FamilyRenderer) -> None:
-    cut = '<tool_call>\n{"name": "calc", "arguments": {"expression": "24 *'
-    assert collect_calls(feed_tokens(qwen3, cut))[0]["arguments"] == '{"expression": "24 *'
-    assert join_text(feed_tokens(qwen3, cut, eager=False)) == cut
+    truncated = '<tool_call>\n{"name": "calc", "arguments": {"expression": "24 *'
+    assert collect_calls(feed_tokens(qwen3, truncated))[0]["arguments"] == '{"expression": "24 *'
+    assert join_text(feed_tokens(qwen3, truncated, eager=False)) == truncated
 
 
 def test_family_stream_ignores_draft_calls_in_reasoning(qwen3: FamilyRenderer) -> None:
@@ -131,14 +131,14 @@ def test_family_stream_emits_text_as_sampled(qwen3: FamilyRenderer) -> None:
     text = ""
     for i, token in enumerate(encode(qwen3, "a < b <b>bold</b> " * 50)):
         text += join_text(parser.feed([token]))
-        assert len(text.split()) >= (i - 12) // 12, "the text is at most a few tokens late"
+        assert len(text.split()) >= (i - 12) // 12, "the text is more than a few tokens late"
 
 
 def test_family_stream_deltas_of_random_replies_add_up(qwen3: FamilyRenderer) -> None:
     rng = random.Random(6)
-    marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     for _ in range(150):
-        parts = [rng.choice([*marks, make_words(rng), make_call_text(rng)]) for _ in range(rng.randint(1, 6))]
+        parts = [rng.choice([*tags, make_words(rng), make_call_text(rng)]) for _ in range(rng.randint(1, 6))]
         feed_tokens(qwen3, "".join(parts), stop=rng.choice([(), ("stop",)]), eager=rng.random() < 0.7)
 
 

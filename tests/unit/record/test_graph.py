@@ -24,7 +24,7 @@ def user(text: str) -> Message:
 
 
 class GraphSession:
-    """A graph and the calls recorded in it, used as the gateway does."""
+    """A graph and its calls, placed and added as in the gateway."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -78,7 +78,7 @@ class GraphSession:
         return call
 
     def check_base(self, call: Call) -> None:
-        """Check that the tokens and messages that are left to the base are those of the base."""
+        """Check that the call starts with the tokens and messages that it takes from its base."""
         if call.base_id is None:
             assert (call.base_tokens, call.base_messages) == (0, 0)
             return
@@ -91,7 +91,7 @@ class GraphSession:
         return [*self.renderer.encode(text), self.renderer.stop_token_ids[0]]
 
 
-def test_random_sessions_extend_exactly(tiny: TemplateRenderer) -> None:
+def test_random_sessions_extend_the_recorded_tokens(tiny: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(60):
         session = GraphSession(tiny)
@@ -162,8 +162,8 @@ def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -
     new = session.add_call([user("one")], session.ids(text), [CALC])
     result = Message(role="tool", content="1")
     assert session.place([user("one"), old.reply, result], [CALC]).parent_id == old.call_id
-    anonymous = Message(role="assistant", content="", tool_calls=[_rename_call(new)])
-    assert session.place([user("one"), anonymous, result], [CALC]).parent_id == new.call_id
+    with_other_id = Message(role="assistant", content="", tool_calls=[_rename_call(new)])
+    assert session.place([user("one"), with_other_id, result], [CALC]).parent_id == new.call_id
 
 
 def _rename_call(call: Call) -> ToolCall:
@@ -171,20 +171,20 @@ def _rename_call(call: Call) -> ToolCall:
     return ToolCall(id="x", name=tool_call["name"], arguments='{ "expression" : "1" }')
 
 
-def test_changed_tools_branch(tiny: TemplateRenderer) -> None:
+def test_changed_tools_are_a_branch(tiny: TemplateRenderer) -> None:
     session = GraphSession(tiny)
     first = session.add_call([user("one")], session.ids("two"), [CALC])
     assert session.place([user("one"), first.reply, user("x")], []).link is Link.BRANCH
 
 
-def test_template_that_cannot_be_bridged_branches(load: Load) -> None:
+def test_call_with_unbridged_template_is_a_branch(load: Load) -> None:
     session = GraphSession(load(COUNTING))
     first = session.add_call([user("one")], session.ids("two"))
     assert session.add_call([user("one"), first.reply, user("x")], session.ids("y")).link is Link.BRANCH
 
 
-def to_delta(call: Call, *, digests: bool = True) -> CallDelta:
-    """Return the call as the store returns it."""
+def to_delta(call: Call, *, with_digests: bool = True) -> CallDelta:
+    """Return the call as the store would load it."""
     return CallDelta(
         call_id=call.call_id,
         request_id=call.request_id,
@@ -200,15 +200,15 @@ def to_delta(call: Call, *, digests: bool = True) -> CallDelta:
         trainable=call.trainable,
         reason=call.reason,
         client_key=call.client_key,
-        digests=call.digests if digests else b"",
+        digests=call.digests if with_digests else b"",
         reply=call.reply,
-        messages=() if digests else call.messages[call.base_messages :],
-        tools=() if digests else call.tools,
+        messages=() if with_digests else call.messages[call.base_messages :],
+        tools=() if with_digests else call.tools,
     )
 
 
-@pytest.mark.parametrize("digests", [True, False])
-def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digests: bool) -> None:
+@pytest.mark.parametrize("with_digests", [True, False])
+def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, with_digests: bool) -> None:
     rng = random.Random(4)
     session = GraphSession(tiny)
     messages = [user("go")]
@@ -216,8 +216,8 @@ def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, digest
         call = session.add_call(messages, session.ids(make_reply_text(rng)), [CALC])
         messages = [*messages, echo_reply(rng, call.reply), *make_follow_up(rng, call.reply)]
         if rng.random() < 0.3:
-            session.add_call([user("elsewhere"), user(make_words(rng))], session.ids("fine"), [CALC])
-    rebuilt = MessageGraph(HASHER, [to_delta(call, digests=digests) for call in session.calls])
+            session.add_call([user("other"), user(make_words(rng))], session.ids("fine"), [CALC])
+    rebuilt = MessageGraph(HASHER, [to_delta(call, with_digests=with_digests) for call in session.calls])
     expected = session.place(messages, [CALC])
     actual = rebuilt.place(session.chain(messages, [CALC]), messages, [CALC], tiny)
     assert expected.link is Link.EXTENDS
@@ -235,13 +235,13 @@ def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
     first = session.add_call([user("one")], session.ids(text), [CALC])
     result = Message(role="tool", content="1")
-    filled = _change_arguments(first, '{"exact": false, "expression": "1"}')
-    second = session.add_call([user("one"), filled, result], session.ids("two"), [CALC])
+    with_defaults = _change_arguments(first, '{"exact": false, "expression": "1"}')
+    second = session.add_call([user("one"), with_defaults, result], session.ids("two"), [CALC])
     assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
-    third = session.place([user("one"), filled, result, second.reply, user("x")], [CALC])
+    third = session.place([user("one"), with_defaults, result, second.reply, user("x")], [CALC])
     assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
     rebuilt = MessageGraph(HASHER, map(to_delta, session.calls))
-    request = [user("one"), filled, result, second.reply, user("x")]
+    request = [user("one"), with_defaults, result, second.reply, user("x")]
     chain = rebuilt.match_replies(HASHER.hash_messages(request, [CALC]), request)
     assert rebuilt.place(chain, request, [CALC], tiny).parent_id == second.call_id
 
@@ -265,7 +265,7 @@ def _change_arguments(call: Call, arguments: str) -> Message:
     )
 
 
-def test_prompts_without_messages_continue_by_text_and_by_tokens(tiny: TemplateRenderer) -> None:
+def test_prompts_without_messages_are_matched_by_text_or_tokens(tiny: TemplateRenderer) -> None:
     session = GraphSession(tiny)
     graph = session.graph
     first = graph.place_prompt("Once upon", tiny)
@@ -310,7 +310,7 @@ def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:
     assert session.graph.find_recorded(session.place([user("one")]).key) == []
 
 
-def test_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:
+def test_graph_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:
     session = GraphSession(tiny)
     messages = [user("go")]
     for _ in range(60):

@@ -1,4 +1,4 @@
-"""Hashes of equal and of different messages."""
+"""Message hashes and hash chains."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HASHER = MessageHasher(b"key")
 TOOL = Tool(name="f", description="d", parameters={"type": "object", "properties": {}})
 
 
-def user(text: str, **more: Any) -> Message:
-    return Message(**{"role": "user", "content": text, **more})
+def user(text: str, **fields: Any) -> Message:
+    return Message(**{"role": "user", "content": text, **fields})
 
 
-def reply(text: str = "", *arguments: str, ids: str = "c", **more: Any) -> Message:
+def reply(text: str = "", *arguments: str, ids: str = "c", **fields: Any) -> Message:
     calls = [ToolCall(id=f"{ids}{i}", name="f", arguments=value) for i, value in enumerate(arguments)]
     return Message(
-        **{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **more}
+        **{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **fields}
     )
 
 
@@ -41,7 +41,7 @@ def exact(message: Message) -> bytes:
     return HASHER.hash_message(message)[DIGEST_SIZE:]
 
 
-SAME = [
+EQUIVALENT = [
     (reply("hi"), reply(" hi\n")),
     (reply("hi"), reply("hi", reasoning="because")),
     (reply("", '{"a": 1, "b": [2]}'), reply("", '{"b":[2],"a":1}')),
@@ -69,16 +69,16 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("one", "two"), SAME)
-def test_hasher_ignores_changes_that_agents_make(one: Message, two: Message) -> None:
-    assert canonical(one) == canonical(two)
-    assert exact(one) != exact(two)
+@pytest.mark.parametrize(("first", "second"), EQUIVALENT)
+def test_hasher_ignores_changes_that_agents_make(first: Message, second: Message) -> None:
+    assert canonical(first) == canonical(second)
+    assert exact(first) != exact(second)
 
 
-@pytest.mark.parametrize(("one", "two"), DIFFERENT)
-def test_hasher_distinguishes_different_messages(one: Message, two: Message) -> None:
-    assert canonical(one) != canonical(two)
-    assert exact(one) != exact(two)
+@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+def test_hasher_distinguishes_different_messages(first: Message, second: Message) -> None:
+    assert canonical(first) != canonical(second)
+    assert exact(first) != exact(second)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_hasher_accepts_unusual_messages(message: Message) -> None:
 
 
 def test_hasher_uses_its_key() -> None:
-    other = MessageHasher(b"another")
+    other = MessageHasher(b"other key")
     assert HASHER.hash_message(user("hi"))[:DIGEST_SIZE] not in other.hash_message(user("hi"))
     assert HASHER.hash_tools([TOOL]) != other.hash_tools([TOOL])
     assert HASHER.hash_tools([]) != other.hash_tools([])
@@ -106,7 +106,7 @@ def test_hasher_uses_its_key() -> None:
     assert HASHER.pack_prompt("a", "b") != other.pack_prompt("a", "b")
 
 
-def random_message(rng: random.Random) -> Message:
+def make_random_message(rng: random.Random) -> Message:
     text = "".join(rng.choices("ab \n", k=rng.randint(0, 3)))
     return rng.choice([user(text), reply(text), reply(text, "{}"), Message(role="system", content=text)])
 
@@ -115,7 +115,7 @@ def test_hash_chain_links_are_equal_only_for_equal_prefixes() -> None:
     rng = random.Random(1)
     prefixes: dict[bytes, str] = {}
     for _ in range(300):
-        messages = [random_message(rng) for _ in range(rng.randint(1, 6))]
+        messages = [make_random_message(rng) for _ in range(rng.randint(1, 6))]
         chain = HASHER.hash_messages(messages, [TOOL] if rng.random() < 0.5 else [])
         assert len(chain) == len(messages)
         for count, link in enumerate(chain.exact):
@@ -127,7 +127,7 @@ def test_hash_chain_links_are_equal_only_for_equal_prefixes() -> None:
 def test_hash_chain_prefix_can_be_extended() -> None:
     rng = random.Random(2)
     for _ in range(100):
-        messages = [random_message(rng) for _ in range(8)]
+        messages = [make_random_message(rng) for _ in range(8)]
         expected, cut = HASHER.hash_messages(messages, [TOOL]), rng.randint(0, 8)
         extended = expected.prefix(cut).extend(map(HASHER.hash_message, messages[cut:]))
         assert extended == expected

@@ -30,7 +30,7 @@ EXAMPLES: dict[str, list[str]] = {
     ],
     "url-password": ["://ann:hunter22"],
 }
-SURROUNDINGS = ["{}", "key={}", 'export KEY="{}"\n', "({})", "a {} b", "x\n{}\ny", "`{}`,", '{{"k":"{}"}}']
+CONTEXTS = ["{}", "key={}", 'export KEY="{}"\n', "({})", "a {} b", "x\n{}\ny", "`{}`,", '{{"k":"{}"}}']
 REDACTOR = Redactor()
 
 
@@ -38,10 +38,12 @@ def test_redactor_patterns_all_have_an_example() -> None:
     assert set(EXAMPLES) == {secret.name for secret in SECRET_PATTERNS}
 
 
-@pytest.mark.parametrize(("name", "secret"), [(name, one) for name, all_ in EXAMPLES.items() for one in all_])
+@pytest.mark.parametrize(
+    ("name", "secret"), [(name, secret) for name, secrets in EXAMPLES.items() for secret in secrets]
+)
 def test_redactor_removes_secrets(name: str, secret: str) -> None:
-    for around in SURROUNDINGS:
-        text = around.format(secret + "@host/db" if name == "url-password" else secret)
+    for context in CONTEXTS:
+        text = context.format(secret + "@host/db" if name == "url-password" else secret)
         clean = REDACTOR.redact_text(text)
         assert f"[redacted {name}]" in clean
         hidden = secret.removeprefix("://") if name == "url-password" else secret[:40]
@@ -49,8 +51,10 @@ def test_redactor_removes_secrets(name: str, secret: str) -> None:
         assert REDACTOR.redact_text(clean) == clean
 
 
-def test_redactor_removes_several_secrets_of_one_text() -> None:
-    secrets = [all_[0] for name, all_ in EXAMPLES.items() if name not in ("private-key", "url-password")]
+def test_redactor_removes_several_secrets_from_one_text() -> None:
+    secrets = [
+        examples[0] for name, examples in EXAMPLES.items() if name not in ("private-key", "url-password")
+    ]
     clean = REDACTOR.redact_text(" and ".join(secrets * 2))
     assert not any(secret in clean for secret in secrets)
 
@@ -104,9 +108,9 @@ KEY = EXAMPLES["api-key"][0]
 def test_redactor_searches_every_part_of_a_message(message: Message) -> None:
     clean = REDACTOR.redact_message(message)
     assert clean is not message
-    shown = json.dumps(clean)
-    assert KEY not in shown
-    assert KEY.replace("s", "\\\\u0073", 1) not in shown
+    dumped = json.dumps(clean)
+    assert KEY not in dumped
+    assert KEY.replace("s", "\\\\u0073", 1) not in dumped
     for call in clean.get("tool_calls", ()):
         if "broken" not in call["arguments"]:
             json.loads(call["arguments"])
@@ -143,9 +147,9 @@ def test_redactor_applies_configured_patterns() -> None:
     assert KEY not in redactor.redact_text(KEY)
     arguments = json.dumps({"q": "Größe"})
     call = ToolCall(id="1", name="f", arguments=arguments)
-    umlauts = Redactor.from_config(RedactConfig(patterns=["Größe"]))
+    umlaut_redactor = Redactor.from_config(RedactConfig(patterns=["Größe"]))
     assert "\\u00f6" in arguments
-    clean = umlauts.redact_message(Message(role="assistant", content="", tool_calls=[call]))
+    clean = umlaut_redactor.redact_message(Message(role="assistant", content="", tool_calls=[call]))
     assert json.loads(clean.get("tool_calls", [call])[0]["arguments"]) == {"q": "[redacted]"}
 
 
@@ -176,7 +180,7 @@ def test_redactor_ignores_empty_matches() -> None:
         "github_pat_" * 20_000,
     ],
 )
-def test_redactor_is_linear_in_the_text(text: str) -> None:
-    began = time.perf_counter()
+def test_redactor_takes_linear_time(text: str) -> None:
+    start = time.perf_counter()
     REDACTOR.redact_text(text)
-    assert time.perf_counter() - began < 1.0
+    assert time.perf_counter() - start < 1.0

@@ -54,7 +54,7 @@ def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> Non
             messages += [Message(role="assistant", content=text), *new]
             expected = renderer.render(messages, tools)
             assert renderer._decode(extended) == renderer._decode(expected)
-            # White space at the start of a sampled reply is a separate token, but the encoded text merges it.
+            # Leading whitespace of a sampled reply is a separate token; encoding the whole text merges it.
             canonical = canonical and not text[:1].isspace()
             if canonical:
                 assert extended == expected
@@ -65,10 +65,10 @@ def test_truncated_reply_is_closed_by_unsampled_tokens(renderer: TemplateRendere
     prompt = renderer.render([QUESTION])
     sampled = renderer.encode("It is")
     new = [Message(role="user", content="Go on")]
-    cut = renderer.extend(prompt, sampled, new)
+    truncated = renderer.extend(prompt, sampled, new)
     ended = renderer.extend(prompt, [*sampled, renderer.stop_token_ids[0]], new)
-    assert cut is not None
-    assert cut == ended
+    assert truncated is not None
+    assert truncated == ended
 
 
 def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
@@ -81,7 +81,7 @@ def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
     assert renderer.uses_generic_tools
 
 
-def test_template_with_tools_is_used(load: Load) -> None:
+def test_template_with_tools_is_used_for_calls(load: Load) -> None:
     renderer = load(HERMES)
     assert not renderer.uses_generic_tools
     assert renderer.bridged_roles == {"user", "tool", "system"}
@@ -125,6 +125,6 @@ def test_template_without_the_tool_role_gets_results_as_user(load: Load) -> None
 
 def test_new_assistant_messages_are_not_bridged(tiny: TemplateRenderer) -> None:
     prompt = tiny.render([QUESTION])
-    new = [QUESTION, Message(role="assistant", content="I never said that"), QUESTION]
+    new = [QUESTION, Message(role="assistant", content="A reply that was not sampled"), QUESTION]
     assert tiny.extend(prompt, [5, 6], new) is None
     assert tiny.extend(prompt, [5, 6], []) is None

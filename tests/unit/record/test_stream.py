@@ -20,11 +20,11 @@ def encode(renderer: TemplateRenderer, text: str) -> list[int]:
 
 def feed_in_chunks(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[ReplyDelta]:
     deltas: list[ReplyDelta] = []
-    at = 0
+    position = 0
     for size in sizes:
-        deltas += parser.feed(ids[at : at + size])
-        at += size
-    return [*deltas, *parser.feed(ids[at:]), *parser.finish()]
+        deltas += parser.feed(ids[position : position + size])
+        position += size
+    return [*deltas, *parser.feed(ids[position:]), *parser.finish()]
 
 
 def drop_ids(message: Message) -> object:
@@ -34,12 +34,12 @@ def drop_ids(message: Message) -> object:
 
 def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRenderer) -> None:
     rng = random.Random(2)
-    vocabulary = len(renderer._tokenizer)
+    vocab_size = len(renderer._tokenizer)
     for turn in range(200):
         if turn % 3:
             ids = encode(renderer, rng.choice(["", "<think>", " <think>hm</think>\n"]) + make_reply_text(rng))
         else:
-            ids = [rng.randrange(vocabulary) for _ in range(rng.randint(0, 80))]
+            ids = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 80))]
         stop = rng.choice([(), ("stop",), ("\n\n", "wor")])
         expected = renderer.parse(ids, [CALC], stop)
         parser = renderer.stream([CALC], stop)
@@ -55,16 +55,16 @@ def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
     parser = tiny.stream()
     ids = encode(tiny, text)
     deltas = feed_in_chunks(parser, ids, [1] * len(ids))
-    assert len(ids) > len(text), "the tiny tokenizer has single bytes"
-    assert len(deltas) > 10, "the reply is streamed"
+    assert len(ids) > len(text), "the tiny tokenizer no longer has single-byte tokens"
+    assert len(deltas) > 10, "the reply is not streamed"
     assert all("\ufffd" not in delta.text for delta in deltas)
     assert parser.message["content"] == text
 
 
 def test_stream_emits_invalid_bytes_without_delay(tiny: TemplateRenderer) -> None:
-    lone = encode(tiny, "é")[-1:]
+    lone_byte = encode(tiny, "é")[-1:]
     parser = tiny.stream()
-    assert sum(len(delta.text) for delta in parser.feed(lone * 50)) >= 45
+    assert sum(len(delta.text) for delta in parser.feed(lone_byte * 50)) >= 45
 
 
 def test_stream_parses_calls_and_surrounding_text(tiny: TemplateRenderer) -> None:
@@ -119,9 +119,9 @@ def test_parse_call_keeps_the_text_of_arguments() -> None:
     call = parse_call('{"name": "f", "arguments": {"a":1.0,  "b": "\\u00e9"}}')
     assert call is not None
     assert call["arguments"] == '{"a":1.0,  "b": "\\u00e9"}'
-    again = parse_call(format_call(call).removeprefix("<tool_call>").removesuffix("</tool_call>"))
-    assert again is not None
-    assert again["arguments"] == call["arguments"]
+    reparsed = parse_call(format_call(call).removeprefix("<tool_call>").removesuffix("</tool_call>"))
+    assert reparsed is not None
+    assert reparsed["arguments"] == call["arguments"]
 
 
 def test_format_call_quotes_invalid_arguments() -> None:
@@ -153,7 +153,7 @@ def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None
     )
     pieces = [delta.call for delta in deltas if delta.call]
     assert (pieces[0].name, pieces[0].arguments) == ("calc", "")
-    assert len(pieces) > 200, "the arguments arrive token by token"
+    assert len(pieces) > 200, "the arguments are not streamed token by token"
     assert message.get("tool_calls", [])[0]["arguments"] == written
 
 
@@ -214,12 +214,12 @@ def test_json_object_tracker_agrees_with_json_loads() -> None:
             {"k": [rng.choice([1, -2.5e9, "é\n", None, True, {}, [], {"a": [[]]}])] * 2, "": ""}
         )
         for _ in range(rng.choice([0, 1, 2])):
-            at = rng.randrange(1, len(text))
-            text = text[:at] + rng.choice(alphabet) + text[at + rng.choice([0, 1]) :]
-        followed, held = JsonObjectTracker(), ""
+            index = rng.randrange(1, len(text))
+            text = text[:index] + rng.choice(alphabet) + text[index + rng.choice([0, 1]) :]
+        tracker, pending = JsonObjectTracker(), ""
         for char in text:
-            held = (held + char)[followed.feed(held + char) :]
-        valid = followed.is_complete and not followed.has_invalid_string and not held
+            pending = (pending + char)[tracker.feed(pending + char) :]
+        valid = tracker.is_complete and not tracker.has_invalid_string and not pending
         assert valid == is_object(text), text
 
 

@@ -16,7 +16,7 @@ START = [Message(role="system", content="Be kind."), Message(role="user", conten
 NEW = [Message(role="user", content="And now?"), Message(role="system", content="It is late.")]
 
 
-def test_system_message_after_a_reply_is_continued_exactly(renderer: TemplateRenderer) -> None:
+def test_system_message_after_a_reply_extends_the_prompt(renderer: TemplateRenderer) -> None:
     prompt, sampled = renderer.render(START), [*renderer.encode("Hello."), renderer.stop_token_ids[0]]
     extended = renderer.extend(prompt, sampled, NEW)
     assert extended is not None
@@ -24,7 +24,7 @@ def test_system_message_after_a_reply_is_continued_exactly(renderer: TemplateRen
     assert extended == renderer.render([*START, Message(role="assistant", content="Hello."), *NEW])
 
 
-def test_template_that_moves_system_messages_to_the_top_is_not_continued(load: Load) -> None:
+def test_template_that_moves_system_messages_to_the_top_is_not_extended(load: Load) -> None:
     renderer = load(HOISTING)
     prompt, sampled = renderer.render(START), [*renderer.encode("Hello."), renderer.stop_token_ids[0]]
     assert renderer.extend(prompt, sampled, NEW[:1]) is not None

@@ -1,4 +1,4 @@
-"""The lower bound of the number of tokens never exceeds the number of tokens."""
+"""The lower bound on the number of tokens never exceeds the actual number."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize("is_nfc", [False, True])
+@pytest.mark.parametrize("use_nfc", [False, True])
 @pytest.mark.parametrize("vocab_size", [260, 320, 2000])
-def test_token_bound_is_at_most_the_number_of_tokens(vocab_size: int, is_nfc: bool) -> None:
+def test_token_bound_is_at_most_the_number_of_tokens(vocab_size: int, use_nfc: bool) -> None:
     backend = make_tiny_tokenizer(vocab_size).backend_tokenizer
-    if is_nfc:
+    if use_nfc:
         backend.normalizer = normalizers.NFC()
     bound, rng = TokenBound(backend), random.Random(0)
     characters = "".join(TEXTS)
@@ -38,10 +38,10 @@ def test_token_bound_is_at_most_the_number_of_tokens(vocab_size: int, is_nfc: bo
         assert bound.count(text) <= len(backend.encode(text, add_special_tokens=False).ids)
 
 
-@pytest.mark.parametrize("is_nfc", [False, True])
-def test_token_bound_of_a_long_text_is_not_zero(is_nfc: bool) -> None:
+@pytest.mark.parametrize("use_nfc", [False, True])
+def test_token_bound_for_a_long_text_is_not_zero(use_nfc: bool) -> None:
     backend = make_tiny_tokenizer().backend_tokenizer
-    if is_nfc:
+    if use_nfc:
         backend.normalizer = normalizers.NFC()
     bound = TokenBound(backend)
     assert bound.count("some words " * 1000) > 500

@@ -1,7 +1,7 @@
-"""Recorded traffic of real agents, replayed through the dialects and the message graph, and over HTTP.
+"""Replay recorded traffic of real agents through the dialects and the message graph, and over HTTP.
 
-A scenario lists the link of each call: ``root``, ``branch``, the number of the call that it extends, ``=n``
-for a sibling of call n, or ``failed``.
+`LINKS` has the expected link of each call in a scenario: ``root``, ``branch``, the number of the call that it
+extends, ``=n`` for a sibling of call n, or ``failed``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LINKS = {
     "claude-code-edit": "root 0 1",
     "claude-code-retry": "root failed 0 2",
     "claude-code-subagents": "root branch branch 2 1 0 5 6",
-    # The agent requests the summary without tools, so that the prompt has no common prefix.
+    # The agent requests the summary without tools, so its prompt has no common prefix.
     "codex-compaction": "root 0 branch branch 3 4",
     "codex-edit": "root 0 1",
     "codex-retry": "root failed 0 2",
@@ -100,26 +100,25 @@ def load_requests(scenario: str) -> list[RecordedRequest]:
     return [RecordedRequest(row["path"], row["headers"], row["body"], row["reply"]) for row in rows]
 
 
-def list_scenarios(kind: str = "*") -> list[str]:
-    return sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob(f"*-{kind}.json.gz"))
+def list_scenarios() -> list[str]:
+    return sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob("*-*.json.gz"))
 
 
 def format_reply(message: Message) -> str:
-    """Return the text that a model samples for this reply."""
+    """Return the text that a model would sample for this reply."""
     parts = [message["content"]] if message["content"] else []
     return "\n".join([*parts, *map(format_call, message.get("tool_calls", ()))])
 
 
 @dataclass
 class Replay:
-    """Replays recorded traffic in the graphs of its sessions, without a gateway."""
+    """Replays recorded traffic without a gateway, with one graph per session."""
 
     renderer: TemplateRenderer
     restarted: bool = False
-    """True if the graphs are restored before every call."""
+    """Restore the graph before every call, as after a restart."""
     graphs: dict[str | None, MessageGraph] = field(default_factory=dict[str | None, MessageGraph])
     session_calls: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
-    """The calls of each session."""
     calls: dict[str, Call] = field(default_factory=dict[str, Call])
     numbers: dict[str, int] = field(default_factory=dict[str, int])
 
@@ -144,7 +143,7 @@ class Replay:
         graph.add(call, placement, reply_chain)
         self.session_calls.setdefault(session, []).append(call)
         self.calls[call.call_id], self.numbers[call.call_id] = call, number
-        return self.link(call)
+        return self.check_link(call)
 
     def make_call(
         self, placement: Placement, reply_chain: HashChain, messages: Sequence[Message], reply: Message
@@ -173,8 +172,8 @@ class Replay:
             digests=reply_chain.pack(placement.base_messages),
         )
 
-    def link(self, call: Call) -> str:
-        """Check the tokens of the call, and return its link in the notation of `LINKS`."""
+    def check_link(self, call: Call) -> str:
+        """Check the call's tokens and return its link in the notation of `LINKS`."""
         base = self.calls.get(call.base_id or "")
         if base is not None:
             assert np.array_equal(base.sequence[: call.base_tokens], call.prompt_ids[: call.base_tokens])
@@ -205,28 +204,30 @@ def test_traffic_placements_have_the_expected_links(
 # --- over HTTP ----------------------------------------------------------------------------------
 
 NEXT_REPLIES: deque[str | None] = deque()
-"""The next replies of the engine. None means that the engine is not ready."""
+"""The engine's next replies. None makes the engine unavailable."""
 
 
 def get_next_reply(prompt: str, seed: int | None) -> str:
     if (reply := NEXT_REPLIES.popleft()) is None:
-        raise EngineUnavailable("not now")
+        raise EngineUnavailable("the engine is restarting")
     return reply
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    make_tiny_tokenizer().save_pretrained(folder)
-    LlamaConfig().save_pretrained(folder)
-    return folder
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model_folder = tmp_path_factory.mktemp("model")
+    make_tiny_tokenizer().save_pretrained(model_folder)
+    LlamaConfig().save_pretrained(model_folder)
+    return model_folder
 
 
 @pytest.fixture
-async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> AsyncGenerator[RunningGateway]:
+async def gateway(
+    model_folder: Path, tmp_path: Path, tiny: TemplateRenderer
+) -> AsyncGenerator[RunningGateway]:
     NEXT_REPLIES.clear()
     engine = ScriptedEngine(
-        ModelConfig(name=str(folder), max_context=200_000),
+        ModelConfig(name=str(model_folder), max_context=200_000),
         ScriptedEngineConfig(function=f"{__name__}:get_next_reply"),
     )
     async with run_gateway(tmp_path / "store.db", engine, tiny, GatewayConfig()) as gateway:
@@ -235,13 +236,13 @@ async def gateway(folder: Path, tmp_path: Path, tiny: TemplateRenderer) -> Async
 
 @dataclass
 class Agent:
-    """Sends the recorded requests of an agent, with the ids of the current replies."""
+    """Sends an agent's recorded requests, with the tool call ids of the current replies."""
 
     gateway: RunningGateway
     ids: dict[str, str] = field(default_factory=dict[str, str])
 
     async def send(self, request: RecordedRequest) -> str | None:
-        """Return the session id, or None if the engine was not ready."""
+        """Send the request and return the session id, or None if the engine is unavailable."""
         NEXT_REPLIES.append(None if "error" in request.reply else format_reply(request.parse_reply()))
         body = {**request.body, "stream": False}
         body.pop("stream_options", None)
@@ -273,7 +274,8 @@ async def test_traffic_over_http_is_recorded_as_expected(
     assert len(set(sessions)) == SESSIONS.get(scenario, 1)
     assert {row.session.session_id for row in await gateway.store.sessions("run")} == set(sessions)
     calls = {session: deque(await gateway.store.calls(session)) for session in sessions}
-    replay, links = Replay(tiny), deque[str]()
+    replay = Replay(tiny)
+    links: list[str] = []
     expected = LINKS[scenario].split()
     for number, link in enumerate(expected):
         if link == "failed":
@@ -282,7 +284,7 @@ async def test_traffic_over_http_is_recorded_as_expected(
         call = calls[session].popleft()
         is_first = session not in sessions[: len(links)]
         replay.calls[call.call_id], replay.numbers[call.call_id] = call, number
-        links.append(replay.link(call))
+        links.append(replay.check_link(call))
         assert links[-1] == ("root" if is_first else link), number
         assert call.trainable
     assert not any(calls.values())

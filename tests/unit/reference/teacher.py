@@ -3,8 +3,8 @@
 The requested model name selects the behaviour: `vllm` (prompt_logprobs), `openai` (echo), `strict` (echo, and
 unknown fields are rejected), `sglang` (echo, only if something is sampled), `llama` (only the logprobs of
 sampled tokens), `bos` (prepends a token), `named` (echo; tokens are named by their ids), `other` (like named,
-with wrong ids), `foreign` (another vocabulary), `flaky` (fails three times), `silent`, `denied`, `malformed`,
-`gone` (a logprob is missing).
+with wrong ids), `foreign` (a different vocabulary), `flaky` (fails three times), `silent`, `denied`,
+`malformed`, `incomplete` (a logprob is missing).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class TeacherServer:
             return web.json_response({"error": f"unknown: {unknown}"}, status=400)
         ids: list[int] = ([1] if model == "bos" else []) + body["prompt"]
         values = [None, *map(float, (await self.engine.logprobs(ids))[1:])]
-        if model == "gone" and len(ids) > 30:
+        if model == "incomplete" and len(ids) > 30:
             values[25] = None
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1}
         return web.json_response({"choices": [self.make_choice(body, ids, values)], "usage": usage})
@@ -115,5 +115,5 @@ async def serve_teacher(engine: Engine, tokenizer: Any) -> AsyncGenerator[Teache
         await runner.cleanup()
 
 
-def long_ids(length: int = 40, seed: int = 0) -> Any:
+def make_token_ids(length: int = 40, seed: int = 0) -> Any:
     return np.random.default_rng(seed).integers(4, 290, length).astype(np.int32)

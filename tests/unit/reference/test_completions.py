@@ -1,4 +1,4 @@
-"""A teacher on an OpenAI-compatible server, with each of the response formats that servers use."""
+"""Tests for a teacher on an OpenAI-compatible server, in every response format that servers use."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.reference.completions import CompletionsReference
 from instar.reference.factory import create_penalty
 from instar.types import Sample
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.reference.teacher import KEY, TeacherServer, long_ids, serve_teacher
+from tests.unit.reference.teacher import KEY, TeacherServer, make_token_ids, serve_teacher
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,13 @@ def make_sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -
     mask = np.zeros(length, np.float32)
     mask[trained] = 1
     zeros = np.zeros(length, np.float32)
-    return Sample(f"s{number}", "s", long_ids(length, number), mask, zeros, zeros, zeros.astype(np.int32))
+    return Sample(
+        f"s{number}", "s", make_token_ids(length, number), mask, zeros, zeros, zeros.astype(np.int32)
+    )
 
 
 @pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "named", "flaky"])
-async def test_completions_reference_reads_logprobs_of_every_kind_of_server(
+async def test_completions_reference_reads_every_response_format(
     teacher: TeacherServer, model: ModelConfig, name: str
 ) -> None:
     reference = make_reference(teacher, model, name)
@@ -57,7 +59,9 @@ async def test_completions_reference_reads_logprobs_of_every_kind_of_server(
     for sample, values in zip(samples, logprobs, strict=True):
         expected = await teacher.engine.logprobs(sample.token_ids)
         np.testing.assert_allclose(values[1:30], expected[1:30], atol=1e-6)
-        assert np.isnan(values[[0, *range(30, len(sample))]]).all(), "nothing after the last trained token"
+        assert np.isnan(values[[0, *range(30, len(sample))]]).all(), (
+            "there are no logprobs after the last trained token"
+        )
     assert [len(body["prompt"]) for body in teacher.bodies[-6:]] == [30] * 6
     assert teacher.keys == {f"Bearer {KEY}"}
     await reference.close()
@@ -123,14 +127,14 @@ async def test_completions_reference_with_unreachable_server_retries_then_fails(
 async def test_completions_reference_returns_nan_for_missing_logprob(
     teacher: TeacherServer, model: ModelConfig
 ) -> None:
-    reference = make_reference(teacher, model, "gone")
+    reference = make_reference(teacher, model, "incomplete")
     (values,) = await reference.logprobs([make_sample(0, 40, slice(20, 40))])
     assert np.isnan(values[25])
     await reference.close()
 
 
 async def test_create_penalty_with_missing_key_names_variable(model: ModelConfig, tmp_path: Path) -> None:
-    section = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "NO_SUCH_KEY"}
+    section = {"type": "completions", "base_url": "http://x/v1", "model": "m", "api_key_env": "UNSET_KEY"}
     config = RunConfig.model_validate({"model": model.model_dump(), "trainer": {"reference": section}})
-    with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
+    with pytest.raises(ConfigError, match="UNSET_KEY is not set"):
         create_penalty(config, None, None)  # type: ignore[arg-type]

@@ -37,7 +37,7 @@ from tests.unit.trainer.harness import make_config
 
 STEPS = 10
 SESSIONS = 256
-LENGTH = 8
+MAX_TOKENS = 8
 TOKENIZER = make_tiny_tokenizer()
 PROMPT = TOKENIZER.encode("<|im_start|>user\ndigits<|im_end|>\n<|im_start|>assistant\n")
 ENGINE = LocalEngineConfig(threads=1)
@@ -60,18 +60,18 @@ async def sample_group(store: Store, engine: Engine, index: int) -> None:
     group = Group(f"{RUN}/train/{index:06d}", RUN, Channel.TRAIN, index, SESSIONS, Task(f"t{index}", {}))
     await store.open_group(group)
 
-    async def session(slot: int) -> None:
-        params = SamplingParams(max_tokens=LENGTH, seed=index * SESSIONS + slot)
+    async def run_session(slot: int) -> None:
+        params = SamplingParams(max_tokens=MAX_TOKENS, seed=index * SESSIONS + slot)
         chunks = [chunk async for chunk in engine.generate(PROMPT, params)]
-        name = f"{group.group_id}:{slot}"
+        session_id = f"{group.group_id}:{slot}"
         sampled = [token for chunk in chunks for token in chunk.token_ids]
         logprobs = np.asarray([value for chunk in chunks for value in chunk.logprobs], np.float32)
-        call = make_call(name, PROMPT, sampled, session_id=name, version=index, logprobs=logprobs)
-        await store.open_session(make_session(name, group_id=group.group_id, slot=slot))
+        call = make_call(session_id, PROMPT, sampled, session_id=session_id, version=index, logprobs=logprobs)
+        await store.open_session(make_session(session_id, group_id=group.group_id, slot=slot))
         await store.add_calls([call])
-        await store.end_session(name, SessionStatus.COMPLETED, None, [])
+        await store.end_session(session_id, SessionStatus.COMPLETED, None, [])
 
-    await asyncio.gather(*map(session, range(SESSIONS)))
+    await asyncio.gather(*map(run_session, range(SESSIONS)))
     await store.close_group(group.group_id, GroupStatus.READY)
 
 

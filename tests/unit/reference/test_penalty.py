@@ -1,4 +1,4 @@
-"""The values of the reference penalty, and the inputs that it rejects."""
+"""Tests for the values of the reference penalty and the inputs that it rejects."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ async def train_and_hash(config: RunConfig, faults: FaultInjector | None = None)
 
 
 async def test_penalty_after_crash_gives_same_weights(model: Path, tmp_path: Path) -> None:
-    plain, uninterrupted, interrupted = (tmp_path / name for name in ("plain", "whole", "broken"))
+    plain, uninterrupted, interrupted = (
+        tmp_path / name for name in ("plain", "uninterrupted", "interrupted")
+    )
     hashes = []
     for folder in (plain, uninterrupted):
         config = make_penalty_config(folder, model) if folder is uninterrupted else make_config(folder, model)

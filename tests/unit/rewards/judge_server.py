@@ -1,8 +1,8 @@
-"""A fake judge on a real socket with OpenAI's chat completions and Anthropic's messages.
+"""A fake judge server with OpenAI's Chat Completions API and Anthropic's Messages API.
 
 The answer is a function of the request. Each of the ``faults`` applies to one request: ``hang``, ``drop``,
-``truncated`` (the connection is closed within the response), ``unparseable`` (a reply without an answer),
-``invalid`` (not a response of the API), a status such as ``500``, or ``429:2`` with a Retry-After header.
+``truncated`` (the connection is closed during the response), ``unparseable`` (a reply without an answer),
+``invalid`` (not an API response), a status such as ``500``, or ``429:2`` with a Retry-After header.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class JudgeRequest:
 
 
 AnswerFunction = Callable[[JudgeRequest], Any]
-"""Returns the answer: JSON, or a text that is sent unchanged."""
+"""Returns the answer as JSON, or as text that is sent unchanged."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class JudgeServer:
     url: str = ""
     faults: list[str] = field(default_factory=list[str])
     requests: list[JudgeRequest] = field(default_factory=list[JudgeRequest])
-    takes_schema: bool = True
+    supports_schema: bool = True
     max_concurrency: int = 0
     _busy: int = 0
 
@@ -64,7 +64,7 @@ class JudgeServer:
             self._busy -= 1
 
     def _answer(self, received: JudgeRequest) -> web.Response:
-        if not self.takes_schema and ("response_format" in received.body or "tools" in received.body):
+        if not self.supports_schema and ("response_format" in received.body or "tools" in received.body):
             return web.json_response(
                 {"error": {"message": "Unknown parameter: 'response_format'."}}, status=400
             )
@@ -86,7 +86,7 @@ class JudgeServer:
             request.transport.close()
             return response
         if fault == "unparseable":
-            return web.json_response(_chat("I would rather not say.", {}))
+            return web.json_response(_chat("There is no answer.", {}))
         if fault == "invalid":
             return web.Response(text="<html>Bad gateway</html>")
         status, _, wait = fault.partition(":")

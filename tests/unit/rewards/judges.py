@@ -1,4 +1,4 @@
-"""Judges, and transcripts to judge, for tests."""
+"""Judges and transcripts for tests."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def assistant(text: str) -> Message:
 
 
 def make_transcript(*turns: tuple[Message, str], session_id: str = "s") -> Transcript:
-    """Build a transcript of turns, each a message to the assistant and its reply."""
+    """Build a transcript from turns, each a message to the assistant and its reply."""
     calls: list[Call] = []
-    for place, (message, reply) in enumerate(turns):
+    for index, (message, reply) in enumerate(turns):
         parent = calls[-1] if calls else None
         before = (*parent.messages, parent.reply) if parent else ()
         call = make_call(
-            f"{session_id}-{place + 1}",
+            f"{session_id}-{index + 1}",
             [1],
             [5],
             parent=parent,
@@ -55,7 +55,7 @@ def make_answer_transcript(text: str, session_id: str = "s") -> Transcript:
 
 @asynccontextmanager
 async def start_judge(path: Path, url: str, **settings: Any) -> AsyncGenerator[Judge]:
-    """Start a judge of a run whose store is at this path."""
+    """Start a judge for a run with its store at ``path``."""
     section = {"type": "judge", "endpoint": url, "model": "m", **settings}
     judge = create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
     store = SqliteStore(path)

@@ -1,4 +1,4 @@
-"""Helpers for tests of rules."""
+"""Helpers for testing rules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EMPTY_CONTEXT = ScoringContext("run", cast(Store, None))
 """A context for scorers that do not use the run."""
 
 
-def transcript(text: str) -> Transcript:
+def make_transcript(text: str) -> Transcript:
     reply = Message(role="assistant", content=text)
     return Transcript("s", [make_call("a", [1], [5], reply=reply)], None)
 
@@ -33,7 +33,7 @@ async def start_scorer(**section: Any) -> AsyncIterator[Scorer]:
 
 
 async def score_text(scorer: Scorer, data: dict[str, Any], text: str) -> Reward:
-    (reward,) = await scorer.score(Task("t", data), transcript(text))
+    (reward,) = await scorer.score(Task("t", data), make_transcript(text))
     assert (reward.session_id, reward.source) == ("s", RewardSource.RULE)
     assert (reward.scorer, reward.scorer_version) == (scorer.name, scorer.version)
     return reward

@@ -1,4 +1,4 @@
-"""The sandboxes of this machine, and helpers that find what a job left behind."""
+"""The sandboxes available on this machine, and helpers that find what a job left behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sandbox_problem(kind: str) -> str | None:
 
 
 def available_sandboxes() -> list[object]:
-    """Return parameters for pytest. A kind that does not work on this machine is skipped with the reason."""
+    """Return pytest parameters, with a skip mark for sandboxes that do not work on this machine."""
     return [
         pytest.param(
             kind,

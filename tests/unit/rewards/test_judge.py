@@ -1,4 +1,4 @@
-"""A judge on a real socket: votes, stored answers, budget and failures."""
+"""Tests for judges with a real HTTP server: votes, stored answers, budget and failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.unit.rewards.judges import TASK, make_answer_transcript, start_judge
 
 @pytest.fixture
 async def server() -> AsyncGenerator[JudgeServer]:
-    async with judge_server(lambda request: {"reasons": "so so", "score": 0.75}) as started:
+    async with judge_server(lambda request: {"reasons": "partly correct", "score": 0.75}) as started:
         yield started
 
 
@@ -38,7 +38,7 @@ async def test_outcome_reward_has_source_version_cost_and_reasons(path: Path, se
     assert (reward.value, reward.source, reward.scorer) == (0.75, RewardSource.JUDGE, "judge:outcome")
     assert reward.scorer_version == judge.version != ""
     assert reward.cost == pytest.approx((300 * 2 + 100 * 10) / 1e6)
-    assert reward.detail == {"votes": [0.75], "spread": 0.0, "reasons": ["so so"]}
+    assert reward.detail == {"votes": [0.75], "spread": 0.0, "reasons": ["partly correct"]}
     (request,) = server.requests
     assert "What is 6 times 7?" in request.user
     assert "42" in request.user
@@ -71,8 +71,8 @@ async def test_messages_dialect_requests_a_tool_call(
     assert request.body["temperature"] == 0.5
 
 
-async def test_endpoint_without_schema_support_is_asked_in_text(path: Path, server: JudgeServer) -> None:
-    server.takes_schema = False
+async def test_judge_falls_back_to_text_without_schema_support(path: Path, server: JudgeServer) -> None:
+    server.supports_schema = False
     server.answer_with = lambda request: (
         'He wrote {"score": 9}. Well:\n```json\n{"reasons": "r", "score": 0.5}\n```'
     )
@@ -85,12 +85,14 @@ async def test_endpoint_without_schema_support_is_asked_in_text(path: Path, serv
 # --- stored answers ---------------------------------------------------------------------------------
 
 
-async def test_same_question_is_asked_once_concurrently_and_after_restart(
+async def test_same_question_is_sent_once_concurrently_and_after_restart(
     path: Path, server: JudgeServer
 ) -> None:
     async with start_judge(path, server.url, input_price=1.0) as judge:
-        same = [make_answer_transcript("42", f"s{i}") for i in range(4)]
-        rewards = [r for some in await asyncio.gather(*(judge.score(TASK, t) for t in same)) for r in some]
+        transcripts = [make_answer_transcript("42", f"s{i}") for i in range(4)]
+        rewards = [
+            r for scored in await asyncio.gather(*(judge.score(TASK, t) for t in transcripts)) for r in scored
+        ]
     assert [r.value for r in rewards] == [0.75] * 4
     assert sorted(r.cost for r in rewards) == [0, 0, 0, 0.0003]
     async with start_judge(path, server.url, input_price=1.0) as judge:
@@ -147,14 +149,14 @@ async def test_call_budget_survives_restart_and_counts_unparseable_answers(
 
 
 async def test_dollar_budget_is_not_exceeded_by_concurrent_questions(path: Path, server: JudgeServer) -> None:
-    prices = {"input_price": 1000.0, "output_price": 1000.0, "max_tokens": 100}  # $0.40 an answer
+    prices = {"input_price": 1000.0, "output_price": 1000.0, "max_tokens": 100}  # $0.40 per answer
     async with start_judge(path, server.url, budget={"dollars": 5}, **prices) as judge:
         attempts = [judge.score(TASK, make_answer_transcript(str(i), f"s{i}")) for i in range(20)]
         results = await asyncio.gather(*attempts, return_exceptions=True)
-    spent = [r for r in results if isinstance(r, ScoreError)]
+    over_budget = [r for r in results if isinstance(r, ScoreError)]
     assert 8 <= len(server.requests) <= 12
-    assert len(spent) == 20 - len(server.requests)
-    assert all("budget of $5 is left" in str(error) and not error.retryable for error in spent)
+    assert len(over_budget) == 20 - len(server.requests)
+    assert all("budget of $5 is left" in str(error) and not error.retryable for error in over_budget)
     store = SqliteStore(path)
     answers, dollars = await store.judgment_totals(RUN)
     assert answers == len(server.requests)
@@ -208,7 +210,7 @@ async def test_failure_is_classified_as_retryable_or_not(
 
 
 async def test_missing_model_is_not_retried(path: Path, server: JudgeServer) -> None:
-    server.faults = ["404", "404"]  # with a schema, and without
+    server.faults = ["404", "404"]  # with and without a schema
     async with start_judge(path, server.url) as judge:
         with pytest.raises(ScoreError, match="404") as error:
             await judge.score(TASK, make_answer_transcript("42"))
@@ -314,10 +316,10 @@ async def test_long_transcript_is_truncated_in_the_middle(path: Path, server: Ju
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"endpoint": "https://x/v1"}, "model: missing"),
+        ({"endpoint": "https://x/v1"}, "model: required"),
         ({"endpoint": "self", "model": "m"}, "endpoint: self"),
         ({"votes": 3, "temperature": 0}, "all be equal"),
-        ({"scale": [5, 1]}, "first score must be the lower one"),
+        ({"scale": [5, 1]}, "first score must be lower"),
         ({"budget": {"dollars": 1}}, "input_price"),
         ({"pairs": 3}, "not used by the rubric"),
         ({"rubric": "pairwise", "scale": [1, 5]}, "not used by the rubric"),
@@ -336,7 +338,7 @@ def test_judge_config_round_trips_through_json() -> None:
 
 async def test_missing_key_or_invalid_url_raises_at_start(path: Path) -> None:
     for settings, message in (
-        ({"api_key_env": "NO_SUCH_KEY"}, "NO_SUCH_KEY"),
+        ({"api_key_env": "UNSET_KEY"}, "UNSET_KEY"),
         ({"endpoint": "ftp://x"}, "ftp"),
         ({"endpoint": "self", "model": None}, "requires a gateway"),
     ):

@@ -14,7 +14,7 @@ from tests.unit.data.builders import RUN, make_session, put_test_run
 
 
 async def measure_agreement(path: Path, sessions: list[list[Reward]]) -> list[JudgeAgreement]:
-    """Return the agreement in a store with these rewards of each session."""
+    """Return the agreement for a run whose sessions have these rewards."""
     store = SqliteStore(path / f"{uuid4()}.db")
     await put_test_run(store)
     for i, rewards in enumerate(sessions):
@@ -26,9 +26,11 @@ async def measure_agreement(path: Path, sessions: list[list[Reward]]) -> list[Ju
 
 
 def make_judge_reward(
-    value: float, name: str = "judge:outcome", call_id: str | None = None, **detail: Any
+    value: float, scorer: str = "judge:outcome", call_id: str | None = None, **detail: Any
 ) -> Reward:
-    return Reward("s", value, RewardSource.JUDGE, name, call_id, detail=detail, scorer_version="v", cost=0.25)
+    return Reward(
+        "s", value, RewardSource.JUDGE, scorer, call_id, detail=detail, scorer_version="v", cost=0.25
+    )
 
 
 def make_rule_reward(value: float) -> Reward:
@@ -55,7 +57,7 @@ async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -
     assert result.vote_agreement is None
 
 
-async def test_agreement_of_orders_is_share_of_agreeing_pairs(tmp_path: Path) -> None:
+async def test_agreement_of_orders_is_fraction_of_agreeing_pairs(tmp_path: Path) -> None:
     (result,) = await measure_agreement(
         tmp_path,
         [
@@ -73,14 +75,14 @@ async def test_agreement_compares_judge_with_rules(tmp_path: Path) -> None:
         [make_judge_reward(0.1), make_rule_reward(0.0), make_judge_reward(0.7)],
         [make_judge_reward(0.3)],
         [make_rule_reward(1.0)],
-        [make_rule_reward(1.0), make_judge_reward(0.4, call_id="a", name="judge:process")],
+        [make_rule_reward(1.0), make_judge_reward(0.4, call_id="a", scorer="judge:process")],
     ]
     outcome, process = await measure_agreement(tmp_path, sessions)
     assert outcome.rule_sessions == 3
     assert outcome.rule_same_side == pytest.approx(2 / 3)
     assert outcome.rule_correlation is not None
     assert 0.5 < outcome.rule_correlation < 1
-    assert process.rule_sessions == 0  # a reward of a call is not a reward of the session
+    assert process.rule_sessions == 0  # call rewards are not session rewards
 
 
 async def test_run_agreement_reads_sessions_in_pages(tmp_path: Path) -> None:

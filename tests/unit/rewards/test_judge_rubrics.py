@@ -1,4 +1,4 @@
-"""The rubrics process, followup and pairwise."""
+"""Tests for the process, followup and pairwise rubrics."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-def requested_steps(request: JudgeRequest) -> list[int]:
+def parse_requested_steps(request: JudgeRequest) -> list[int]:
     match = re.search(r"these steps, each of them once: ([\d, ]+)\.", request.system)
     assert match is not None
     return [int(number) for number in match[1].split(", ")]
@@ -51,7 +51,9 @@ SESSION = make_transcript(
 
 
 def score_by_step_number(request: JudgeRequest) -> Any:
-    return {"steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in requested_steps(request)]}
+    return {
+        "steps": [{"step": n, "reasons": f"r{n}", "score": n / 10} for n in parse_requested_steps(request)]
+    }
 
 
 async def test_process_judge_rewards_every_call(path: Path) -> None:
@@ -71,7 +73,9 @@ async def test_process_judge_splits_long_sessions_into_windows(path: Path) -> No
     async with judge_server(score_by_step_number) as server:
         async with start_judge(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
             rewards = await judge.score(TASK, long)
-    assert sorted(n for request in server.requests for n in requested_steps(request)) == list(range(1, 11))
+    assert sorted(n for request in server.requests for n in parse_requested_steps(request)) == list(
+        range(1, 11)
+    )
     assert len(server.requests) == 4
     assert [r.call_id for r in rewards] == [f"s-{i}" for i in range(1, 11)]
 
@@ -91,7 +95,7 @@ async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> N
 def answer_with_signals(request: JudgeRequest) -> Any:
     mark = request.user.split()[0]
     answers: list[Any] = []
-    for number in requested_steps(request):
+    for number in parse_requested_steps(request):
         followup = request.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
         signal = "unclear"
         for word, word_signal in (("Thanks", "accepted"), ("wrong", "corrected"), ("error", "tool_failed")):
@@ -115,7 +119,7 @@ async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None
         ("s-3", 1.0, "accepted"),
     ]
     assert [(r.call_id, r.value) for r in wrong] == [("z-1", 0.0)]
-    assert requested_steps(server.requests[0]) == [1, 2, 3]
+    assert parse_requested_steps(server.requests[0]) == [1, 2, 3]
 
 
 async def test_followup_judge_uses_configured_signal_values(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The run's own model as its judge, through a real gateway."""
+"""Tests for the run's own model as its judge, with a real gateway."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
-async def test_agent_cannot_avoid_the_judge_with_the_judges_model_name(gateway: RunningGateway) -> None:
+async def test_agent_cannot_avoid_the_judge_by_using_its_model_name(gateway: RunningGateway) -> None:
     transcript = make_answer_transcript("42")
     calls = [replace(call, model=JUDGE_AGENT) for call in transcript.calls]
     transcript = replace(transcript, calls=calls)
@@ -83,10 +83,10 @@ async def test_agent_cannot_avoid_the_judge_with_the_judges_model_name(gateway: 
     await judge.close()
 
 
-async def test_run_model_is_asked_without_proxy(
+async def test_run_model_is_queried_without_proxy(
     gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A proxy would receive the key of the run.
+    # A proxy would receive the run's key.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     await check_judge_with_key(gateway, ADMIN)
@@ -99,9 +99,9 @@ async def test_run_model_accepts_an_agent_key(gateway: RunningGateway) -> None:
 
 async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: RunningGateway) -> None:
     with pytest.raises(ScoreError, match="401") as error:
-        await check_judge_with_key(gateway, "sk-instar-not-known")
+        await check_judge_with_key(gateway, "sk-instar-unknown")
     assert not error.value.retryable
-    assert "sk-instar-not-known" not in str(error.value)
+    assert "sk-instar-unknown" not in str(error.value)
 
 
 async def test_run_model_follows_a_gateway_that_moved(gateway: RunningGateway) -> None:

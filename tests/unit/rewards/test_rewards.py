@@ -21,7 +21,7 @@ from instar.types import Message, Reward, RewardSource, ScoreState, Task
 from tests.unit.data.builders import make_call
 
 TASK = Task("t", {"answer": "yes"})
-HERE = "tests.unit.rewards.test_rewards"
+MODULE = "tests.unit.rewards.test_rewards"
 
 
 def exact(task: dict[str, Any], transcript: Transcript, worth: float = 1.0) -> float:
@@ -41,7 +41,7 @@ def in_main_thread(task: dict[str, Any], transcript: Transcript) -> float:
     return float(threading.current_thread() is threading.main_thread())
 
 
-def nonsense(task: dict[str, Any], transcript: Transcript) -> float:
+def return_nan(task: dict[str, Any], transcript: Transcript) -> float:
     return float("nan")
 
 
@@ -60,16 +60,16 @@ def make_config(**reward: Any) -> RunConfig:
 
 
 async def test_rule_accepts_sync_and_async_functions_with_arguments() -> None:
-    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:exact", args={"worth": 2}))
+    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:exact", args={"worth": 2}))
     assert await scorer.score(TASK, make_transcript("yes")) == [
-        Reward("s", 2.0, RewardSource.RULE, scorer=f"{HERE}:exact")
+        Reward("s", 2.0, RewardSource.RULE, scorer=f"{MODULE}:exact")
     ]
     assert [r.value for r in await scorer.score(TASK, make_transcript("no"))] == [0.0]
-    later = create_scorer(make_config(type="rule", function=f"{HERE}:exact_async"))
-    assert [r.value for r in await later.score(TASK, make_transcript("yes"))] == [1.0]
+    async_scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:exact_async"))
+    assert [r.value for r in await async_scorer.score(TASK, make_transcript("yes"))] == [1.0]
 
 
-async def test_rule_without_function_uses_scorer_of_task_set() -> None:
+async def test_rule_without_function_uses_task_set_scorer() -> None:
     taskset = TaskSet([TASK], lambda task, text: float(len(text)))
     scorer = create_scorer(make_config(type="rule"), taskset)
     assert [r.value for r in await scorer.score(TASK, make_transcript("four"))] == [4.0]
@@ -90,16 +90,16 @@ async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
         return [make_transcript("yes")]
 
     ticking = asyncio.create_task(tick())
-    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:slow"))
+    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:slow"))
     result = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
     ticking.cancel()
-    assert "no answer within 0.3 s" in (result.scores[0].reason or "")
+    assert "did not finish within 0.3 s" in (result.scores[0].reason or "")
     assert ticks > 5
 
 
 async def test_rule_with_thread_false_runs_in_main_thread() -> None:
     for settings, value in (({}, 0.0), ({"thread": False}, 1.0)):
-        config = make_config(type="rule", function=f"{HERE}:in_main_thread", **settings)
+        config = make_config(type="rule", function=f"{MODULE}:in_main_thread", **settings)
         (reward,) = await create_scorer(config).score(TASK, make_transcript("x"))
         assert reward.value == value
 
@@ -141,28 +141,28 @@ async def test_reasoning_gym_scorer_cannot_harm_the_machine(in_bubblewrap: bool,
 
 
 async def test_rule_that_returns_nan_raises() -> None:
-    scorer = create_scorer(make_config(type="rule", function=f"{HERE}:nonsense"))
+    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:return_nan"))
     with pytest.raises(InstarError, match="nan"):
         await scorer.score(TASK, make_transcript("yes"))
 
 
 def test_scorers_with_the_same_name_are_rejected() -> None:
-    section = {"type": "rule", "function": f"{HERE}:exact"}
+    section = {"type": "rule", "function": f"{MODULE}:exact"}
     sections = [section, section | {"args": {"worth": 2}}]
     with pytest.raises(
-        ConfigError, match=r"reward\.1: reward\.0 has the same name .*exact'; .* a different name"
+        ConfigError, match=r"reward\.1: the name .*exact' is already used by reward\.0; .* a different name"
     ):
         create_scorers(RunConfig.model_validate({"reward": sections}))
     sections[1]["name"] = "double"
     first, second = create_scorers(RunConfig.model_validate({"reward": sections}))
-    assert first.key == f"{HERE}:exact"
+    assert first.key == f"{MODULE}:exact"
     assert second.name == "double"
     assert second.version, "different arguments give a different version"
 
 
 async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     class SetDetailScorer(Scorer):
-        name = "odd"
+        name = "set_detail"
 
         async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
             return [Reward("s", 1.0, RewardSource.RULE, detail={"p": {1, 2}})]
@@ -185,7 +185,7 @@ async def test_agent_reward_is_the_returned_reward() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 10.5, -1000.0])
-async def test_agent_reward_outside_of_the_range_raises(value: float) -> None:
-    message = rf"the agent returned {value} as its reward.* between -10 and 10 \(gateway.reward_range\)"
+async def test_agent_reward_out_of_range_raises(value: float) -> None:
+    message = rf"between -10 and 10 \(gateway.reward_range\), got {value}"
     with pytest.raises(InstarError, match=message):
         await create_scorer(make_config(type="agent")).score(TASK, make_transcript("x", value))

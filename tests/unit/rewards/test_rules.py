@@ -1,4 +1,4 @@
-"""Rules that do not need a sandbox."""
+"""Tests for rules that do not need a sandbox."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from instar.rewards.rules.sandbox_rules import RUNNER_SCRIPT
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.rewards.sandbox import bubblewrap
 from instar.types import Task
-from tests.unit.rewards.rules import score_text, start_scorer, transcript
+from tests.unit.rewards.rules import make_transcript, score_text, start_scorer
 
 EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
     ({}, "yes", " yes\n", 1.0),
@@ -96,8 +96,8 @@ async def test_expected_field_may_be_nested_and_missing_field_raises() -> None:
     async with start_scorer(type="exact", expected="meta.answer") as scorer:
         assert (await score_text(scorer, {"meta": {"answer": "a"}}, "a")).value == 1.0
         with pytest.raises(ScoreError, match=r"no field 'meta.answer'; its fields are: question"):
-            await scorer.score(Task("t", {"question": "?"}), transcript("a"))
-        assert await scorer.score(Task("", {}), transcript("a")) == []
+            await scorer.score(Task("t", {"question": "?"}), make_transcript("a"))
+        assert await scorer.score(Task("", {}), make_transcript("a")) == []
 
 
 def test_rule_version_depends_on_settings_but_not_on_name() -> None:
@@ -142,7 +142,7 @@ async def test_json_schema_rule_validates_answers() -> None:
     async with start_scorer(type="json_schema") as scorer:
         assert (await score_text(scorer, {"schema": {"const": 3}}, "3")).value == 1.0
         with pytest.raises(ScoreError, match="not a valid JSON schema"):
-            await scorer.score(Task("t", {"schema": {"type": "nothing"}}), transcript("3"))
+            await scorer.score(Task("t", {"schema": {"type": "unknown"}}), make_transcript("3"))
 
 
 async def test_json_schema_rule_truncates_long_reasons() -> None:
@@ -152,14 +152,14 @@ async def test_json_schema_rule_truncates_long_reasons() -> None:
         assert (await score_text(scorer, {}, "{}")).value == 1.0
     async with start_scorer(type="json_schema") as scorer:
         with pytest.raises(ScoreError, match="not a valid JSON schema"):
-            await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), transcript("3"))
+            await scorer.score(Task("t", {"schema": {"type": "x" * 200_000}}), make_transcript("3"))
 
 
 async def test_regex_rule_times_out_on_catastrophic_patterns() -> None:
     async with start_scorer(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
         assert (await score_text(scorer, {}, "aaa")).value == 1.0
-        many = await asyncio.gather(*(score_text(scorer, {}, "a" * 40 + "b") for _ in range(3)))
-        assert {(r.value, r.detail["reason"]) for r in many} == {(0.0, "the check took longer than 0.3 s")}
+        rewards = await asyncio.gather(*(score_text(scorer, {}, "a" * 40 + "b") for _ in range(3)))
+        assert {(r.value, r.detail["reason"]) for r in rewards} == {(0.0, "the check took longer than 0.3 s")}
         assert (await score_text(scorer, {}, "aaa")).value == 1.0
     async with start_scorer(type="regex", how="fullmatch", ignore_case=True) as scorer:
         assert (await score_text(scorer, {"pattern": "[a-c]+"}, "ABC")).value == 1.0
@@ -194,7 +194,7 @@ class Adding(unittest.TestCase):
 """
 BROKEN_CASE = CASE + "    @classmethod\n    def tearDownClass(cls): raise ValueError"
 NO_TEST = "import math\ndef check(): assert add(1, 1) == 2\nif __name__ == '__main__': check()"
-COUNTED = [
+COUNT_CASES = [
     (PLAIN, ADD, (1, 1)),
     (PLAIN, WRONG, (0, 1)),
     (f"async {PLAIN}", ADD, (1, 1)),
@@ -210,25 +210,25 @@ COUNTED = [
 ]
 
 
-@pytest.mark.parametrize(("tests", "code", "passed_of"), COUNTED)
+@pytest.mark.parametrize(("tests", "code", "expected"), COUNT_CASES)
 def test_sandbox_runner_counts_only_tests_that_ran(
-    tests: str, code: str, passed_of: tuple[int, int], tmp_path: Path
+    tests: str, code: str, expected: tuple[int, int], tmp_path: Path
 ) -> None:
     """Run the sandbox's test runner directly; these answers are harmless."""
     for name, text in {"answer.py": code, "tests.json": json.dumps([tests]), "key": "KEY"}.items():
         (tmp_path / name).write_text(text)
     command = [sys.executable, "-B", str(RUNNER_SCRIPT), "answer.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
-    report = json.loads(done.stdout.rpartition("\nKEY ")[2])
-    assert (report["passed"], report["total"]) == passed_of, done.stderr
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True, timeout=60)
+    report = json.loads(result.stdout.rpartition("\nKEY ")[2])
+    assert (report["passed"], report["total"]) == expected, result.stderr
 
 
 def test_custom_command_as_runner_requires_isolate_false() -> None:
-    with pytest.raises(ValidationError, match=r"isolate: given true with the custom command \['sh'\]"):
+    with pytest.raises(ValidationError, match=r"isolate: must be false with the custom command \['sh'\]"):
         rules.TestsRewardConfig(type="tests", runner=["sh"])
     assert rules.TestsRewardConfig(type="tests", runner=["sh"], isolate=False).runner == ["sh"]
 
 
 def test_bubblewrap_ignores_files_before_the_root_is_switched() -> None:
-    """This process sees the files of the machine, like bubblewrap before it changes the root."""
+    """This process sees the machine's files, as bubblewrap does before it changes the root."""
     assert bubblewrap._measure_files([os.getpid()]) == (0, 0)  # pyright: ignore[reportPrivateUsage]

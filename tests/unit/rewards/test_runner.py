@@ -1,4 +1,4 @@
-"""The scoring runner over a real store, with scorers that fail in many ways."""
+"""Tests for the scoring runner with a real store, and with scorers that fail in various ways."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
 
 
 class FakeJudge(Scorer):
-    """A fake judge that fails, hangs or answers depending on the session's name."""
+    """A fake judge that fails, hangs or answers, depending on the session id."""
 
     name = "judge:test"
     version = "1"
@@ -41,25 +41,25 @@ class FakeJudge(Scorer):
     def __init__(self) -> None:
         self.attempts: Counter[str] = Counter()
         self.tasks: dict[str, Task] = {}
-        self.now = 0
-        self.most = 0
+        self.running = 0
+        self.max_running = 0
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         session = transcript.session_id
         self.attempts[session] += 1
         self.tasks[session] = task
         assert transcript.final_text == "hi"
-        self.now += 1
-        self.most = max(self.most, self.now)
+        self.running += 1
+        self.max_running = max(self.max_running, self.running)
         try:
             if "hangs" in session:
                 await asyncio.sleep(60)
             await asyncio.sleep(0.002)
         finally:
-            self.now -= 1
+            self.running -= 1
         if "fails" in session:
             raise ValueError("invalid")
-        if "hopeless" in session:
+        if "unretryable" in session:
             raise ScoreError("no budget")
         if "once" in session and self.attempts[session] == 1:
             raise ScoreError("busy", retryable=True, retry_after=0.01)
@@ -74,8 +74,8 @@ class LongestSessionScorer(GroupScorer):
 
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
         return [
-            Reward(each.session_id, float(place), RewardSource.JUDGE)
-            for place, each in enumerate(transcripts)
+            Reward(transcript.session_id, float(index), RewardSource.JUDGE)
+            for index, transcript in enumerate(transcripts)
         ]
 
 
@@ -94,11 +94,11 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
 
 
 async def add_session(
-    store: SqliteStore, name: str, channel: Channel = Channel.LIVE, **fields: object
+    store: SqliteStore, session_id: str, channel: Channel = Channel.LIVE, **fields: object
 ) -> None:
-    await store.open_session(make_session(name, channel=channel, **fields))
-    await store.add_calls([make_call(f"call-{name}", name)])
-    await store.end_session(name, SessionStatus.COMPLETED)
+    await store.open_session(make_session(session_id, channel=channel, **fields))
+    await store.add_calls([make_call(f"call-{session_id}", session_id)])
+    await store.end_session(session_id, SessionStatus.COMPLETED)
 
 
 def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
@@ -113,26 +113,28 @@ async def run_in_background(runner: ScoringRunner) -> AsyncIterator[None]:
     await asyncio.wait_for(task, 20)
 
 
-async def wait_until_scored(store: SqliteStore, *names: str, by: int = 1) -> None:
+async def wait_until_scored(store: SqliteStore, *session_ids: str, count: int = 1) -> None:
     async with asyncio.timeout(20):
-        while any(len(scores) < by for scores in (await store.scores(names)).values()):  # noqa: ASYNC110
+        while any(len(scores) < count for scores in (await store.scores(session_ids)).values()):  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
 
 async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStore) -> None:
-    names = ["good", "once", "fails", "hangs", "hopeless"]
-    for name in names:
-        await add_session(store, name)
+    session_ids = ["good", "once", "fails", "hangs", "unretryable"]
+    for session_id in session_ids:
+        await add_session(store, session_id)
     scorer = FakeJudge()
     async with run_in_background(make_runner(store, scorer)):
-        await wait_until_scored(store, *names)
-    scores = {name: scores[0] for name, scores in (await store.scores(names)).items()}
-    assert {name: (score.state, score.attempts, score.reason) for name, score in scores.items()} == {
+        await wait_until_scored(store, *session_ids)
+    scores = {session_id: scores[0] for session_id, scores in (await store.scores(session_ids)).items()}
+    assert {
+        session_id: (score.state, score.attempts, score.reason) for session_id, score in scores.items()
+    } == {
         "good": (ScoreState.SCORED, 1, None),
         "once": (ScoreState.SCORED, 2, None),
         "fails": (ScoreState.FALLBACK, 2, "ValueError: invalid"),
-        "hangs": (ScoreState.FALLBACK, 2, "no answer within 0.3 s"),
-        "hopeless": (ScoreState.FALLBACK, 1, "no budget"),
+        "hangs": (ScoreState.FALLBACK, 2, "the scorer did not finish within 0.3 s"),
+        "unretryable": (ScoreState.FALLBACK, 1, "no budget"),
     }
     session_reward, call_reward = await store.rewards("good")
     assert (session_reward.scorer, session_reward.scorer_version, session_reward.cost) == (
@@ -146,53 +148,53 @@ async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStor
 
 
 async def test_fallback_value_is_recorded_as_reward(store: SqliteStore) -> None:
-    await add_session(store, "hopeless")
+    await add_session(store, "unretryable")
     config = QUICK.model_copy(update={"fallback": -1.0})
     async with run_in_background(make_runner(store, FakeJudge(), config=config)):
-        await wait_until_scored(store, "hopeless")
-    (reward,) = await store.rewards("hopeless")
+        await wait_until_scored(store, "unretryable")
+    (reward,) = await store.rewards("unretryable")
     assert (reward.value, reward.source, reward.scorer) == (-1.0, RewardSource.FALLBACK, "judge:test")
     assert reward.detail == {"reason": "no budget"}
 
 
 async def test_every_session_is_scored_exactly_once(store: SqliteStore) -> None:
     """Sessions end in a different order than they were opened, and a second runner follows the first."""
-    names = [f"s{number}" for number in range(60)]
-    for name in names:
-        await store.open_session(make_session(name, channel=Channel.LIVE))
-        await store.add_calls([make_call(f"call-{name}", name)])
+    session_ids = [f"s{number}" for number in range(60)]
+    for session_id in session_ids:
+        await store.open_session(make_session(session_id, channel=Channel.LIVE))
+        await store.add_calls([make_call(f"call-{session_id}", session_id)])
     scorer = FakeJudge()
     async with run_in_background(make_runner(store, scorer)):
-        for name in reversed(names[:30]):
-            await store.end_session(name, SessionStatus.COMPLETED)
-        await wait_until_scored(store, *names[:30])
-        for name in reversed(names[30:45]):
-            await store.end_session(name, SessionStatus.COMPLETED)
-        await wait_until_scored(store, *names[30:45])
-    for name in names[45:]:
-        await store.end_session(name, SessionStatus.COMPLETED)
+        for session_id in reversed(session_ids[:30]):
+            await store.end_session(session_id, SessionStatus.COMPLETED)
+        await wait_until_scored(store, *session_ids[:30])
+        for session_id in reversed(session_ids[30:45]):
+            await store.end_session(session_id, SessionStatus.COMPLETED)
+        await wait_until_scored(store, *session_ids[30:45])
+    for session_id in session_ids[45:]:
+        await store.end_session(session_id, SessionStatus.COMPLETED)
     async with run_in_background(make_runner(store, scorer)):
-        await wait_until_scored(store, *names)
-    assert scorer.attempts == Counter(names)
-    assert 1 < scorer.most <= QUICK.concurrency
+        await wait_until_scored(store, *session_ids)
+    assert scorer.attempts == Counter(session_ids)
+    assert 1 < scorer.max_running <= QUICK.concurrency
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 60}}
 
 
 async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -> None:
-    class Stuck(FakeJudge):
-        name = "stuck"
+    class HangingJudge(FakeJudge):
+        name = "hanging"
 
         async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
             await asyncio.sleep(60)
             return []
 
-    names = [f"s{number}" for number in range(20)]
-    for name in names:
-        await add_session(store, name)
+    session_ids = [f"s{number}" for number in range(20)]
+    for session_id in session_ids:
+        await add_session(store, session_id)
     slow = QUICK.model_copy(update={"deadline": 50.0})
-    runner = make_runner(store, Stuck(), FakeJudge(), config=slow)
+    runner = make_runner(store, HangingJudge(), FakeJudge(), config=slow)
     task = asyncio.create_task(runner.run())
-    await wait_until_scored(store, *names)
+    await wait_until_scored(store, *session_ids)
     assert "20 scored" in runner.status_text
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -212,14 +214,14 @@ class SequentialJudge(FakeJudge):
 
 
 async def test_wait_for_concurrency_limit_does_not_count_towards_deadline(store: SqliteStore) -> None:
-    names = [f"s{number}" for number in range(6)]
-    for name in names:
-        await add_session(store, name)
+    session_ids = [f"s{number}" for number in range(6)]
+    for session_id in session_ids:
+        await add_session(store, session_id)
     scorer = SequentialJudge()
     async with run_in_background(make_runner(store, scorer)):
-        await wait_until_scored(store, *names)
+        await wait_until_scored(store, *session_ids)
     assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 6}}
-    assert (scorer.attempts, scorer.most) == (Counter(names), 1)
+    assert (scorer.attempts, scorer.max_running) == (Counter(session_ids), 1)
 
 
 class SequentialRule(SequentialJudge):
@@ -235,18 +237,18 @@ async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: Sqli
     assert {(score.state, score.attempts) for each in results for score in each.scores} == {
         (ScoreState.SCORED, 1)
     }
-    assert scorer.most == 1
+    assert scorer.max_running == 1
 
 
 async def test_live_sessions_use_all_scorers_and_rollouts_background_ones(store: SqliteStore) -> None:
     await store.open_group(make_group("g", task=Task("t", {"q": 7})))
     await add_session(store, "trained", Channel.TRAIN, group_id="g")
     await add_session(store, "live", metadata={"task": {"q": 8}}, task_id="own")
-    await add_session(store, "judges-own", agent_id=JUDGE_AGENT)
+    await add_session(store, "judge-session", agent_id=JUDGE_AGENT)
     judge, rule = FakeJudge(), FakeRule()
     async with run_in_background(make_runner(store, judge, rule)):
         await wait_until_scored(store, "trained")
-        await wait_until_scored(store, "live", by=2)
+        await wait_until_scored(store, "live", count=2)
     assert set(judge.attempts) == {"trained", "live"}
     assert set(rule.attempts) == {"live"}
     assert judge.tasks["trained"] == Task("t", {"q": 7})
@@ -264,7 +266,7 @@ async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStor
     await add_session(store, "a", Channel.TRAIN, group_id="g", slot=0)
     await add_session(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
     await store.open_session(make_session("c", group_id="g", slot=2))
-    await store.end_session("c", SessionStatus.FAILED, "no idea")
+    await store.end_session("c", SessionStatus.FAILED, "test failure")
     async with run_in_background(make_runner(store, FakeJudge(), LongestSessionScorer())):
         await wait_until_scored(store, "a")
         group = await store.group("g")
@@ -273,7 +275,7 @@ async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStor
         await store.close_group("g", GroupStatus.SCORING)
         await wait_until_ready(store, "g")
     scores = await store.scores(["a", "b-hangs", "c"])
-    assert [len(scores[name]) for name in ("a", "b-hangs", "c")] == [2, 2, 0]
+    assert [len(scores[session_id]) for session_id in ("a", "b-hangs", "c")] == [2, 2, 0]
     values = {reward.scorer: reward.value for reward in await store.rewards("b-hangs")}
     assert values == {"longest": 1.0}
 
@@ -289,10 +291,10 @@ async def test_new_scorer_version_skips_scored_sessions(store: SqliteStore) -> N
     async with run_in_background(make_runner(store, FakeJudge())):
         await wait_until_scored(store, "old")
 
-    class Newer(FakeJudge):
+    class NewerJudge(FakeJudge):
         version = "2"
 
-    scorer = Newer()
+    scorer = NewerJudge()
     await add_session(store, "new")
     async with run_in_background(make_runner(store, scorer)):
         await wait_until_scored(store, "new")

@@ -1,4 +1,4 @@
-"""The permissions of sandboxed jobs. Endless jobs are in tests/integration/rewards_sandbox."""
+"""Tests for the permissions of sandboxed jobs. Endless jobs are in tests/integration/rewards_sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.rewards.scoring import score_sessions
 from instar.types import ScoreState, Task
-from tests.unit.rewards.rules import score_text, start_scorer, transcript
+from tests.unit.rewards.rules import make_transcript, score_text, start_scorer
 from tests.unit.rewards.sandboxes import available_sandboxes, find_processes, run
 
 pytestmark = pytest.mark.parametrize("kind", available_sandboxes())
@@ -30,14 +30,14 @@ async def sandbox(kind: str) -> Sandbox:
 
 async def test_job_runs_in_its_own_folder(sandbox: Sandbox) -> None:
     script = 'cat "$ANSWER" && echo more > new.txt && cat new.txt >&2 && exit 3'
-    job = SandboxJob(["sh", "-c", script], {"a.txt": "said\n"}, {"ANSWER": "a.txt"})
+    job = SandboxJob(["sh", "-c", script], {"a.txt": "answer\n"}, {"ANSWER": "a.txt"})
     outcome = await sandbox.run(job, SandboxLimits())
-    assert (outcome.exit_code, outcome.output, outcome.exceeded_limit) == (3, "said\nmore\n", None)
+    assert (outcome.exit_code, outcome.output, outcome.exceeded_limit) == (3, "answer\nmore\n", None)
     assert outcome.reason == "it exited with code 3"
-    again = await sandbox.run(SandboxJob(["ls"]), SandboxLimits())
-    assert "new.txt" not in again.output
-    gone = await sandbox.run(SandboxJob(["no-such-program"]), SandboxLimits())
-    assert (gone.exit_code, gone.output) == (127, "no-such-program: No such file or directory\n")
+    second = await sandbox.run(SandboxJob(["ls"]), SandboxLimits())
+    assert "new.txt" not in second.output
+    missing = await sandbox.run(SandboxJob(["missing-program"]), SandboxLimits())
+    assert (missing.exit_code, missing.output) == (127, "missing-program: No such file or directory\n")
 
 
 async def test_job_has_no_privileges_and_no_secrets(
@@ -53,40 +53,44 @@ async def test_job_has_no_privileges_and_no_secrets(
     for path in (secret, f"/proc/{os.getpid()}/environ", f"/proc/{os.getppid()}/cmdline", "/etc/shadow"):
         assert "Error" in (await run(sandbox, f"print(open({str(path)!r}).read())")).output, path
     for parent in ("1", "self/../1", "self/.."):
-        listed = await run(
+        result = await run(
             sandbox, f"import pathlib; print(pathlib.Path('/proc/{parent}/environ').read_bytes())"
         )
-        assert "the-key" not in listed.output
+        assert "the-key" not in result.output
 
 
 async def test_job_reads_allowed_paths_and_changes_nothing(sandbox: Sandbox, tmp_path: Path) -> None:
     allowed, other = tmp_path / "allowed", tmp_path / "other"
     for folder in (allowed, other):
         folder.mkdir(mode=0o777)
-        (folder / "file").write_text("as it was")
+        (folder / "file").write_text("original")
         (folder / "file").chmod(0o666)
     code = f"""
 import os
 print(open({str(allowed / "file")!r}).read())
 for folder in ({str(allowed)!r}, {str(other)!r}, {str(Path(__file__).parent)!r}, "/usr/lib", "/etc"):
-    for deed in (lambda: open(folder + "/file", "w"), lambda: open(folder + "/new", "w"),
+    for operation in (lambda: open(folder + "/file", "w"), lambda: open(folder + "/new", "w"),
                  lambda: os.truncate(folder + "/file", 0), lambda: os.unlink(folder + "/file"),
                  lambda: os.chmod(folder + "/file", 0), lambda: os.rename(folder + "/file", folder + "/f"),
                  lambda: os.utime(folder + "/file"), lambda: os.symlink("/", folder + "/link")):
         try:
-            deed()
+            operation()
         except OSError:
             continue
-        print("done in", folder)
+        print("succeeded in", folder)
 """
     before = (allowed / "file").stat()  # the access time may change
     outcome = await sandbox.run(SandboxJob(["python", "-c", code], readable_paths=[allowed]), SandboxLimits())
-    assert outcome.output == "as it was\n"
+    assert outcome.output == "original\n"
     assert [p.name for p in (*allowed.iterdir(), *other.iterdir())] == ["file", "file"]
-    now = (allowed / "file").stat()
-    assert (now.st_mode, now.st_uid, now.st_mtime_ns) == (before.st_mode, before.st_uid, before.st_mtime_ns)
-    assert (allowed / "file").read_text() == "as it was"
-    assert (other / "file").read_text() == "as it was"
+    after = (allowed / "file").stat()
+    assert (after.st_mode, after.st_uid, after.st_mtime_ns) == (
+        before.st_mode,
+        before.st_uid,
+        before.st_mtime_ns,
+    )
+    assert (allowed / "file").read_text() == "original"
+    assert (other / "file").read_text() == "original"
 
 
 async def test_job_cannot_open_sockets(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -96,11 +100,11 @@ async def test_job_cannot_open_sockets(sandbox: Sandbox, tmp_path: Path) -> None
         path.chmod(0o777)
         unix.listen()
         port = tcp.getsockname()[1]
-        abroad = await run(sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
-        assert not abroad.ok
-        near = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
-        assert not (await run(sandbox, near)).ok
-        # AF_VSOCK leads to a virtual machine's host, whatever the network namespace.
+        tcp_result = await run(sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
+        assert not tcp_result.ok
+        unix_code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
+        assert not (await run(sandbox, unix_code)).ok
+        # AF_VSOCK reaches a virtual machine's host from any network namespace.
         assert "not permitted" in (await run(sandbox, "import socket; socket.socket(40, 1)")).output
         for listener in (tcp, unix):
             listener.setblocking(False)
@@ -112,7 +116,7 @@ async def test_job_cannot_open_sockets(sandbox: Sandbox, tmp_path: Path) -> None
         assert allowed.ok, allowed.output
 
 
-CALLS = {
+SYSTEM_CALLS = {
     "ptrace": (101, 16, 1),
     "unshare": (272, 0x10000000, 0),
     "memfd_create": (319, 0, 0),
@@ -122,16 +126,16 @@ CALLS = {
 }
 
 
-@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the numbers are those of x86_64")
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the system call numbers are for x86_64")
 async def test_dangerous_system_calls_are_denied(sandbox: Sandbox) -> None:
     code = (
         "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
-        f"for name, (number, *arguments) in {CALLS!r}.items():\n"
+        f"for name, (number, *arguments) in {SYSTEM_CALLS!r}.items():\n"
         "    done = libc.syscall(number, *arguments)\n"
         "    print(name, done, ctypes.get_errno())"
     )
     outcome = await run(sandbox, code)
-    assert outcome.output.splitlines() == [f"{name} -1 1" for name in CALLS]
+    assert outcome.output.splitlines() == [f"{name} -1 1" for name in SYSTEM_CALLS]
 
 
 async def test_job_cannot_signal_its_parent(sandbox: Sandbox) -> None:
@@ -173,16 +177,16 @@ async def test_cancelled_job_leaves_no_process(sandbox: Sandbox) -> None:
 
 async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
-    late = await run(
+    slow = await run(
         sandbox,
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
         marker,
         seconds=0.5,
     )
-    assert (late.exceeded_limit, late.reason) == ("time", "it ran longer than 0.5 s")
-    loud = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
-    assert (loud.exceeded_limit, len(loud.output)) == ("output", 64 * 1024)
-    assert not loud.ok
+    assert (slow.exceeded_limit, slow.reason) == ("time", "it ran longer than 0.5 s")
+    verbose = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
+    assert (verbose.exceeded_limit, len(verbose.output)) == ("output", 64 * 1024)
+    assert not verbose.ok
     assert find_processes(marker) == []
 
 
@@ -207,7 +211,7 @@ async def test_tests_reward_counts_passed_tests(kind: str, runner: str) -> None:
             reward = await score_text(scorer, {"tests": tests}, f"Here it is:\n```python\n{code}\n```\nDone.")
             assert reward.value == value, (code, reward.detail)
             assert reason is None or reward.detail["reason"] == reason
-        assert await scorer.score(Task("", {}), transcript("x")) == []
+        assert await scorer.score(Task("", {}), make_transcript("x")) == []
 
 
 async def test_tests_reward_runs_async_tests_and_rejects_empty_ones(kind: str) -> None:
@@ -215,8 +219,8 @@ async def test_tests_reward_runs_async_tests_and_rejects_empty_ones(kind: str) -
     async with start_scorer(type="tests", sandbox={"kind": kind, "seconds": 30}) as scorer:
         assert (await score_text(scorer, {"tests": test}, "def f(): return 1")).value == 1.0
         assert (await score_text(scorer, {"tests": test}, "def f(): return 2")).value == 0.0
-        nothing = await score_text(scorer, {"tests": "import math"}, "def f(): return 1")
-        assert (nothing.value, nothing.detail["reason"]) == (0.0, "no test was run")
+        no_tests = await score_text(scorer, {"tests": "import math"}, "def f(): return 1")
+        assert (no_tests.value, no_tests.detail["reason"]) == (0.0, "no tests were run")
 
 
 async def test_answer_does_not_inherit_future_imports(kind: str) -> None:
@@ -264,7 +268,7 @@ async def test_pytest_runner_ignores_tests_that_the_file_skips(kind: str) -> Non
 
 
 @pytest.mark.parametrize("isolate", [True, False])
-async def test_thread_that_an_answer_leaves_does_not_delay_its_score(kind: str, isolate: bool) -> None:
+async def test_thread_left_by_an_answer_does_not_delay_its_score(kind: str, isolate: bool) -> None:
     code = (
         "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\ndef f(): return 1"
     )
@@ -287,15 +291,13 @@ async def test_endless_answers_score_zero_under_contention(kind: str) -> None:
     sandbox = {"kind": kind, "seconds": 0.6, "concurrency": 1}
 
     async def load() -> list[Transcript]:
-        return [transcript("while True: pass")]
+        return [make_transcript("while True: pass")]
 
     async with start_scorer(type="tests", sandbox=sandbox) as scorer:
         task = Task("t", {"tests": "assert True"})
-        verdicts = await asyncio.gather(
-            *(score_sessions(scorer, task, ["s"], load, config) for _ in range(8))
-        )
-    assert {score.state for each in verdicts for score in each.scores} == {ScoreState.SCORED}
-    assert [reward.value for each in verdicts for reward in each.rewards] == [0.0] * 8
+        results = await asyncio.gather(*(score_sessions(scorer, task, ["s"], load, config) for _ in range(8)))
+    assert {score.state for result in results for score in result.scores} == {ScoreState.SCORED}
+    assert [reward.value for result in results for reward in result.rewards] == [0.0] * 8
 
 
 async def test_tests_reward_supports_all_mode_and_custom_commands(kind: str) -> None:
@@ -303,12 +305,12 @@ async def test_tests_reward_supports_all_mode_and_custom_commands(kind: str) -> 
     async with start_scorer(type="tests", sandbox={"kind": kind}) as scorer:
         assert (await score_text(scorer, tests, "def f(x): return 2")).value == 0.0
         assert (await score_text(scorer, tests, "def f(x): return x + 1")).value == 1.0
-    own = {"tests": "from answer import f\nassert f(1) == 2"}
+    custom_tests = {"tests": "from answer import f\nassert f(1) == 2"}
     async with start_scorer(
         type="tests", runner=["python", "test_answer.py"], isolate=False, sandbox={"kind": kind}
     ) as scorer:
-        assert (await score_text(scorer, own, "def f(x): return 2")).value == 1.0
-        assert (await score_text(scorer, own, "def f(x): return 1")).value == 0.0
+        assert (await score_text(scorer, custom_tests, "def f(x): return 2")).value == 1.0
+        assert (await score_text(scorer, custom_tests, "def f(x): return 1")).value == 0.0
 
 
 async def test_command_reward_uses_exit_code(kind: str, tmp_path: Path) -> None:
@@ -328,8 +330,10 @@ async def test_command_reward_uses_exit_code(kind: str, tmp_path: Path) -> None:
     script.write_text("raise SystemExit(0)")
     async with start_scorer(**section, files=[str(script)]) as scorer:
         assert scorer.version != before
-    with pytest.raises(ConfigError, match=r"reward.command does not run in the sandbox: there is no nothing"):
-        async with start_scorer(**{**section, "command": ["nothing"]}):
+    with pytest.raises(
+        ConfigError, match=r"reward.command does not run in the sandbox: missing-program was not found"
+    ):
+        async with start_scorer(**{**section, "command": ["missing-program"]}):
             pass
 
 
@@ -342,7 +346,7 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
         assert (await score_text(scorer, {}, "yes")).value == 1.0
         wrong = await score_text(scorer, {}, "no")
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "it exited with code 1")
-    for first_line, message in {"true": "names no interpreter", "#!/no/sh": "there is no /no/sh"}.items():
+    for first_line, message in {"true": "has no shebang line", "#!/no/sh": "/no/sh was not found"}.items():
         script.write_text(f"{first_line}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{message}"):
             async with start_scorer(**section, files=[str(script)]):

@@ -1,4 +1,4 @@
-"""The folders of jobs whose owner was killed. With bubblewrap, these folders are in memory."""
+"""Tests for the folders of jobs whose owner was killed. With bubblewrap, these folders are in memory."""
 
 from __future__ import annotations
 

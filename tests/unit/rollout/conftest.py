@@ -10,5 +10,5 @@ from tests.unit.rollout.harness import RolloutHarness, open_harness
 
 @pytest.fixture
 async def harness(tmp_path: Path) -> AsyncIterator[RolloutHarness]:
-    async with open_harness(tmp_path) as opened:
-        yield opened
+    async with open_harness(tmp_path) as harness:
+        yield harness

@@ -1,4 +1,4 @@
-"""A real gateway on a socket with the scripted engine and a real store, and agents that use it."""
+"""A real gateway and store with a scripted engine, and agents that use them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.tiny import make_tiny_tokenizer
 
 RUN = "run"
 KEY = "sk-admin"
-HERE = "tests.unit.rollout.harness"
+MODULE = "tests.unit.rollout.harness"
 
 
 # --- scripted replies --------------------------------------------------------------------
@@ -78,20 +78,21 @@ def tasks(count: int = 5) -> list[dict[str, Any]]:
     return [{"question": f"number {number}"} for number in range(count)]
 
 
-def is_right(task: dict[str, Any], transcript: Transcript) -> float:
+def score_reply(task: dict[str, Any], transcript: Transcript) -> float:
     return float(transcript.final_text == "right")
 
 
-tries: Counter[str] = Counter()
-"""The number of calls of the agents below, by task. The fixture clears it."""
-seen: list[str] = []
+attempts: Counter[str] = Counter()
+"""Number of calls to the agents below, by question. `open_harness` resets it."""
+questions: list[str] = []
+"""The questions that the agents received, in order. `open_harness` resets it."""
 gate = asyncio.Event()
 
 
 async def ask(task: dict[str, Any], session: AgentSession) -> None:
     """Send one chat request without an SDK."""
-    tries[task["question"]] += 1
-    seen.append(task["question"])
+    attempts[task["question"]] += 1
+    questions.append(task["question"])
     body = {"model": "m", "messages": [{"role": "user", "content": task["question"]}], "max_tokens": 8}
     headers = {"Authorization": f"Bearer {session.api_key}"}
     async with aiohttp.ClientSession() as http:
@@ -100,42 +101,42 @@ async def ask(task: dict[str, Any], session: AgentSession) -> None:
             await response.read()
 
 
-async def loses_connection_once(task: dict[str, Any], session: AgentSession) -> None:
+async def lose_connection_once(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
-    if tries[task["question"]] == 1:
+    if attempts[task["question"]] == 1:
         raise RuntimeError("sdk error") from ConnectionResetError("gone")
 
 
-async def never_connected(task: dict[str, Any], session: AgentSession) -> None:
-    tries[task["question"]] += 1
-    raise ConnectionRefusedError("nobody there")
+async def refuse_connection(task: dict[str, Any], session: AgentSession) -> None:
+    attempts[task["question"]] += 1
+    raise ConnectionRefusedError("connection refused")
 
 
-async def fails_on(
+async def fail_on_task(
     task: dict[str, Any], session: AgentSession, number: int = 0, times: int = 1_000_000
 ) -> None:
     await ask(task, session)
-    if task["question"] == f"number {number}" and tries[task["question"]] <= times:
-        raise ValueError("no idea")
+    if task["question"] == f"number {number}" and attempts[task["question"]] <= times:
+        raise ValueError("agent failed")
 
 
-async def hangs(task: dict[str, Any], session: AgentSession) -> None:
+async def hang(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
     await asyncio.sleep(600)
 
 
-async def waits_at_the_gate(task: dict[str, Any], session: AgentSession) -> None:
+async def wait_for_gate(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
     await gate.wait()
 
 
-async def asks_twice(task: dict[str, Any], session: AgentSession) -> None:
+async def ask_twice(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
     await gate.wait()
     await ask(task, session)
 
 
-async def completes_itself(task: dict[str, Any], session: AgentSession) -> None:
+async def complete_own_session(task: dict[str, Any], session: AgentSession) -> None:
     await ask(task, session)
     root = session.base_url.split("/s/")[0]
     headers = {"Authorization": f"Bearer {session.api_key}"}
@@ -145,14 +146,14 @@ async def completes_itself(task: dict[str, Any], session: AgentSession) -> None:
             response.raise_for_status()
 
 
-async def completes_itself_and_fails(task: dict[str, Any], session: AgentSession) -> None:
-    await completes_itself(task, session)
-    raise ValueError("no idea")
+async def complete_own_session_and_fail(task: dict[str, Any], session: AgentSession) -> None:
+    await complete_own_session(task, session)
+    raise ValueError("agent failed")
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+async def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 — what is waited for sets no event
+        while not condition():  # noqa: ASYNC110 - the condition has no event
             await asyncio.sleep(0.02)
 
 
@@ -163,22 +164,28 @@ def make_config(
     folder: Path, *, agent: str = "ask", trainer: Any = None, reward: Any = None, **rollout: Any
 ) -> RunConfig:
     args = rollout.pop("args", {})
-    held_out = rollout.pop("held_out", {"type": "python", "function": f"{HERE}:tasks", "args": {"count": 4}})
+    held_out = rollout.pop(
+        "held_out", {"type": "python", "function": f"{MODULE}:tasks", "args": {"count": 4}}
+    )
     section = {
-        "tasks": {"type": "python", "function": f"{HERE}:tasks"},
-        "agent": {"type": "function", "function": agent if ":" in agent else f"{HERE}:{agent}", "args": args},
+        "tasks": {"type": "python", "function": f"{MODULE}:tasks"},
+        "agent": {
+            "type": "function",
+            "function": agent if ":" in agent else f"{MODULE}:{agent}",
+            "args": args,
+        },
         "group_size": 2,
         "timeout": 20,
     } | rollout
-    alone = {"advantage": {"estimator": "running"}} if section["group_size"] == 1 else {}
+    single = {"advantage": {"estimator": "running"}} if section["group_size"] == 1 else {}
     return RunConfig.model_validate(
         {
             "name": RUN,
             "dir": folder,
             "model": {"name": str(folder / "model")},
-            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **alone, **(trainer or {})},
+            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **single, **(trainer or {})},
             "rollout": section,
-            "reward": reward or {"type": "rule", "function": f"{HERE}:is_right"},
+            "reward": reward or {"type": "rule", "function": f"{MODULE}:score_reply"},
             "eval": {"tasks": held_out},
         }
     )
@@ -207,12 +214,12 @@ class RolloutHarness:
         self._stop.set()
         await self._server
 
-    def runner(self, config: RunConfig) -> RolloutRunner:
+    def create_runner(self, config: RunConfig) -> RolloutRunner:
         assert config.rollout is not None
         tasks = load_tasks(config.rollout.tasks)
         return RolloutRunner(config, tasks, self._services(config, tasks, self.gateway))
 
-    def evaluator(
+    def create_evaluator(
         self, config: RunConfig, record: Any = None, gateway: GatewayClient | None = None
     ) -> Evaluator:
         assert config.eval is not None
@@ -226,14 +233,14 @@ class RolloutHarness:
         return RolloutServices(self.store, gateway, agent, create_scoring(config, tasks))
 
     async def train_step(self, config: RunConfig, batcher: Batcher, step: int, version: int) -> StepBatch:
-        """Do what the trainer does with a batch, except for training."""
+        """Claim a batch and publish a new version, as the trainer does, but without training."""
         async with asyncio.timeout(20):
             batch = await batcher.next_batch(step, 0, version)
         assert batch is not None
         await self.store.drop_samples(batch.drops)
         await self.store.claim_step(RUN, step, batch.claims)
         published = await self.store.reserve_version(RUN, RUN, step)
-        policy = Policy(RUN, published, Artifact("adapter", "nowhere"))
+        policy = Policy(RUN, published, Artifact("adapter", "path"))
         await self.store.publish(policy)
         await self.engine.load(policy)
         await self.store.advance_step(RUN, step, StepState.COMMITTED, version=published)
@@ -248,7 +255,7 @@ async def open_harness(folder: Path, script: str = "reply") -> AsyncIterator[Rol
     settings = ModelConfig(name=str(model), max_context=4096)
     store = SqliteStore(folder / "store.db")
     await store.put_run(Run(RUN, RUN, {}))
-    function = script if ":" in script else f"{HERE}:{script}"
+    function = script if ":" in script else f"{MODULE}:{script}"
     engine = ScriptedEngine(settings, ScriptedEngineConfig(function=function))
     config = make_config(folder)
     assert config.rollout is not None
@@ -263,8 +270,8 @@ async def open_harness(folder: Path, script: str = "reply") -> AsyncIterator[Rol
         train_sampling=config.rollout.sampling,
         admin_key=KEY,
     )
-    tries.clear()
-    seen.clear()
+    attempts.clear()
+    questions.clear()
     client = GatewayClient("http://unset", KEY, max_wait=5)
     harness = RolloutHarness(folder, store, engine, client, app, port=0)
     await harness.start_gateway()

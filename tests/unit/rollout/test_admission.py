@@ -20,14 +20,14 @@ T = TypeVar("T")
 
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Store]:
-    opened = SqliteStore(tmp_path / "store.db")
-    await put_test_run(opened)
-    yield opened
-    await opened.close()
+    store = SqliteStore(tmp_path / "store.db")
+    await put_test_run(store)
+    yield store
+    await store.close()
 
 
-class Sides:
-    """Simulates a run: starts groups as far as admission allows, and trains steps."""
+class SimulatedRun:
+    """Starts as many groups as admission allows, and trains steps."""
 
     def __init__(self, store: Store, **trainer: Any) -> None:
         self.store = store
@@ -59,68 +59,68 @@ class Sides:
 async def test_admission_limits_groups_ahead_of_training(
     store: Store, mode: dict[str, Any], ahead: int
 ) -> None:
-    sides = Sides(store, groups_per_step=3, steps=10, **mode)
-    assert await sides.fill() == ahead
-    await sides.claim(1)
-    assert await sides.fill() == 0, "the step is claimed, but its version is not published"
-    await sides.commit(1)
-    assert await sides.fill() == 3
+    run = SimulatedRun(store, groups_per_step=3, steps=10, **mode)
+    assert await run.fill() == ahead
+    await run.claim(1)
+    assert await run.fill() == 0, "the step is claimed, but its version is not published"
+    await run.commit(1)
+    assert await run.fill() == 3
 
 
 async def test_admission_starts_no_more_groups_than_steps_need(store: Store) -> None:
-    sides = Sides(store, groups_per_step=2, steps=2, max_staleness=9)
-    assert await sides.fill() == 4
+    run = SimulatedRun(store, groups_per_step=2, steps=2, max_staleness=9)
+    assert await run.fill() == 4
     for step in (1, 2):
-        assert not (await sides.admission.read_state()).is_finished
-        await sides.claim(step)
-        await sides.commit(step)
-        assert await sides.fill() == 0
-    assert (await sides.admission.read_state()).is_finished
+        assert not (await run.admission.read_state()).is_finished
+        await run.claim(step)
+        await run.commit(step)
+        assert await run.fill() == 0
+    assert (await run.admission.read_state()).is_finished
 
 
 async def test_admission_replaces_dropped_groups(store: Store) -> None:
-    sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
-    assert await sides.fill() == 2
+    run = SimulatedRun(store, groups_per_step=2, steps=2, mode="sync")
+    assert await run.fill() == 2
     await store.close_group(f"{RUN}/train/000001", GroupStatus.DROPPED, "session_failed")
-    assert await sides.fill() == 1
-    assert await sides.fill() == 0
-    assert await sides.batcher.next_batch(1, 0, 7, timeout=0.0) is None, "both are too old for version 7"
-    assert await sides.fill(version=7) == 2
-    await sides.claim(1, version=7)
-    await sides.commit(1)
-    assert await sides.fill(version=8) == 2
-    await sides.claim(2, version=8)
-    await sides.commit(2)
-    assert await sides.fill() == 0
+    assert await run.fill() == 1
+    assert await run.fill() == 0
+    assert await run.batcher.next_batch(1, 0, 7, timeout=0.0) is None, "both are too old for version 7"
+    assert await run.fill(version=7) == 2
+    await run.claim(1, version=7)
+    await run.commit(1)
+    assert await run.fill(version=8) == 2
+    await run.claim(2, version=8)
+    await run.commit(2)
+    assert await run.fill() == 0
 
 
 async def test_admission_counts_groups_without_signal_until_their_step_ends(store: Store) -> None:
     """The step consumes the groups. Groups that start before its version is published would be stale."""
-    sides = Sides(store, groups_per_step=2, steps=2, mode="sync")
-    assert await sides.fill(rewards=(1.0, 1.0)) == 2
-    await sides.claim(1)
-    assert await sides.fill() == 0
-    await sides.commit(1)
-    assert await sides.fill() == 2
-    assert await sides.fill() == 0
+    run = SimulatedRun(store, groups_per_step=2, steps=2, mode="sync")
+    assert await run.fill(rewards=(1.0, 1.0)) == 2
+    await run.claim(1)
+    assert await run.fill() == 0
+    await run.commit(1)
+    assert await run.fill() == 2
+    assert await run.fill() == 0
 
 
 async def test_admission_counts_published_steps_before_commit(store: Store) -> None:
-    sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
-    await sides.fill()
-    await sides.claim(1)
+    run = SimulatedRun(store, groups_per_step=2, steps=4, mode="sync")
+    await run.fill()
+    await run.claim(1)
     await store.advance_step(RUN, 1, StepState.SUBMITTED, version=1)
     await asyncio.sleep(MAX_STATE_AGE_SECONDS)
-    assert await sides.fill(version=1) == 2
-    await sides.claim(2, version=1)
+    assert await run.fill(version=1) == 2
+    await run.claim(2, version=1)
     await store.advance_step(RUN, 2, StepState.SUBMITTED, version=2)
     for step in (1, 2):
-        await sides.commit(step)
-    assert await sides.fill(version=2) == 2
+        await run.commit(step)
+    assert await run.fill(version=2) == 2
 
 
 class InterruptedStore(SqliteStore):
-    """A store in which another process releases the steps after the read number ``released_after``."""
+    """A store whose steps are released, as if by another process, after ``released_after`` reads."""
 
     released_after = 0
     reads = 0
@@ -134,17 +134,17 @@ class InterruptedStore(SqliteStore):
 
 
 @pytest.mark.parametrize("released_after", [1, 2, 3])
-async def test_admission_steps_released_while_it_reads_starts_no_extra_group(
+async def test_admission_starts_no_extra_group_if_steps_are_released_while_it_reads(
     tmp_path: Path, released_after: int
 ) -> None:
     store = InterruptedStore(tmp_path / "store.db")
     try:
         await put_test_run(store)
-        sides = Sides(store, groups_per_step=2, steps=4, mode="sync")
-        assert await sides.fill() == 2
-        await sides.claim(1)
+        run = SimulatedRun(store, groups_per_step=2, steps=4, mode="sync")
+        assert await run.fill() == 2
+        await run.claim(1)
         store.released_after = store.reads + released_after
-        admission = Admission(sides.config, store, RUN)
+        admission = Admission(run.config, store, RUN)
         assert (await admission.read_state()).startable_groups == 0, "the two groups of step 1 still exist"
     finally:
         await store.close()

@@ -11,8 +11,16 @@ from instar.errors import ConfigError
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.base import SessionRow
 from instar.types import Channel, SessionStatus
-from tests.unit.rollout import harness as place
-from tests.unit.rollout.harness import KEY, RUN, RolloutHarness, make_config, open_harness, tries, until
+from tests.unit.rollout import harness as harness_module
+from tests.unit.rollout.harness import (
+    KEY,
+    RUN,
+    RolloutHarness,
+    attempts,
+    make_config,
+    open_harness,
+    wait_until,
+)
 
 
 async def list_evaluated_sessions(harness: RolloutHarness) -> list[SessionRow]:
@@ -23,9 +31,9 @@ async def list_evaluated_sessions(harness: RolloutHarness) -> list[SessionRow]:
 
 async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
-    evaluator = harness.evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
-    figures = await evaluator.evaluate_all("before")
-    assert [(f["mode"], f["n"], f["failed"], f["version"]) for f in figures] == [
+    evaluator = harness.create_evaluator(make_config(harness.folder), lambda *record: recorded.append(record))
+    metrics = await evaluator.evaluate_all("before")
+    assert [(m["mode"], m["n"], m["failed"], m["version"]) for m in metrics] == [
         ("greedy", 4, 0, 0),
         ("sampled", 4, 0, 0),
     ]
@@ -33,16 +41,18 @@ async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarn
     rows = await list_evaluated_sessions(harness)
     assert len(rows) == 8
     assert {row.session.sampling["temperature"] for row in rows[:4]} == {0.0}
-    assert figures[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
+    assert metrics[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
     assert rows[0].session.group_id == f"{RUN}/val/before-greedy-v0/000000"
     for row in rows[:4]:
         (call,) = await harness.store.calls(row.session.session_id)
         assert call.params.temperature == 0.0
-    assert (await harness.store.progress(RUN)).next_group_index == 0, "training has no group"
+    assert (await harness.store.progress(RUN)).next_group_index == 0, (
+        "evaluation must not create training groups"
+    )
 
 
 async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness) -> None:
-    evaluator = harness.evaluator(make_config(harness.folder))
+    evaluator = harness.create_evaluator(make_config(harness.folder))
     await evaluator.evaluate("sampled", "before")
     await evaluator.evaluate("sampled", "after")
     seeds = [row.session.seed for row in await list_evaluated_sessions(harness)]
@@ -51,31 +61,33 @@ async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness)
 
 
 async def test_evaluation_counts_failed_sessions_as_zero(harness: RolloutHarness) -> None:
-    config = make_config(harness.folder, agent="fails_on", failed_reward=5.0, group_policy="refill")
-    figures = await harness.evaluator(config).evaluate("greedy", "x")
-    assert figures["failed"] == 1
-    assert figures["accuracy"] <= 0.75
-    assert tries["number 0"] == 1
+    config = make_config(harness.folder, agent="fail_on_task", failed_reward=5.0, group_policy="refill")
+    metrics = await harness.create_evaluator(config).evaluate("greedy", "x")
+    assert metrics["failed"] == 1
+    assert metrics["accuracy"] <= 0.75
+    assert attempts["number 0"] == 1
 
 
 async def test_interrupted_evaluation_is_resumed(harness: RolloutHarness) -> None:
-    place.gate = asyncio.Event()
-    config = make_config(harness.folder, agent="waits_at_the_gate", concurrency=2)
-    running = asyncio.create_task(harness.evaluator(config).evaluate("greedy", "x"))
-    await until(lambda: sum(tries.values()) >= 2)
+    harness_module.gate = asyncio.Event()
+    config = make_config(harness.folder, agent="wait_for_gate", concurrency=2)
+    running = asyncio.create_task(harness.create_evaluator(config).evaluate("greedy", "x"))
+    await wait_until(lambda: sum(attempts.values()) >= 2)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    place.gate.set()
-    done: list[tuple[int, int]] = []
-    again = await harness.evaluator(config).evaluate("greedy", "x", lambda *p: done.append(p))
-    assert done[-1] == (4, 4)
-    assert again["failed"] == 0
-    before = sum(tries.values())
+    harness_module.gate.set()
+    progress: list[tuple[int, int]] = []
+    resumed = await harness.create_evaluator(config).evaluate(
+        "greedy", "x", lambda *counts: progress.append(counts)
+    )
+    assert progress[-1] == (4, 4)
+    assert resumed["failed"] == 0
+    before = sum(attempts.values())
     assert before == 6
-    repeated = await harness.evaluator(config).evaluate("greedy", "x")
-    assert repeated["accuracy"] == again["accuracy"]
-    assert sum(tries.values()) == before, "finished evaluations are not repeated"
+    repeated = await harness.create_evaluator(config).evaluate("greedy", "x")
+    assert repeated["accuracy"] == resumed["accuracy"]
+    assert sum(attempts.values()) == before, "finished evaluations are not repeated"
     statuses = [row.session.status for row in await harness.store.sessions(RUN, channel=Channel.VAL)]
     assert statuses.count(SessionStatus.COMPLETED) == 4
 
@@ -83,7 +95,7 @@ async def test_interrupted_evaluation_is_resumed(harness: RolloutHarness) -> Non
 async def test_failed_evaluation_is_reported_as_warning(harness: RolloutHarness) -> None:
     recorded: list[tuple[str, int, Any]] = []
     gateway = GatewayClient("http://127.0.0.1:9", KEY, max_wait=0.1)
-    evaluator = harness.evaluator(
+    evaluator = harness.create_evaluator(
         make_config(harness.folder), lambda *record: recorded.append(record), gateway
     )
     await evaluator.try_evaluate_all("v4")
@@ -105,7 +117,7 @@ async def test_config_error_in_evaluation_is_raised(harness: RolloutHarness) -> 
         "rollout": config.rollout.model_copy(update={"agent": command}),
     }
     with pytest.raises(ConfigError, match=r"eval\.modes: agent_args"):
-        await harness.evaluator(config.model_copy(update=changes)).try_evaluate_all("v4")
+        await harness.create_evaluator(config.model_copy(update=changes)).try_evaluate_all("v4")
 
 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
@@ -120,10 +132,10 @@ async def test_demo_agent_solves_its_tasks_with_the_tool(tmp_path: Path, tool: s
             args={"tool": tool},
             reward={"type": "rule", "function": "instar.demo.tasks:score"},
         )
-        evaluator = harness.evaluator(config)
-        figures = await evaluator.evaluate("greedy", "x")
+        evaluator = harness.create_evaluator(config)
+        metrics = await evaluator.evaluate("greedy", "x")
         await evaluator.services.agent.close()
-        assert figures["accuracy"] == accuracy
+        assert metrics["accuracy"] == accuracy
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
         assert {row.call_count for row in rows} == {2}
         for row in rows[:3]:

@@ -17,13 +17,13 @@ from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Sessi
 from tests.unit.rollout.harness import RUN, RolloutHarness, make_config
 from tests.unit.rollout.test_runner import run_once
 
-ASK = {"model": "m", "messages": [{"role": "user", "content": "poison"}], "max_tokens": 8}
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "poison"}], "max_tokens": 8}
 ATTEMPT = 999
 LOGGER = "instar.store.group_members"
 
 
 class Attacker:
-    """A second agent with a key of its own, which rates its own sessions."""
+    """A second agent with its own key, which rates its own sessions."""
 
     def __init__(self, harness: RolloutHarness, http: httpx.AsyncClient, key: str) -> None:
         self._harness = harness
@@ -35,7 +35,7 @@ class Attacker:
         return await self._http.post(path, json=body, headers={"Authorization": f"Bearer {key or self._key}"})
 
     async def attack(self, group: Group, slot: int) -> None:
-        """Complete a session in the slot of the group, or outside of groups if the gateway refuses that."""
+        """Complete a session in the group's slot, or without a group if the gateway rejects that."""
         response = await self.post(
             "/sessions", {"group_id": group.group_id, "slot": slot, "attempt": ATTEMPT, "channel": "live"}
         )
@@ -44,7 +44,7 @@ class Attacker:
         await self._finish(response.json()["session_id"], slot)
 
     async def write_session(self, group: Group, slot: int, **changes: Any) -> None:
-        """Complete a session that an earlier version of the gateway placed in the slot of the group."""
+        """Complete a session that an earlier version of the gateway placed in the group's slot."""
         session_id = f"sess-{group.group_id.replace('/', '-')}-{len(self.session_ids)}"
         session = Session(session_id, RUN, "attacker", RUN, Channel.LIVE)
         session = replace(session, group_id=group.group_id, slot=slot, attempt=ATTEMPT, **changes)
@@ -53,7 +53,7 @@ class Attacker:
 
     async def _finish(self, session_id: str, slot: int, key: str | None = None) -> None:
         self.session_ids.add(session_id)
-        response = await self.post(f"/s/{session_id}/v1/chat/completions", ASK, key)
+        response = await self.post(f"/s/{session_id}/v1/chat/completions", REQUEST, key)
         assert response.status_code == 200, response.text
         for score in (10 - slot, 1000 - slot):
             await self.post("/feedback", {"session_id": session_id, "score": score}, key)
@@ -67,7 +67,7 @@ async def attacker(harness: RolloutHarness) -> AsyncGenerator[Attacker]:
 
 
 async def claim_step(harness: RolloutHarness) -> list[Claim]:
-    """Return the claims of a step over all groups."""
+    """Train a step on all groups and return its claims."""
     config = make_config(harness.folder)
     return (await harness.train_step(config, Batcher(harness.store, RUN, config), 1, 0)).claims
 
@@ -78,26 +78,26 @@ async def list_own_sessions(harness: RolloutHarness) -> set[str]:
     return {row.session.session_id for row in rows}
 
 
-async def test_agent_key_cannot_bring_sessions_into_a_training_group(
+async def test_agent_key_cannot_add_sessions_to_a_training_group(
     harness: RolloutHarness, attacker: Attacker
 ) -> None:
-    groups = await run_once(harness, harness.runner(make_config(harness.folder)))
-    own = await list_own_sessions(harness)
+    groups = await run_once(harness, harness.create_runner(make_config(harness.folder)))
+    own_sessions = await list_own_sessions(harness)
     for group in groups:
         for slot in range(group.size + 4):
             await attacker.attack(group, slot)
     claims = await claim_step(harness)
     trained = {claim.session_id for claim in claims if claim.outcome is ClaimOutcome.TRAINED}
     assert trained & attacker.session_ids == set()
-    assert {claim.session_id for claim in claims} == own
+    assert {claim.session_id for claim in claims} == own_sessions
     assert "superseded" not in {claim.reason for claim in claims}
 
 
 async def test_group_loader_ignores_sessions_that_only_name_the_group(
     harness: RolloutHarness, attacker: Attacker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    groups = await run_once(harness, harness.runner(make_config(harness.folder)))
-    own = await list_own_sessions(harness)
+    groups = await run_once(harness, harness.create_runner(make_config(harness.folder)))
+    own_sessions = await list_own_sessions(harness)
     for group in groups:
         await attacker.write_session(group, 0)
         await attacker.write_session(group, 1, agent_id="default")
@@ -107,7 +107,7 @@ async def test_group_loader_ignores_sessions_that_only_name_the_group(
     with caplog.at_level(logging.WARNING, LOGGER):
         claims = await claim_step(harness)
         await harness.store.group_sessions(groups, "default")
-    assert {claim.session_id for claim in claims} == own
+    assert {claim.session_id for claim in claims} == own_sessions
     reports = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert len(reports) == len(attacker.session_ids), "each foreign session is reported once"
     assert all(any(session_id in report for report in reports) for session_id in attacker.session_ids)
@@ -115,7 +115,7 @@ async def test_group_loader_ignores_sessions_that_only_name_the_group(
 
 async def test_late_foreign_session_is_not_claimed(harness: RolloutHarness, attacker: Attacker) -> None:
     config = make_config(harness.folder)
-    groups = await run_once(harness, harness.runner(config))
+    groups = await run_once(harness, harness.create_runner(config))
     batcher = Batcher(harness.store, RUN, config)
     await harness.train_step(config, batcher, 1, 0)
     await attacker.write_session(groups[0], 0)
@@ -128,24 +128,24 @@ async def test_resumed_rollout_runs_slots_that_only_foreign_sessions_have_comple
     harness: RolloutHarness, attacker: Attacker
 ) -> None:
     config = make_config(harness.folder)
-    runner = harness.runner(config)
+    runner = harness.create_runner(config)
     group = Group(f"{RUN}/train/000000", RUN, Channel.TRAIN, 0, 2, runner.task_for(0))
     await harness.store.open_group(group)
     for slot in range(group.size):
         await attacker.write_session(group, slot)
     await run_once(harness, runner)
     sessions = [row.session for row in await harness.store.sessions(RUN, channel=Channel.TRAIN)]
-    own = [session for session in sessions if session.group_id == group.group_id]
-    assert sorted((session.slot, session.attempt, session.status) for session in own) == [
+    own_sessions = [session for session in sessions if session.group_id == group.group_id]
+    assert sorted((session.slot, session.attempt, session.status) for session in own_sessions) == [
         (slot, 0, SessionStatus.COMPLETED) for slot in range(group.size)
     ]
 
 
 async def test_evaluation_ignores_foreign_sessions(harness: RolloutHarness, attacker: Attacker) -> None:
     config = make_config(harness.folder)
-    evaluator = harness.evaluator(config)
+    evaluator = harness.create_evaluator(config)
     metrics = await evaluator.evaluate("greedy", "before")
     for group in await harness.store.groups(RUN, Channel.VAL, GroupStatus.READY):
         await attacker.write_session(group, 0)
-    again = await evaluator.evaluate("greedy", "before")
-    assert again["accuracy"] == metrics["accuracy"]
+    repeated = await evaluator.evaluate("greedy", "before")
+    assert repeated["accuracy"] == metrics["accuracy"]

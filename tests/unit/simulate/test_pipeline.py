@@ -18,7 +18,7 @@ from instar.simulate.recommend import recommend
 from instar.simulate.sessions import (
     SimulatedSession,
     SimulatedTurn,
-    distribution_mean,
+    compute_mean,
     draw_sessions,
     make_draw,
 )
@@ -28,7 +28,7 @@ UNSHARED_SPEED = {1: 10.0, 100: 1000.0}
 
 
 def make_workload(
-    sessions: list[SimulatedSession], speed: dict[int, float] | None = None, **more: Any
+    sessions: list[SimulatedSession], speed: dict[int, float] | None = None, **overrides: Any
 ) -> Workload:
     settings: dict[str, Any] = {
         "latency": DistributionConfig(value=0),
@@ -36,12 +36,12 @@ def make_workload(
         "train_base": 4.0,
         "train_per_token": 0.0,
         "publish_seconds": DistributionConfig(value=1.0),
-        **more,
+        **overrides,
     }
     return Workload(sessions, **settings)
 
 
-def make_cluster(**more: Any) -> ClusterSpec:
+def make_cluster(**overrides: Any) -> ClusterSpec:
     settings: dict[str, Any] = {
         "engines": 1,
         "max_batch": 100,
@@ -51,7 +51,7 @@ def make_cluster(**more: Any) -> ClusterSpec:
         "steps": 10,
         "max_staleness": 0,
         "timeout": 1e6,
-        **more,
+        **overrides,
     }
     return ClusterSpec(**settings)
 
@@ -71,13 +71,13 @@ def test_sync_waits_for_the_longest_session_of_every_step() -> None:
     assert result.trainer_idle == pytest.approx(30 / 35, abs=0.01)
 
 
-def test_async_hides_training_behind_the_sessions() -> None:
-    even = [make_session(50)]
-    sync = simulate(make_workload(even), make_cluster())
-    ahead = simulate(make_workload(even), make_cluster(max_staleness=1))
+def test_async_overlaps_training_with_sessions() -> None:
+    same_length = [make_session(50)]
+    sync = simulate(make_workload(same_length), make_cluster())
+    overlapped = simulate(make_workload(same_length), make_cluster(max_staleness=1))
     assert sync.seconds == pytest.approx(10 * (5 + 5), rel=0.02)
-    assert ahead.seconds == pytest.approx(5 + 10 * 5, rel=0.02)
-    assert max(ahead.staleness) == 1
+    assert overlapped.seconds == pytest.approx(5 + 10 * 5, rel=0.02)
+    assert max(overlapped.staleness) == 1
 
 
 def test_more_staleness_trains_other_groups_while_a_straggler_runs() -> None:
@@ -99,8 +99,8 @@ def test_stale_groups_are_dropped_and_replaced() -> None:
 
 def test_replies_share_an_engine_up_to_max_batch() -> None:
     flat = {1: 10.0, 2: 10.0}
-    one = make_cluster(steps=1, group_size=4, groups_per_step=1)
-    shared = simulate(make_workload([make_session(10)], speed=flat), one)
+    cluster = make_cluster(steps=1, group_size=4, groups_per_step=1)
+    shared = simulate(make_workload([make_session(10)], speed=flat), cluster)
     assert shared.seconds == pytest.approx(4 + 5, abs=0.1), "four replies share ten tokens per second"
     queued = simulate(
         make_workload([make_session(10)]), make_cluster(steps=1, group_size=4, groups_per_step=1, max_batch=2)
@@ -118,13 +118,13 @@ def test_first_token_arrives_after_the_latency() -> None:
     assert simulate(quick, make_cluster(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
-def test_latency_grows_with_the_calls_at_an_engine() -> None:
-    """Four sessions begin their calls at the same time, so the calls see zero to three other calls."""
+def test_latency_grows_with_the_calls_on_an_engine() -> None:
+    """Four sessions start their calls at the same time, so each call finds zero to three others there."""
     crowded = make_workload(
         [make_session(0, turns=20)], latency=DistributionConfig(value=0.1), latency_growth_per_call=0.5
     )
-    alone = make_cluster(steps=1, group_size=1, groups_per_step=1)
-    assert simulate(crowded, alone).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
+    single_session = make_cluster(steps=1, group_size=1, groups_per_step=1)
+    assert simulate(crowded, single_session).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
     assert simulate(crowded, make_cluster(steps=1)).seconds == pytest.approx(20 * 0.1 * 2.5 + 5, rel=0.05)
     assert simulate(crowded, make_cluster(steps=1, engines=4)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
@@ -202,9 +202,9 @@ def test_run_stops_if_all_sessions_fail(policy: Any) -> None:
 
 
 def test_recommend_returns_none_if_nothing_is_trained() -> None:
-    nothing = make_workload([make_session(10)], zero_signal=1.0)
-    assert recommend(nothing, make_cluster(), max_engines=2, max_staleness=1) is None
-    assert upper_bound(nothing, make_cluster()).samples_per_hour == 0
+    untrainable = make_workload([make_session(10)], zero_signal=1.0)
+    assert recommend(untrainable, make_cluster(), max_engines=2, max_staleness=1) is None
+    assert upper_bound(untrainable, make_cluster()).samples_per_hour == 0
     assert (
         upper_bound(
             make_workload([make_session(10)], failures=1.0), make_cluster(group_policy="drop")
@@ -214,7 +214,7 @@ def test_recommend_returns_none_if_nothing_is_trained() -> None:
 
 
 def test_failed_session_is_trained_up_to_its_failure() -> None:
-    """Every session fails in its first or second turn. A turn takes five seconds; ten tokens train in one."""
+    """Every session fails in its first or second turn. Training takes one second per ten tokens."""
     workload = make_workload(
         [make_session(49, turns=2)],
         failures=1.0,
@@ -227,12 +227,11 @@ def test_failed_session_is_trained_up_to_its_failure() -> None:
 
 
 STRAGGLER = [*[make_session(5)] * 40, make_session(2000)]
-"""The reply of the last session is generated while dozens of steps are trained."""
+"""The last session's reply takes as long as dozens of training steps."""
 
 
 def test_reply_in_progress_continues_under_the_next_version() -> None:
-    """If stale tokens are masked, the last tokens of a long reply are fresh, unless the reply keeps the
-    version that it began with."""
+    """With masking, the last tokens of a long reply are fresh, unless the reply keeps its first version."""
     cluster = make_cluster(max_staleness=1, steps=40, masks_stale=True)
     switching = simulate(make_workload(STRAGGLER), cluster)
     keeping = simulate(make_workload(STRAGGLER), replace(cluster, versions_per_token=False))
@@ -249,8 +248,8 @@ def count_one_group_per_two_steps(steps: int) -> int:
     return steps // 2
 
 
-def test_groups_of_exported_data_are_not_rolled_out() -> None:
-    """First one group in four is live, then one in eight, so that every other step has only exported data."""
+def test_exported_groups_are_not_rolled_out() -> None:
+    """First one group in four is live, then one in eight, so every other step has only exported data."""
     quarter = simulate(
         make_workload([make_session(10)]),
         make_cluster(groups_per_step=4, live_groups=count_one_group_per_step),
@@ -266,11 +265,11 @@ def test_groups_of_exported_data_are_not_rolled_out() -> None:
     assert eighth.seconds == pytest.approx(5 * 1 + 10 * 5, abs=1)
 
 
-def test_tokens_of_exported_data_are_trained() -> None:
+def test_exported_tokens_are_trained() -> None:
     heavy = make_workload([make_session(9)], train_per_token=0.1)
     mixed = simulate(heavy, make_cluster(live_groups=count_one_group_per_step))
-    alone = simulate(heavy, make_cluster())
-    assert mixed.seconds == pytest.approx(alone.seconds)
+    live_only = simulate(heavy, make_cluster())
+    assert mixed.seconds == pytest.approx(live_only.seconds)
 
 
 def test_moved_request_can_be_cancelled() -> None:
@@ -323,7 +322,7 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
 def test_throughput_with_failures_stays_below_the_bound(
     policy: Any, trains_on_failed: bool, limit: str
 ) -> None:
-    """The bound is also tight. The throughput is random, so the mean over several seeds is compared."""
+    """The bound is also tight: the mean throughput over several seeds comes close to it."""
     truncated = DistributionConfig(median=1.0, sigma=1.5, max=1.5)
     workload = make_workload(
         [make_session(20, turns=6, tool=0.5), make_session(60), make_session(5, turns=3)],
@@ -350,7 +349,7 @@ def test_distribution_mean_matches_the_draws(sigma: float, maximum: float | None
     draw = make_draw(config, random.Random(0))
     tolerance = 0.05 if maximum is None else 0.01
     assert statistics.mean(draw() for _ in range(20_000)) == pytest.approx(
-        distribution_mean(config), rel=tolerance
+        compute_mean(config), rel=tolerance
     )
 
 
@@ -369,13 +368,13 @@ def test_saturated_trainer_reaches_the_bound() -> None:
 def test_seed_makes_a_simulation_reproducible() -> None:
     sessions = draw_sessions(SimulateConfig(), random.Random(0), 50)
     noisy = make_workload(sessions, latency=DistributionConfig(values=[0.1, 1.0, 3.0]))
-    first, again, other = (
+    first, repeated, other = (
         simulate(noisy, make_cluster(max_staleness=2), seed=seed).seconds for seed in (1, 1, 2)
     )
-    assert first == again != other
+    assert first == repeated != other
 
 
-def test_recommendation_stops_where_more_engines_do_not_help() -> None:
+def test_recommendation_stops_when_more_engines_do_not_help() -> None:
     workload = make_workload(LONG_TAIL, speed={1: 10.0, 4: 10.0}, train_base=1.0)
     recommendation = recommend(
         workload, make_cluster(steps=60, concurrency=16), max_engines=32, max_staleness=16
@@ -403,7 +402,7 @@ def test_requests_spread_over_thousands_of_engines() -> None:
 
 
 def test_engine_choice_stays_fast_after_many_requests() -> None:
-    """A search through outdated entries for every request would take minutes."""
+    """Searching through outdated entries on every request would take minutes."""
     clock = VirtualClock()
     pool = SimulatedPool(clock, 2, 4, EngineSpeed({1: 10.0}))
     for _ in range(20_000):

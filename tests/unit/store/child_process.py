@@ -1,9 +1,9 @@
 """A process that writes to a store and prints acknowledged writes: ``python -m ... MODE LOCATION NAME``.
 
-LOCATION is the path of a file or ``postgresql://…#schema``. ``write`` continues until it is killed. ``count``
-adds 200 calls. ``claim`` claims 40 samples, for which processes compete, each in its own step. ``fill``
-continues until the disk is full, then lifts the file-size limit that it set itself, if any, and writes once
-more. ``read`` counts the calls.
+LOCATION is a file path or ``postgresql://…#schema``. ``write`` continues until it is killed. ``count`` adds
+200 calls. ``claim`` tries to claim 40 samples, each in its own step. ``fill`` continues until the disk is
+full, then lifts the file-size limit that it set itself, if any, and writes once more. ``read`` counts the
+calls.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ async def claim(store: Store, name: str) -> None:
 
 
 async def fill(store: Store, name: str) -> None:
-    """Write several sizes at once, so that a group has writes that fit and writes that do not."""
+    """Write several sizes at once, so that a commit has writes that fit and writes that do not."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if "limit" in name:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))

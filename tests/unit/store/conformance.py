@@ -1,4 +1,4 @@
-"""The conformance suite of stores. The test class of a store inherits it and overrides `open_store`."""
+"""Conformance tests for stores. A store's test class inherits them and overrides `open_store`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ StoreFactory = Callable[[], Store]
 
 
 class StoreFixtures:
-    """`open_store` opens the same storage, empty at first, each time it is called within one test."""
+    """Within one test, `open_store` always opens the same storage, which is empty at the start."""
 
     @pytest.fixture
     def open_store(self) -> StoreFactory:
@@ -67,10 +67,10 @@ class RunAndSessionTests(StoreFixtures):
         first = await store.run(RUN)
         assert first is not None
         assert first.created_at == pytest.approx(time.time(), abs=30)
-        await store.put_run(Run(RUN, POLICY, {"seed": 3}, status="failed", reason="because"))
+        await store.put_run(Run(RUN, POLICY, {"seed": 3}, status="failed", reason="test"))
         await store.put_run(Run("other", POLICY, {}, created_at=first.created_at + 1))
         assert await store.runs() == [
-            replace(first, status="failed", reason="because"),
+            replace(first, status="failed", reason="test"),
             Run("other", POLICY, {}, created_at=first.created_at + 1),
         ]
 
@@ -123,13 +123,13 @@ class RunAndSessionTests(StoreFixtures):
         await store.open_session(make_session())
         with pytest.raises(StoreError):
             await store.end_session(
-                "s", SessionStatus.COMPLETED, rewards=[Reward("nobody", 1.0, RewardSource.RULE)]
+                "s", SessionStatus.COMPLETED, rewards=[Reward("missing", 1.0, RewardSource.RULE)]
             )
         session = await store.session("s")
         assert session is not None
         assert session.status is SessionStatus.OPEN
         with pytest.raises(StoreError):
-            await store.end_session("nobody", SessionStatus.COMPLETED)
+            await store.end_session("missing", SessionStatus.COMPLETED)
 
     async def test_text_with_nul_or_invalid_utf8_is_stored(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -158,9 +158,7 @@ class RunAndSessionTests(StoreFixtures):
         assert len(await store.rewards("s")) == 1
 
     @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    async def test_add_rewards_with_a_value_that_is_not_finite_stores_none(
-        self, store: Store, value: float
-    ) -> None:
+    async def test_add_rewards_with_a_non_finite_value_stores_none(self, store: Store, value: float) -> None:
         await store.open_session(make_session())
         with pytest.raises(StoreError, match=r"s.*(nan|inf)"):
             await store.add_rewards(
@@ -181,27 +179,27 @@ class RunAndSessionTests(StoreFixtures):
         assert (rows[0].call_count, rows[0].sampled_tokens, rows[0].reward) == (2, 5, 0.5)
         assert (rows[1].call_count, rows[1].sampled_tokens, rows[1].reward) == (0, 0, None)
 
-        async def listed_ids(**filters: object) -> list[str]:
+        async def list_ids(**filters: object) -> list[str]:
             return [row.session.session_id for row in await store.sessions(**filters)]  # type: ignore[arg-type]
 
-        assert await listed_ids(run_id=RUN) == ["a", "b"]
-        assert await listed_ids(group_id="g") == ["a"]
-        assert await listed_ids(run_id=RUN, channel=Channel.VAL) == ["b"]
-        assert await listed_ids(status=SessionStatus.FAILED) == ["b"]
-        assert await listed_ids(limit=2) == ["b", "c"]
+        assert await list_ids(run_id=RUN) == ["a", "b"]
+        assert await list_ids(group_id="g") == ["a"]
+        assert await list_ids(run_id=RUN, channel=Channel.VAL) == ["b"]
+        assert await list_ids(status=SessionStatus.FAILED) == ["b"]
+        assert await list_ids(limit=2) == ["b", "c"]
 
     async def test_put_endpoint_with_the_same_role_and_name_replaces_it(self, store: Store) -> None:
-        endpoint_row = Endpoint(
+        gateway_endpoint = Endpoint(
             RUN, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0
         )
-        await store.put_endpoint(endpoint_row)
+        await store.put_endpoint(gateway_endpoint)
         await store.put_endpoint(Endpoint(RUN, "engine", "0", "http://127.0.0.1:2", 11))
         await store.put_endpoint(Endpoint("other", "engine", "0", "http://127.0.0.1:3", 12))
         engine, gateway = await store.endpoints(RUN)
-        assert gateway == endpoint_row
+        assert gateway == gateway_endpoint
         assert engine.heartbeat == pytest.approx(time.time(), abs=30)
-        await store.put_endpoint(replace(endpoint_row, pid=99, doing="draining"))
-        assert (await store.endpoints(RUN))[1] == replace(endpoint_row, pid=99, doing="draining")
+        await store.put_endpoint(replace(gateway_endpoint, pid=99, doing="draining"))
+        assert (await store.endpoints(RUN))[1] == replace(gateway_endpoint, pid=99, doing="draining")
         await store.remove_endpoint(RUN, "gateway", "0")
         assert [endpoint.role for endpoint in await store.endpoints(RUN)] == ["engine"]
 
@@ -226,9 +224,9 @@ class CallTests(StoreFixtures):
             finish_reason="aborted",
             status=CallStatus.ABORTED,
             trainable=False,
-            reason="client gone",
+            reason="client disconnected",
             link=Link.BRANCH,
-            parent_id="elsewhere",
+            parent_id="other",
             dialect="messages",
             model="some/model",
             client_key="key \u4e2d",
@@ -256,8 +254,8 @@ class CallTests(StoreFixtures):
         assert stored.ended_at == pytest.approx(time.time(), abs=30)
 
     async def test_calls_with_shared_prefixes_are_rebuilt_exactly(self, store: Store) -> None:
-        """The calls are a chain, a second child of one call, a branch from inside a reply, and a call in
-        another session that is built on this one."""
+        """The calls are a chain, a second child of one call, a branch from inside a reply, and a call that
+        continues this session in another one."""
         await store.open_session(make_session())
         await store.open_session(make_session("sub"))
         root = make_call("root", tools=(CALCULATOR,), ended_at=1.0)
@@ -313,7 +311,7 @@ class CallTests(StoreFixtures):
             (replace(good, prompt_ids=good.prompt_ids[:3]), "must be between 0 and 3"),
             (replace(good, base_messages=3, messages=(*good.messages, user("y"))), "its base has 2 messages"),
             (replace(good, logprobs=good.logprobs[:1]), "1 logprobs for 2"),
-            (replace(good, session_id="nobody"), "no session nobody"),
+            (replace(good, session_id="missing"), "no session missing"),
         ]:
             with pytest.raises(StoreError, match=message):
                 await store.add_calls([bad])
@@ -383,4 +381,4 @@ class StoreConformance(
     AnnotationTests,
     RecordTests,
 ):
-    """The complete suite."""
+    """All conformance tests."""

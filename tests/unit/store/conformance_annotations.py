@@ -1,4 +1,4 @@
-"""Conformance of annotations: scores, tags and a judge's answers."""
+"""Conformance tests for annotations: scores, tags and a judge's answers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def make_reward(session: str, value: float = 1.0, reward_id: str | None = None) 
     return Reward(session, value, RewardSource.JUDGE, "judge:outcome", reward_id=reward_id)
 
 
-async def complete_sessions(store: Store, *names: str, channel: Channel = Channel.LIVE) -> None:
-    for name in names:
-        await store.open_session(make_session(name, channel=channel))
-        await store.end_session(name, SessionStatus.COMPLETED)
+async def complete_sessions(store: Store, *session_ids: str, channel: Channel = Channel.LIVE) -> None:
+    for session_id in session_ids:
+        await store.open_session(make_session(session_id, channel=channel))
+        await store.end_session(session_id, SessionStatus.COMPLETED)
 
 
-async def unscored_ids(store: Store, scorer: str = SCORER, **options: object) -> list[str]:
+async def list_unscored(store: Store, scorer: str = SCORER, **options: object) -> list[str]:
     rows = await store.unscored_sessions(RUN, scorer, CHANNELS, **options)  # type: ignore[arg-type]
     return [row.session.session_id for row in rows]
 
@@ -47,13 +47,13 @@ async def unscored_ids(store: Store, scorer: str = SCORER, **options: object) ->
 class ScoreTests:
     async def test_end_session_with_scores_stores_them_once(self, store: Store) -> None:
         await store.open_session(make_session("s"))
-        gave_up = Score("s", "math", ScoreState.FALLBACK, 4, "no answer", 7.0)
+        failed_score = Score("s", "math", ScoreState.FALLBACK, 4, "no answer", 7.0)
         rewards = [make_reward("s", reward_id="r")]
-        assert await store.end_session("s", SessionStatus.COMPLETED, None, rewards, None, [gave_up])
+        assert await store.end_session("s", SessionStatus.COMPLETED, None, rewards, None, [failed_score])
         assert not await store.end_session(
             "s", SessionStatus.COMPLETED, None, rewards, None, [make_score("s")]
         )
-        assert await store.scores(["s"]) == {"s": [gave_up]}
+        assert await store.scores(["s"]) == {"s": [failed_score]}
         assert len(await store.rewards("s")) == 1
 
     async def test_record_scores_of_a_scored_session_stores_none(self, store: Store) -> None:
@@ -83,10 +83,10 @@ class ScoreTests:
         assert [r.value for r in await store.rewards("a")] == [1.0, 3.0]
 
     async def test_scores_and_tags_of_an_unknown_session_raise(self, store: Store) -> None:
-        with pytest.raises(StoreError, match="no session nobody"):
-            await store.record_scores([make_score("nobody")], [])
-        with pytest.raises(StoreError, match="no session nobody"):
-            await store.add_tags([Tag("nobody", "good")])
+        with pytest.raises(StoreError, match="no session missing"):
+            await store.record_scores([make_score("missing")], [])
+        with pytest.raises(StoreError, match="no session missing"):
+            await store.add_tags([Tag("missing", "good")])
 
     async def test_unscored_sessions_excludes_open_failed_and_scored_ones(self, store: Store) -> None:
         await complete_sessions(store, "a", "b", "c")
@@ -94,25 +94,25 @@ class ScoreTests:
         await store.open_session(make_session("open"))
         await store.open_session(make_session("failed"))
         await store.end_session("failed", SessionStatus.FAILED)
-        assert await unscored_ids(store) == ["a", "b", "c", "val"]
-        assert await unscored_ids(store, limit=2) == ["a", "b"]
+        assert await list_unscored(store) == ["a", "b", "c", "val"]
+        assert await list_unscored(store, limit=2) == ["a", "b"]
         rows = await store.unscored_sessions(RUN, SCORER, [Channel.LIVE])
         assert [row.session.session_id for row in rows] == ["a", "b", "c"]
-        assert await unscored_ids(store, after=rows[0].seq) == ["b", "c", "val"]
+        assert await list_unscored(store, after=rows[0].seq) == ["b", "c", "val"]
         await store.record_scores([make_score("b")], [])
-        assert await unscored_ids(store) == ["a", "c", "val"]
-        assert await unscored_ids(store, "judge:outcome@2") == ["a", "b", "c", "val"]
-        assert await unscored_ids(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
-        assert await unscored_ids(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
+        assert await list_unscored(store) == ["a", "c", "val"]
+        assert await list_unscored(store, "judge:outcome@2") == ["a", "b", "c", "val"]
+        assert await list_unscored(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
+        assert await list_unscored(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
         assert await store.unscored_sessions("other", SCORER, CHANNELS) == []
 
     async def test_unscored_sessions_pending_only_excludes_finished_groups(self, store: Store) -> None:
         for index, status in enumerate(GroupStatus):
             await store.open_group(make_group(status.value, index, status=status))
-            await store.open_session(make_session(f"of-{status.value}", group_id=status.value))
-            await store.end_session(f"of-{status.value}", SessionStatus.COMPLETED)
-        assert await unscored_ids(store, pending_only=True) == ["of-open", "of-scoring"]
-        assert len(await unscored_ids(store)) == len(GroupStatus)
+            await store.open_session(make_session(f"session-{status.value}", group_id=status.value))
+            await store.end_session(f"session-{status.value}", SessionStatus.COMPLETED)
+        assert await list_unscored(store, pending_only=True) == ["session-open", "session-scoring"]
+        assert len(await list_unscored(store)) == len(GroupStatus)
 
     async def test_last_ended_seq_stops_before_the_first_open_session(self, store: Store) -> None:
         assert await store.last_ended_seq(RUN, CHANNELS) == 0
@@ -143,7 +143,7 @@ class ScoreTests:
         group = await store.group("g")
         assert group is not None
         assert group.status is GroupStatus.SCORING
-        assert await store.group("nobody") is None
+        assert await store.group("missing") is None
         await store.close_group("g", GroupStatus.READY)
         assert (await store.progress(RUN)).groups_ready == 1
 
@@ -171,4 +171,4 @@ class TagAndJudgmentTests:
 
 
 class AnnotationTests(ScoreTests, TagAndJudgmentTests):
-    """All tests of annotations."""
+    """All tests for annotations."""

@@ -1,4 +1,4 @@
-"""Conformance of feedback: stored once, with its reward, and the corrections that are not trained on yet."""
+"""Conformance tests for feedback and for corrections that are not trained on yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def make_correction(number: int, session_id: str = "s") -> Feedback:
         f"f{number}",
         session_id,
         "c",
-        correction="So.",
+        correction="Corrected.",
         correction_ids=ids(5, number),
         created_at=number + 0.5,
     )
@@ -41,7 +41,7 @@ class FeedbackTests:
 
     async def test_add_feedback_on_an_unknown_session_raises(self, store: Store) -> None:
         with pytest.raises(StoreError):
-            await store.add_feedback(make_correction(1, "nobody"))
+            await store.add_feedback(make_correction(1, "missing"))
         assert await store.feedback(RUN) == []
 
     async def test_corrections_excludes_claimed_and_untrainable_ones(self, store: Store) -> None:
@@ -54,14 +54,14 @@ class FeedbackTests:
         for feedback in [*corrections, replace(make_correction(7), correction_ids=None)]:
             await store.add_feedback(feedback)
 
-        async def remaining_ids(epoch: int = 0, limit: int = 10) -> list[str]:
+        async def list_remaining(epoch: int = 0, limit: int = 10) -> list[str]:
             return [feedback.feedback_id for feedback in await store.corrections(RUN, epoch, limit)]
 
-        assert await remaining_ids() == ["f1", "f2", "f3"]
-        assert await remaining_ids(limit=2) == ["f1", "f2"]
+        assert await list_remaining() == ["f1", "f2", "f3"]
+        assert await list_remaining(limit=2) == ["f1", "f2"]
         claim = replace(make_claim(make_feedback_key("f1")), session_id="s", group_id=None, step=1)
         await store.claim_step(RUN, 1, [claim])
-        assert await remaining_ids() == ["f2", "f3"]
-        assert await remaining_ids(epoch=1) == ["f1", "f2", "f3"]
+        assert await list_remaining() == ["f2", "f3"]
+        assert await list_remaining(epoch=1) == ["f1", "f2", "f3"]
         await store.release_steps(RUN, after=0)
-        assert await remaining_ids() == ["f1", "f2", "f3"], "released"
+        assert await list_remaining() == ["f1", "f2", "f3"], "released"

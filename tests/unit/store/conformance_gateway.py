@@ -1,4 +1,4 @@
-"""Conformance of the gateway's queries: session lookup, deltas of calls, keys and secrets."""
+"""Conformance tests for the gateway's queries: session lookup, call deltas, keys and secrets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make_tail_key(number: int) -> bytes:
 
 
 class SessionOpeningTests:
-    async def test_add_calls_with_opening_opens_the_session(self, store: Store) -> None:
+    async def test_add_calls_with_new_session_opens_it(self, store: Store) -> None:
         session = make_session(channel=Channel.LIVE, external_id="chat-7", created_at=1.0)
         await store.add_calls([make_call()], new_session=session, key_hash="hash")
         assert await store.session("s") == session
@@ -32,25 +32,25 @@ class SessionOpeningTests:
         assert len(await store.calls("s")) == 1
         assert (await store.progress(RUN, Channel.LIVE)).sessions == {"open": 1}
 
-    async def test_add_calls_with_opening_fails_as_a_whole(self, store: Store) -> None:
+    async def test_add_calls_with_new_session_stores_all_or_nothing(self, store: Store) -> None:
         await store.add_calls([make_call("a", "taken")], new_session=make_session("taken"))
-        with pytest.raises(StoreError, match="no session nobody"):
-            await store.add_calls([make_call("b", "nobody")], new_session=make_session("t"))
+        with pytest.raises(StoreError, match="no session missing"):
+            await store.add_calls([make_call("b", "missing")], new_session=make_session("t"))
         with pytest.raises(ConflictError):
             await store.add_calls([make_call("c", "taken")], new_session=make_session("taken"))
         assert await store.session("t") is None
         assert [call.call_id for call in await store.calls("taken")] == ["a"]
 
     async def test_add_calls_concurrently_stores_all_but_the_conflicting_one(self, store: Store) -> None:
-        """More calls than one statement inserts; the one that fails does not affect the others."""
+        """There are more calls than one statement inserts, and the failing one does not affect the others."""
         await store.open_session(make_session("old"))
 
         async def add(number: int) -> None:
             first = make_call(f"{number}", f"s{number}", tools=(CALCULATOR,), ended_at=1.0)
             second = follow(first, f"{number}b", ids(9), user("x"), ended_at=1.0)
-            opening = make_session("old" if number == 20 else f"s{number}", channel=Channel.LIVE)
+            new_session = make_session("old" if number == 20 else f"s{number}", channel=Channel.LIVE)
             await store.add_calls(
-                [first, second], new_session=opening, tail_keys={first.call_id: make_tail_key(number)}
+                [first, second], new_session=new_session, tail_keys={first.call_id: make_tail_key(number)}
             )
             stored = await store.calls(f"s{number}")
             assert_same_call(stored[0], first)
@@ -84,8 +84,8 @@ class SessionLookupTests:
         assert await find_session("x") is None
 
     async def test_sessions_by_tail_returns_the_open_live_sessions_newest_first(self, store: Store) -> None:
-        for name in ("a", "b", "mine"):
-            agent = "other" if name == "mine" else AGENT
+        for name in ("a", "b", "other-agent"):
+            agent = "other" if name == "other-agent" else AGENT
             await store.open_session(make_session(name, channel=Channel.LIVE, agent_id=agent))
         await store.open_session(make_session("train"))
         await store.add_calls([make_call("1", "a")], tail_keys={"1": make_tail_key(1)})
@@ -93,7 +93,7 @@ class SessionLookupTests:
             [make_call("2", "b"), make_call("3", "b")],
             tail_keys={"2": make_tail_key(2), "3": make_tail_key(1)},
         )
-        await store.add_calls([make_call("4", "mine")], tail_keys={"4": make_tail_key(1)})
+        await store.add_calls([make_call("4", "other-agent")], tail_keys={"4": make_tail_key(1)})
         await store.add_calls([make_call("5", "train")], tail_keys={"5": make_tail_key(5)})
         await store.add_calls([make_call("6", "a")])
 
@@ -101,7 +101,7 @@ class SessionLookupTests:
             return await store.sessions_by_tail(RUN, agent, [make_tail_key(number) for number in numbers])
 
         assert await find_sessions(1) == ["b", "a"]
-        assert await find_sessions(1, agent="other") == ["mine"]
+        assert await find_sessions(1, agent="other") == ["other-agent"]
         assert await find_sessions(9, 2, 1) == ["b"]
         assert await find_sessions(5) == []
         assert await find_sessions() == []
@@ -127,7 +127,7 @@ class SessionLookupTests:
             await store.open_session(make_session(name, **live))
         await store.open_session(make_session("fresh", channel=Channel.LIVE, created_at=90.0))
         await store.open_session(make_session("train", created_at=10.0))
-        await store.open_session(make_session("elsewhere", run_id="other", **live))
+        await store.open_session(make_session("other-run", run_id="other", **live))
         await store.add_calls([make_call("1", "quiet", ended_at=2.0), make_call("2", "quiet", ended_at=40.0)])
         await store.add_calls([make_call("3", "busy", ended_at=90.0), make_call("4", "busy", ended_at=2.0)])
         await store.end_session("ended", SessionStatus.COMPLETED)
@@ -138,20 +138,20 @@ class SessionLookupTests:
     async def test_calls_by_request_returns_its_calls(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root", ended_at=1.0)
-        one = follow(root, "one", ids(9), user("x"), request_id="request", ended_at=1.0)
-        two = replace(
-            one,
-            call_id="two",
+        first = follow(root, "first", ids(9), user("x"), request_id="request", ended_at=1.0)
+        second = replace(
+            first,
+            call_id="second",
             link=Link.SIBLING,
-            base_id="one",
-            base_tokens=len(one.prompt_ids),
-            base_messages=len(one.messages),
+            base_id="first",
+            base_tokens=len(first.prompt_ids),
+            base_messages=len(first.messages),
         )
         await store.add_calls([root])
-        await store.add_calls([one, two])
-        for stored, call in zip(await store.calls_by_request("request"), [one, two], strict=True):
+        await store.add_calls([first, second])
+        for stored, call in zip(await store.calls_by_request("request"), [first, second], strict=True):
             assert_same_call(stored, call)
-        assert await store.calls_by_request("never") == []
+        assert await store.calls_by_request("missing") == []
 
 
 class CallDeltaTests:
@@ -166,7 +166,7 @@ class CallDeltaTests:
             digests=b"e" * 48,
             status=CallStatus.ABORTED,
             trainable=False,
-            reason="client gone",
+            reason="client disconnected",
         )
         await store.add_calls([root, second])
         first, last = await store.call_deltas("s")
@@ -188,7 +188,7 @@ class CallDeltaTests:
             assert_same_delta(delta, call)
 
     async def test_call_deltas_of_a_long_session_take_less_than_100_ms(self, store: Store) -> None:
-        """With 100 turns up to 120k tokens, the cost is that of the stored tokens, not of all prompts."""
+        """With 100 turns and up to 120k tokens, the cost depends on the stored tokens, not on all prompts."""
         await store.open_session(make_session())
         call = make_call("0", prompt_ids=np.arange(1000, dtype=np.int32), digests=b"d" * 48)
         calls = [call]
@@ -219,11 +219,11 @@ def assert_same_delta(delta: CallDelta, call: Call) -> None:
 class KeyAndSecretTests:
     async def test_revoke_key_by_name_or_hash_prefix_sets_revoked_at(self, store: Store) -> None:
         laptop = KeyRow("a1" * 32, "agent", "coder", "laptop", created_at=1.0)
-        boss = KeyRow("b2" * 32, "admin", name="boss", created_at=2.0)
+        admin = KeyRow("b2" * 32, "admin", name="server", created_at=2.0)
         unnamed = [KeyRow(digit * 64, "agent", "coder", created_at=3.0) for digit in "cd"]
-        for key in (laptop, boss, *unnamed):
+        for key in (laptop, admin, *unnamed):
             await store.put_key(key)
-        assert await store.keys() == [laptop, boss, *unnamed]
+        assert await store.keys() == [laptop, admin, *unnamed]
         assert await store.key(laptop.key_hash) == laptop
         assert await store.key("none") is None
         assert await store.revoke_key("laptop") == 1
@@ -235,7 +235,7 @@ class KeyAndSecretTests:
         assert [key.revoked_at is None for key in await store.keys()] == [False, False, True, True]
 
     async def test_revoke_key_with_an_ambiguous_pattern_revokes_none(self, store: Store) -> None:
-        """A wildcard, a prefix too short for one key, or an agent's name revokes no key."""
+        """A wildcard, a short prefix or an agent's name revokes no key."""
         await store.put_key(KeyRow("a1" * 32, "agent", "coder"))
         for pattern in ("", "a", "a1a1a1a", "%", "%%%%%%%%", "________", "coder"):
             assert await store.revoke_key(pattern) == 0, pattern
@@ -262,4 +262,4 @@ class KeyAndSecretTests:
 
 
 class GatewayTests(SessionOpeningTests, SessionLookupTests, CallDeltaTests, KeyAndSecretTests):
-    """All tests of the gateway's queries."""
+    """All tests for the gateway's queries."""

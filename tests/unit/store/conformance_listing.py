@@ -1,4 +1,4 @@
-"""Conformance of the session list: filters and pages."""
+"""Conformance tests for listing sessions: filters and pagination."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .factories import RUN, follow, ids, make_call, make_claim, make_group, make
 
 
 async def fill_store(store: Store) -> None:
-    """Add ten sessions s0 … s9, opened at 0 … 9; the even ones are completed with their number as reward."""
+    """Add sessions s0..s9, created at 0.5..9.5. The even ones are completed with their number as reward."""
     for number in range(10):
         channel = Channel.VAL if number == 9 else Channel.TRAIN
         session = make_session(f"s{number}", channel=channel, task_id=f"t{number % 3}")
@@ -24,7 +24,7 @@ async def fill_store(store: Store) -> None:
         if number % 2 == 0:
             reward = Reward(f"s{number}", float(number), RewardSource.RULE, scorer="math")
             await store.end_session(f"s{number}", SessionStatus.COMPLETED, rewards=[reward])
-    await store.open_session(make_session("other", run_id="another", agent_id="someone"))
+    await store.open_session(make_session("other", run_id="other-run", agent_id="other-agent"))
     judged = Reward("s2", -1.0, RewardSource.JUDGE, scorer="judge:outcome", scorer_version="2")
     await store.add_rewards([judged, Reward("s4", 9.0, RewardSource.HUMAN, call_id="c")])
     await store.add_tags(
@@ -52,57 +52,58 @@ FILTERS: list[tuple[dict[str, Any], str]] = [
     ({"scorer": "judge:outcome@3"}, ""),
     ({"source": RewardSource.HUMAN}, "4"),
     ({"task": "t0"}, "0369"),
-    ({"agent": "someone"}, ""),
+    ({"agent": "other-agent"}, ""),
     ({"since": 3.5, "until": 5.5}, "34"),
 ]
 
 
 class ListingTests:
     @pytest.mark.parametrize(("fields", "expected"), FILTERS)
-    async def test_sessions_filter_returns_the_same_with_and_without_pages(
+    async def test_filter_paginates_consistently(
         self, store: Store, fields: dict[str, Any], expected: str
     ) -> None:
         await fill_store(store)
         where = SessionFilter(**fields)
-        ids = [row.session.session_id for row in await store.sessions(RUN, where=where)]
-        assert ids == [f"s{number}" for number in expected]
+        session_ids = [row.session.session_id for row in await store.sessions(RUN, where=where)]
+        assert session_ids == [f"s{number}" for number in expected]
         pages: list[list[str]] = []
         before = None
         while page := await store.sessions(RUN, where=where, before=before, limit=2):
             pages.insert(0, [row.session.session_id for row in page])
             before = page[0].seq
-        assert [session_id for page in pages for session_id in page] == ids
-        after, forward = 0, list[str]()
+        assert [session_id for page in pages for session_id in page] == session_ids
+        forward: list[str] = []
+        after = 0
         while page := await store.sessions(RUN, where=where, after=after, limit=2):
             forward += [row.session.session_id for row in page]
             after = page[-1].seq
-        assert forward == ids
+        assert forward == session_ids
 
-    async def test_sessions_reward_is_the_latest_of_the_session(self, store: Store) -> None:
+    async def test_row_reward_is_latest_session_reward(self, store: Store) -> None:
         await fill_store(store)
         rewards = {row.session.session_id: row.reward for row in await store.sessions(RUN)}
         assert (rewards["s2"], rewards["s4"], rewards["s1"]) == (-1.0, 4.0, None)
 
     async def test_sessions_with_a_common_tag_returns_the_newest(self, store: Store) -> None:
-        names = [f"s{number:05}" for number in range(MAX_START_SESSIONS + 5)]
-        await asyncio.gather(*(store.open_session(make_session(name)) for name in names))
-        await store.add_tags([Tag(name, "seen") for name in names[:-1]])
+        session_ids = [f"s{number:05}" for number in range(MAX_START_SESSIONS + 5)]
+        await asyncio.gather(*(store.open_session(make_session(session_id)) for session_id in session_ids))
+        await store.add_tags([Tag(session_id, "seen") for session_id in session_ids[:-1]])
         (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)
-        assert row.session.session_id == names[-2]
+        assert row.session.session_id == session_ids[-2]
 
     async def test_sessions_by_group_and_calls_by_session_return_each_key(self, store: Store) -> None:
         await store.open_session(make_session("a", group_id="g"))
         await store.open_session(make_session("b", group_id="g"))
         first = make_call("a1", "a")
         await store.add_calls([first, make_call("b1", "b"), follow(first, "a2", ids(9), user("go on"))])
-        sessions = await store.sessions_by_group(["g", "nobody"])
+        sessions = await store.sessions_by_group(["g", "missing"])
         assert [session.session_id for session in sessions["g"]] == ["a", "b"]
-        assert sessions["nobody"] == []
-        calls_by_session = await store.calls_by_session(["b", "a", "nobody"])
+        assert sessions["missing"] == []
+        calls_by_session = await store.calls_by_session(["b", "a", "missing"])
         assert {key: [call.call_id for call in calls] for key, calls in calls_by_session.items()} == {
             "a": ["a1", "a2"],
             "b": ["b1"],
-            "nobody": [],
+            "missing": [],
         }
         assert calls_by_session["a"][1].prompt_ids.tolist() == [*first.sequence.tolist(), 9]
 

@@ -1,4 +1,4 @@
-"""Conformance of imported session records, and of named datasets."""
+"""Conformance tests for imported session records and named datasets."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ class RecordTests:
         (stored,) = await store.groups(RUN, group.channel)
         assert (stored.group_id, stored.status) == ("g", GroupStatus.READY)
 
-    @pytest.mark.parametrize("kind", ["session", "call", "reward", "feedback"])
-    async def test_put_records_with_a_conflict_stores_none(self, store: Store, kind: str) -> None:
+    @pytest.mark.parametrize("conflict", ["session", "call", "reward", "feedback"])
+    async def test_put_records_with_a_conflict_stores_none(self, store: Store, conflict: str) -> None:
         await store.put_records([], [make_record()])
         conflicting = {
             "session": make_record("s"),
             "call": make_record("t", calls=(make_call("s-c", session_id="t"),)),
             "reward": make_record("t", rewards=(Reward("t", 0.0, RewardSource.RULE, reward_id="s-r"),)),
             "feedback": make_record("t", feedback=(Feedback("s-f", "t", thumbs=1),)),
-        }[kind]
+        }[conflict]
         with pytest.raises(ConflictError):
             await store.put_records([make_group("g")], [make_record("u"), conflicting])
         assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
         assert await store.groups(RUN, make_group("g").channel) == []
 
     async def test_put_dataset_with_the_same_hash_updates_its_path(self, store: Store) -> None:
-        first = await store.put_dataset("golden", "/gone", "h", {"format": "jsonl"})
+        first = await store.put_dataset("golden", "/old", "h", {"format": "jsonl"})
         moved = await store.put_dataset("golden", "/new", "h", {"format": "parquet"})
         assert (moved.version, moved.path, moved.manifest) == (1, "/new", {"format": "parquet"})
         assert moved.created_at == first.created_at

@@ -1,4 +1,4 @@
-"""Conformance of concurrent writers: each store opened here has its own writer, as on another host."""
+"""Conformance tests for concurrent writers. Each store opened here has its own writer, as on another host."""
 
 from __future__ import annotations
 
@@ -71,30 +71,31 @@ class SeveralHostsTests:
         assert await driver.take_lease("another", "trainer") == 1
 
     async def test_claim_step_from_several_hosts_claims_each_sample_once(self, hosts: list[Store]) -> None:
-        """Each host claims all groups in another order, in steps of two groups."""
+        """Each host claims all groups in a different order, in steps of two groups."""
         groups = [f"g{i}" for i in range(12)]
         for index, group in enumerate(groups):
             await hosts[0].open_group(make_group(group, index, status=GroupStatus.READY))
 
         async def claim(host: int) -> list[str]:
-            order, won = groups[4 * host :] + groups[: 4 * host], list[str]()
+            order = groups[4 * host :] + groups[: 4 * host]
+            claimed: list[str] = []
             for start in range(0, 12, 2):
                 batch = order[start : start + 2]
                 try:
                     await hosts[host].claim_step(
                         RUN, 100 * host + start, [make_claim(f"k-{group}", group_id=group) for group in batch]
                     )
-                    won += batch
+                    claimed += batch
                 except ConflictError:
                     continue
-            return won
+            return claimed
 
-        won = await asyncio.gather(*(claim(host) for host in range(HOSTS)))
-        assert Counter(group for claimed in won for group in claimed) == Counter(groups)
+        claimed_by_host = await asyncio.gather(*(claim(host) for host in range(HOSTS)))
+        assert Counter(group for claimed in claimed_by_host for group in claimed) == Counter(groups)
         assert len(await hosts[0].claims(RUN)) == 12
         assert await hosts[0].groups(RUN, Channel.TRAIN, unclaimed_in_epoch=0) == []
 
-    async def test_groups_consumed_is_right_under_concurrent_drops_and_claims(
+    async def test_groups_consumed_is_correct_under_concurrent_drops_and_claims(
         self, hosts: list[Store]
     ) -> None:
         """One host drops a sample of each group while another claims and commits the others."""
@@ -118,28 +119,32 @@ class SeveralHostsTests:
         assert progress.committed_steps == count // 2
 
     async def test_end_session_from_several_hosts_succeeds_once(self, hosts: list[Store]) -> None:
-        names = [f"s{i}" for i in range(10)]
-        for name in names:
-            await hosts[0].open_session(make_session(name))
+        session_ids = [f"s{i}" for i in range(10)]
+        for session_id in session_ids:
+            await hosts[0].open_session(make_session(session_id))
 
         async def end(host: Store, order: list[str]) -> int:
             ended = await asyncio.gather(
                 *(
                     host.end_session(
-                        name, SessionStatus.COMPLETED, rewards=[Reward(name, 1.0, RewardSource.RULE)]
+                        session_id,
+                        SessionStatus.COMPLETED,
+                        rewards=[Reward(session_id, 1.0, RewardSource.RULE)],
                     )
-                    for name in order
+                    for session_id in order
                 )
             )
             return sum(ended)
 
-        won = await asyncio.gather(*(end(host, names[:: 1 - 2 * (i % 2)]) for i, host in enumerate(hosts)))
-        assert sum(won) == len(names)
-        assert [len(await hosts[1].rewards(name)) for name in names] == [1] * len(names)
+        orders = (session_ids, session_ids[::-1], session_ids)
+        ended = await asyncio.gather(*(end(host, order) for host, order in zip(hosts, orders, strict=True)))
+        assert sum(ended) == len(session_ids)
+        rewards = [await hosts[1].rewards(session_id) for session_id in session_ids]
+        assert [len(session_rewards) for session_rewards in rewards] == [1] * len(session_ids)
         assert (await hosts[2].progress(RUN)).sessions == {"completed": 10}
 
-    async def test_progress_counts_are_right_under_concurrent_writes(self, hosts: list[Store]) -> None:
-        """All hosts open and close sessions and groups at once, in transactions of many writes."""
+    async def test_progress_counts_are_correct_under_concurrent_writes(self, hosts: list[Store]) -> None:
+        """All hosts open and close sessions and groups concurrently, in transactions with many writes."""
 
         async def work(host: int) -> None:
             store = hosts[host]
@@ -185,7 +190,7 @@ class SeveralHostsTests:
         assert len(set(values)) == 2
 
     async def test_call_deltas_under_concurrent_writes_only_grow_at_the_end(self, hosts: list[Store]) -> None:
-        """All hosts write calls of one session: a later read adds to the end of an earlier one."""
+        """All hosts write calls to one session, and every read extends the previous one."""
         await hosts[0].open_session(make_session())
 
         async def write(host: int) -> None:
@@ -205,7 +210,7 @@ class SeveralHostsTests:
         assert len(await hosts[0].calls("s")) == 32 * HOSTS
 
     async def test_add_calls_from_several_hosts_stores_each_call_once(self, hosts: list[Store]) -> None:
-        """All hosts add the same calls, with sessions that they open."""
+        """All hosts add the same calls and open their sessions."""
 
         async def add(host: Store, number: int) -> bool:
             try:

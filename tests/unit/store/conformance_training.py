@@ -1,4 +1,4 @@
-"""The training side of the conformance suite: policies, groups, steps, claims and progress."""
+"""Conformance tests for policies, groups, steps, claims and progress."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ class PolicyTests:
     async def test_latest_policy_is_the_newest_published(self, store: Store) -> None:
         for step in (5, 6, 7):
             await store.reserve_version(POLICY, RUN, step)
-        one = Policy(POLICY, 1, Artifact("adapter", "/somewhere/1"))
-        two = Policy(POLICY, 2, Artifact("remote", "sampler", expires_at=9.5))
-        await store.publish(two)
-        await store.publish(one)
-        assert await store.latest_policy(POLICY) == two
-        assert await store.published_policies(POLICY) == [(one, 5), (two, 6)]
+        first = Policy(POLICY, 1, Artifact("adapter", "/policies/1"))
+        second = Policy(POLICY, 2, Artifact("remote", "sampler", expires_at=9.5))
+        await store.publish(second)
+        await store.publish(first)
+        assert await store.latest_policy(POLICY) == second
+        assert await store.published_policies(POLICY) == [(first, 5), (second, 6)]
         assert await store.reserved_versions(POLICY) == [(3, 7)]
-        renewed = Policy(POLICY, 2, Artifact("remote", "sampler-again", expires_at=99.0))
+        renewed = Policy(POLICY, 2, Artifact("remote", "renewed-sampler", expires_at=99.0))
         await store.publish(renewed)
         assert await store.latest_policy(POLICY) == renewed
         await store.tombstone(POLICY, 2, "bad")
         await store.tombstone(POLICY, 2, "bad")
-        assert await store.latest_policy(POLICY) == one
+        assert await store.latest_policy(POLICY) == first
         await store.tombstone(POLICY, 3, "abandoned")
         assert await store.reserved_versions(POLICY) == []
         assert await store.steps_by_version(POLICY) == {1: 5, 2: 6, 3: 7}
         assert await store.steps_by_version("other") == {}
 
-    async def test_publish_of_a_version_not_reserved_raises(self, store: Store) -> None:
+    async def test_publish_unreserved_version_raises(self, store: Store) -> None:
         with pytest.raises(StoreError, match="never reserved"):
             await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
         await store.reserve_version(POLICY, RUN, 1)
@@ -100,19 +100,19 @@ class GroupAndStepTests:
             [make_dropped_claim("c", group_id="g1"), make_dropped_claim("d", group_id="g2", run_id="other")]
         )
 
-        async def unclaimed_ids(epoch: int) -> list[str]:
+        async def list_unclaimed(epoch: int) -> list[str]:
             groups = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
             return [group.group_id for group in groups]
 
-        assert await unclaimed_ids(0) == ["g2"]
-        assert await unclaimed_ids(1) == ["g0", "g1", "g2"]
+        assert await list_unclaimed(0) == ["g2"]
+        assert await list_unclaimed(1) == ["g0", "g1", "g2"]
         await store.claim_step(RUN, 1, [make_claim("e", group_id="g1", epoch=2)])
         await store.claim_step(RUN, 2, [make_claim("f", group_id="g2", epoch=2)])
-        assert await unclaimed_ids(0) == ["g2"]
-        assert await unclaimed_ids(1) == ["g0", "g1", "g2"]
-        assert await unclaimed_ids(2) == ["g0"]
+        assert await list_unclaimed(0) == ["g2"]
+        assert await list_unclaimed(1) == ["g0", "g1", "g2"]
+        assert await list_unclaimed(2) == ["g0"]
         await store.release_steps(RUN, after=1)
-        assert await unclaimed_ids(2) == ["g0", "g2"]
+        assert await list_unclaimed(2) == ["g0", "g2"]
 
     async def test_claim_step_of_a_claimed_sample_raises_conflict(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
@@ -126,8 +126,8 @@ class GroupAndStepTests:
         await store.claim_step("other", 1, [make_claim("a", run_id="other")])
         assert await store.claims(RUN, step=1) == [claim]
         assert await store.claims(RUN) == [claim, make_claim("a", epoch=1, step=2)]
-        assert await store.claims(RUN, session_id="nobody") == []
-        with pytest.raises(ConflictError, match="Step 2"):
+        assert await store.claims(RUN, session_id="missing") == []
+        with pytest.raises(ConflictError, match="step 2"):
             await store.claim_step(RUN, 2, [make_claim("z")])
 
     async def test_claim_step_called_concurrently_succeeds_once(self, store: Store) -> None:
@@ -143,7 +143,7 @@ class GroupAndStepTests:
             await store.drop_samples([make_dropped_claim("a", reason="")])
         with pytest.raises(StoreError, match="must be a drop with a reason"):
             await store.drop_samples([make_claim("a", reason="x")])
-        with pytest.raises(StoreError, match="advantage nan"):
+        with pytest.raises(StoreError, match="advantage must be finite, got nan"):
             await store.claim_step(RUN, 1, [make_claim("a", advantage=float("nan"))])
         assert await store.claims(RUN) == []
 
@@ -193,7 +193,7 @@ class GroupAndStepTests:
 
 class ProgressTests:
     async def test_progress_groups_follow_every_change(self, store: Store) -> None:
-        async def counts() -> tuple[int, int, int]:
+        async def get_counts() -> tuple[int, int, int]:
             progress = await store.progress(RUN)
             return progress.groups_open, progress.groups_ready, progress.groups_consumed
 
@@ -203,28 +203,28 @@ class ProgressTests:
         for index in range(4):
             await store.open_group(make_group(f"g{index}", index))
         await store.open_group(make_group("v", 40, channel=Channel.VAL))
-        assert await counts() == (4, 0, 0)
+        assert await get_counts() == (4, 0, 0)
         for index in range(3):
             await store.close_group(f"g{index}", GroupStatus.READY)
         await store.close_group("g3", GroupStatus.DROPPED, "x")
-        assert await counts() == (0, 3, 1)
+        assert await get_counts() == (0, 3, 1)
         await store.claim_step(RUN, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
         await store.drop_samples(
             [make_dropped_claim("c", group_id="g0"), make_dropped_claim("d", group_id="g1")]
         )
-        assert await counts() == (0, 2, 2)
+        assert await get_counts() == (0, 2, 2)
         await store.advance_step(RUN, 1, StepState.SAVED)
-        assert await counts() == (0, 2, 2)
+        assert await get_counts() == (0, 2, 2)
         await store.advance_step(RUN, 1, StepState.COMMITTED)
-        assert await counts() == (0, 1, 3)
+        assert await get_counts() == (0, 1, 3)
         await store.claim_step(
             RUN, 2, [make_claim("a", group_id="g0", epoch=1), make_claim("e", group_id=None)]
         )
-        assert await counts() == (0, 2, 2)
+        assert await get_counts() == (0, 2, 2)
         await store.release_steps(RUN, after=1)
-        assert await counts() == (0, 1, 3)
+        assert await get_counts() == (0, 1, 3)
         await store.claim_step("other", 1, [make_claim("a", run_id="other", group_id="g0")])
-        assert await counts() == (0, 1, 3)
+        assert await get_counts() == (0, 1, 3)
         progress = await store.progress(RUN)
         assert (progress.next_group_index, progress.committed_steps) == (4, 1)
         assert (await store.progress(RUN, Channel.VAL)).next_group_index == 41

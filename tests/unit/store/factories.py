@@ -1,4 +1,4 @@
-"""Factories of the rows that tests put into a store."""
+"""Factories for the rows that tests put into a store."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_group(group_id: str = "g", index: int = 0, **changes: Any) -> Group:
 def make_call(call_id: str = "c", session_id: str = "s", **changes: Any) -> Call:
     sampled: Ids = changes.pop("sampled_ids", ids(7, 8))
     fields: dict[str, Any] = {
-        "request_id": f"request-of-{call_id}",
+        "request_id": f"request-{call_id}",
         "prompt_ids": ids(1, 2, 3),
         "sampled_ids": sampled,
         "logprobs": np.linspace(-1, -0.25, len(sampled), dtype=np.float32),

@@ -1,4 +1,4 @@
-"""Helpers to start child processes that use a store (`child_process`)."""
+"""Helpers that run `child_process`, which uses a store."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[3]
 
 
-def command(mode: str, location: Path | str, name: str) -> list[str]:
+def build_command(mode: str, location: Path | str, name: str) -> list[str]:
     return [sys.executable, "-m", f"{__package__}.child_process", mode, str(location), name]
 
 
 def start(mode: str, location: Path | str, name: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command(mode, location, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(build_command(mode, location, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def kill(child: subprocess.Popen[str]) -> list[str]:
-    """Kill the process, and return the complete lines of its output that were not read yet."""
+    """Kill the process and return the complete lines of its output that were not read yet."""
     child.send_signal(signal.SIGKILL)
     child.wait(30)
     assert child.stdout is not None

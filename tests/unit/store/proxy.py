@@ -11,20 +11,20 @@ from typing import Self
 
 
 class CommitFailure(Enum):
-    """The failure of the next commit."""
+    """How the next commit fails."""
 
     BEFORE = auto()
-    """The commit does not reach the server, whose end of the connection is closed."""
+    """The commit does not reach the server, and both connections are closed."""
     BEFORE_AND_OPEN = auto()
-    """The commit does not reach the server, which does not notice that the client is gone."""
+    """The commit does not reach the server, whose connection stays open after the client's is closed."""
     AFTER = auto()
     """The commit reaches the server, and the response is lost."""
     SILENCE = auto()
-    """Nothing is sent any more in either direction, and no connection is closed."""
+    """Nothing is forwarded any more, and both connections stay open."""
 
 
 class Proxy:
-    """A proxy on a loopback port, for a TCP port of the same machine."""
+    """Forwards connections on a loopback port to another TCP port of this machine."""
 
     def __init__(self, port: int) -> None:
         self.next_failure: CommitFailure | None = None

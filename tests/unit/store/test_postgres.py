@@ -1,4 +1,4 @@
-"""The PostgreSQL store, on a real server: the conformance suite and grouped commits."""
+"""Tests for the PostgreSQL store on a real server: conformance and grouped commits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ async def test_concurrent_writes_share_commits_and_fail_separately(store: Postgr
     await store.open_session(make_session())
     before = store.commit_count
     writes = [
-        store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
+        store.add_calls([make_call(f"new-{i}"), make_call("duplicate" if i % 2 else f"other-{i}")])
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
@@ -54,7 +54,7 @@ async def test_concurrent_writes_share_commits_and_fail_separately(store: Postgr
 async def test_write_on_a_full_disk_fails_separately(
     postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
 ) -> None:
-    """A trigger fails for large prompts with the error of a full disk."""
+    """A trigger raises a full-disk error for large prompts."""
     await store.open_session(make_session())
     postgres.query(
         "CREATE FUNCTION full_disk() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "

@@ -1,5 +1,5 @@
-"""Acknowledged writes are stored exactly once: after SIGKILL, next to other writers, when the server restarts
-and when the network loses a commit."""
+"""Acknowledged writes are stored exactly once: after SIGKILL, with concurrent writers, when the server
+restarts and when the network loses a commit."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def location(postgres: PostgresTestServer) -> str:
     return f"{postgres.socket_url}#{postgres.new_schema()}"
 
 
-async def stored_call_ids(location: str) -> list[str]:
+async def load_call_ids(location: str) -> list[str]:
     store = open_store(location, read_only=True)
     calls = await store.calls("s")
     await store.close()
     return [call.call_id for call in calls]
 
 
-async def test_acknowledged_calls_survive_sigkill_next_to_other_writers(location: str) -> None:
+async def test_acknowledged_calls_survive_sigkill_with_other_writers(location: str) -> None:
     """One of three processes is killed; the others are not affected."""
     killed = start("write", location, "killed")
     others = [start("count", location, name) for name in ("a", "b")]
@@ -47,7 +47,7 @@ async def test_acknowledged_calls_survive_sigkill_next_to_other_writers(location
         lines, _ = other.communicate(timeout=60)
         assert other.returncode == 0
         acknowledged |= set(lines.split())
-    call_ids = await stored_call_ids(location)
+    call_ids = await load_call_ids(location)
     assert acknowledged <= set(call_ids)
     assert len(call_ids) == len(set(call_ids))
     assert sum(not name.startswith("killed") for name in call_ids) == 400
@@ -78,16 +78,16 @@ async def test_new_schema_opened_concurrently_is_created_once(location: str) -> 
 
 
 @pytest.fixture
-def own_server() -> Iterator[PostgresTestServer]:
+def stoppable_server() -> Iterator[PostgresTestServer]:
     """A server that the test may stop."""
     server = PostgresTestServer()
     yield server
     server.remove()
 
 
-async def test_store_waits_for_a_restarting_server(own_server: PostgresTestServer) -> None:
-    """Shut down once cleanly and once by a crash, while writes and reads run: no caller gets an error."""
-    location = f"{own_server.socket_url}#restarted"
+async def test_store_waits_for_a_restarting_server(stoppable_server: PostgresTestServer) -> None:
+    """The server stops once cleanly and once with a crash, and no writer or reader gets an error."""
+    location = f"{stoppable_server.socket_url}#restarted"
     store = open_store(location)
     await store.open_session(make_session())
     acknowledged: list[str] = []
@@ -113,8 +113,8 @@ async def test_store_waits_for_a_restarting_server(own_server: PostgresTestServe
     async def restart() -> None:
         for stop_signal in (signal.SIGINT, signal.SIGQUIT):
             await asyncio.sleep(0.3)
-            await asyncio.to_thread(own_server.stop, stop_signal)
-            await asyncio.to_thread(own_server.start)
+            await asyncio.to_thread(stoppable_server.stop, stop_signal)
+            await asyncio.to_thread(stoppable_server.start)
             count = len(acknowledged)
             deadline = time.monotonic() + 30
             while len(acknowledged) < count + 20:
@@ -124,19 +124,19 @@ async def test_store_waits_for_a_restarting_server(own_server: PostgresTestServe
 
     await asyncio.gather(*(write(number) for number in range(4)), reserve(), read(), restart())
     await store.close()
-    assert Counter(await stored_call_ids(location)) == Counter(acknowledged)
+    assert Counter(await load_call_ids(location)) == Counter(acknowledged)
     assert versions == list(range(1, len(versions) + 1))
 
 
-async def test_store_reports_a_stopped_server_and_recovers(own_server: PostgresTestServer) -> None:
-    store = PostgresStore(PostgresServer(own_server.socket_url, "gone", timeout=1.0))
+async def test_store_reports_a_stopped_server_and_recovers(stoppable_server: PostgresTestServer) -> None:
+    store = PostgresStore(PostgresServer(stoppable_server.socket_url, "stopped", timeout=1.0))
     await store.open_session(make_session())
-    own_server.stop()
-    with pytest.raises(StoreError, match=r"gone\) cannot be reached"):
+    stoppable_server.stop()
+    with pytest.raises(StoreError, match=r"stopped\) cannot be reached"):
         await asyncio.wait_for(store.add_calls([make_call("lost")]), 30)
-    with pytest.raises(StoreError, match=r"gone\) cannot be reached"):
+    with pytest.raises(StoreError, match=r"stopped\) cannot be reached"):
         await asyncio.wait_for(store.calls("s"), 30)
-    own_server.start()
+    stoppable_server.start()
     await store.add_calls([make_call("after")])
     assert [call.call_id for call in await store.calls("s")] == ["after"]
     await store.close()
@@ -158,7 +158,7 @@ def proxied_store(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callabl
 async def test_commit_with_a_lost_response_is_applied_once(
     proxied_store: tuple[Proxy, Callable[[float], Store]], failure: CommitFailure
 ) -> None:
-    """Each write here fails or shows if it is applied twice."""
+    """Each of these writes would fail or be visible if it were applied twice."""
     proxy, connect = proxied_store
     store = connect(20.0)
     await store.open_session(make_session())

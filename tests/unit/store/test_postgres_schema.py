@@ -1,5 +1,5 @@
-"""Schemas of another version or program are migrated, or rejected with advice, and never damaged. Passwords
-are checked, and never shown."""
+"""Schemas of other versions are migrated, or rejected with advice, and schemas of other programs are never
+changed. Passwords are checked, and never shown."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def fill_store(server: PostgresServer) -> None:
 
 
 def assert_open_fails(server: PostgresServer, error: type[StoreError], *words: str) -> None:
-    """Opening fails for writing and for reading."""
+    """Check that the store can be opened neither for writing nor for reading."""
     for read_only in (False, True):
         with pytest.raises(error) as caught:
             PostgresStore(server, read_only=read_only)
@@ -80,7 +80,7 @@ async def test_read_only_store_creates_and_writes_nothing(
     await fill_store(server)
     store = PostgresStore(server, read_only=True)
     assert len(await store.calls("s")) == 5
-    with pytest.raises(StoreError, match="reading only"):
+    with pytest.raises(StoreError, match="opened read-only"):
         await store.add_calls([make_call("late")])
     await store.close()
 
@@ -119,7 +119,7 @@ async def test_created_columns_match_the_declarations(
 # --- passwords --------------------------------------------------------------------------------------
 
 
-def run_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> RunConfig:
+def make_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> RunConfig:
     section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema(), **settings)
     return RunConfig(name="demo", dir=folder / "demo", store=section)
 
@@ -127,7 +127,7 @@ def run_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> R
 async def test_open_store_opens_the_configured_store(
     postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = run_config(postgres, tmp_path, password_env="STORE_PASSWORD")
+    config = make_config(postgres, tmp_path, password_env="STORE_PASSWORD")
     monkeypatch.setenv("PGPASSWORD", "password of another server")
     monkeypatch.setenv("STORE_PASSWORD", PASSWORD)
     assert isinstance(config.store, PostgresStoreConfig)
@@ -150,7 +150,7 @@ def test_wrong_password_raises_without_retries(
         monkeypatch.setenv("INSTAR_POSTGRES_PASSWORD", password)
     started = time.monotonic()
     with pytest.raises(StoreError, match=r"store\.password_env") as caught:
-        open_store(run_config(postgres, tmp_path))
+        open_store(make_config(postgres, tmp_path))
     assert "wr0ng" not in str(caught.value)
     assert time.monotonic() - started < PostgresStoreConfig().timeout
 
@@ -177,6 +177,6 @@ def test_url_without_a_password_is_accepted(url: str) -> None:
 
 
 def test_missing_database_raises_without_retries(postgres: PostgresTestServer) -> None:
-    url = postgres.socket_url.replace("/postgres?", "/nowhere?")
-    with pytest.raises(StoreError, match=r'"nowhere" does not exist.*createdb'):
+    url = postgres.socket_url.replace("/postgres?", "/missing?")
+    with pytest.raises(StoreError, match=r'"missing" does not exist.*createdb'):
         PostgresStore(PostgresServer(url, "instar", timeout=600.0))

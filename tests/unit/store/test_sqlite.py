@@ -1,4 +1,4 @@
-"""The SQLite store: the conformance suite, grouped commits, and storage of new tokens only."""
+"""Tests for the SQLite store: conformance, grouped commits and storage of new tokens only."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ async def test_open_store_opens_the_configured_store(tmp_path: Path) -> None:
     assert config.store_path.stat().st_mode & 0o077 == 0
     reader = open_store(config, read_only=True)
     assert len(await reader.runs()) == 1
-    with pytest.raises(StoreError, match="reading only"):
+    with pytest.raises(StoreError, match="opened read-only"):
         await reader.put_run(Run(RUN, POLICY, {}))
     await reader.close()
     await store.close()
 
 
-async def test_failed_write_in_a_shared_commit_is_undone_alone(store: SqliteStore) -> None:
-    """Of writes in one commit, the failed ones leave nothing behind and all others are stored."""
+async def test_failed_write_in_a_shared_commit_is_rolled_back_alone(store: SqliteStore) -> None:
+    """The failed writes in a commit leave nothing behind, and all others are stored."""
     await store.open_session(make_session())
     before = store.commit_count
     writes = [
-        store.add_calls([make_call(f"new-{i}"), make_call("twice" if i % 2 else f"other-{i}")])
+        store.add_calls([make_call(f"new-{i}"), make_call("duplicate" if i % 2 else f"other-{i}")])
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
@@ -93,7 +93,7 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
 
 
 async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
-    """One statement is enough if session, tools and base are stored; a rejected call gets its own error."""
+    """One statement is enough if session, tools and base are stored. A rejected call gets its own error."""
     await store.open_session(make_session())
     first = make_call("first", tools=(CALCULATOR,))
     await store.add_calls([first])
@@ -110,14 +110,14 @@ async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
     third = follow(second, "third", ids(9), user("and?"))
     results = await asyncio.gather(
         store.add_calls([wrong]),
-        store.add_calls([make_call("lost", "nowhere")]),
+        store.add_calls([make_call("lost", "missing")]),
         store.add_calls([make_call("first")]),
         store.add_calls([third]),
         return_exceptions=True,
     )
     assert [type(result) for result in results] == [StoreError, StoreError, ConflictError, type(None)]
     assert "does not begin with the tokens of its base second" in str(results[0])
-    assert "no session nowhere" in str(results[1])
+    assert "no session missing" in str(results[1])
     assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]
 
 
@@ -134,7 +134,7 @@ async def test_write_with_an_unsupported_value_fails_separately(store: SqliteSto
 
 
 async def test_write_interrupted_by_an_error_leaves_no_open_transaction(tmp_path: Path) -> None:
-    """Later writes would otherwise be acknowledged inside that transaction, and lost with it."""
+    """Otherwise, later writes would be acknowledged inside that transaction and lost with it."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open_session(make_session())
     writer = store._writer  # pyright: ignore[reportPrivateUsage]
@@ -164,15 +164,15 @@ async def test_add_calls_reads_base_calls_evicted_from_the_cache(store: SqliteSt
         calls.append(follow(calls[-1], str(turn), ids(turn), user("and?")))
         await store.add_calls([calls[-1]])
         await store.add_calls([follow(calls[0], f"aside-{turn}", ids(turn), user("or?"))])
-    with pytest.raises(StoreError, match="its base call never is not stored"):
-        await store.add_calls([follow(calls[-1], "late", ids(1), user("?"), base_id="never")])
+    with pytest.raises(StoreError, match="its base call missing is not stored"):
+        await store.add_calls([follow(calls[-1], "late", ids(1), user("?"), base_id="missing")])
     stored = {call.call_id: call for call in await store.calls("s")}
     assert len(stored) == 17
     for call in calls:
         np.testing.assert_array_equal(stored[call.call_id].prompt_ids, call.prompt_ids)
 
 
-async def test_write_cancelled_while_queued_is_not_done(store: SqliteStore) -> None:
+async def test_write_cancelled_while_queued_is_not_executed(store: SqliteStore) -> None:
     await store.open_session(make_session())
     blocker = sqlite3.connect(store.path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
@@ -202,17 +202,21 @@ async def test_long_session_stores_only_new_tokens(store: SqliteStore) -> None:
     turns, new, sampled = 100, 1000, 200
     rng = np.random.default_rng(0)
 
-    def tokens(count: int) -> np.ndarray:
+    def make_tokens(count: int) -> np.ndarray:
         return rng.integers(0, 150_000, count, dtype=np.int32)
 
     empty = _file_size(store.path)
     await store.open_session(make_session())
-    call = make_call("0", prompt_ids=tokens(new), sampled_ids=tokens(sampled), tools=(CALCULATOR,) * 50)
+    call = make_call(
+        "0", prompt_ids=make_tokens(new), sampled_ids=make_tokens(sampled), tools=(CALCULATOR,) * 50
+    )
     await store.add_calls([call])
     prompt_tokens = len(call.prompt_ids)
     for turn in range(1, turns):
         message = user(f"turn {turn} " + "word " * new)
-        call = follow(call, str(turn), tokens(new), message, sampled_ids=tokens(sampled), tools=call.tools)
+        call = follow(
+            call, str(turn), make_tokens(new), message, sampled_ids=make_tokens(sampled), tools=call.tools
+        )
         prompt_tokens += len(call.prompt_ids)
         await store.add_calls([call])
     assert len(call.sequence) == 120_000
@@ -243,7 +247,7 @@ def _fields(call: object) -> dict[str, object]:
     return {name: getattr(call, name) for name in call.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
-async def test_same_tools_of_several_calls_are_stored_once(store: SqliteStore) -> None:
+async def test_tools_shared_by_several_calls_are_stored_once(store: SqliteStore) -> None:
     await store.open_session(make_session())
     await store.add_calls([make_call(str(i), tools=(CALCULATOR,)) for i in range(5)])
     database = sqlite3.connect(store.path)
@@ -267,7 +271,7 @@ async def test_call_with_changed_tokens_raises_corrupt(store: SqliteStore) -> No
         await store.calls("s")
 
 
-async def best_duration(read: Callable[[], Awaitable[object]]) -> float:
+async def measure_best_time(read: Callable[[], Awaitable[object]]) -> float:
     best = float("inf")
     for _ in range(30):
         started = time.perf_counter()
@@ -285,15 +289,15 @@ async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(sto
         )
         await store.claim_step(RUN, indexes[0], [make_claim(f"k{i}", group_id=f"g{i}") for i in indexes])
 
-    async def unclaimed() -> list[Group]:
+    async def list_unclaimed() -> list[Group]:
         return await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
 
     await claim(range(50))
-    few = await best_duration(unclaimed)
+    few = await measure_best_time(list_unclaimed)
     await claim(range(50, 8000))
     await store.open_group(make_group("new", 8000, status=GroupStatus.READY))
-    many = await best_duration(unclaimed)
-    assert [group.group_id for group in await unclaimed()] == ["new"]
+    many = await measure_best_time(list_unclaimed)
+    assert [group.group_id for group in await list_unclaimed()] == ["new"]
     assert many < 3 * few + 0.0003, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
 
 
@@ -312,9 +316,9 @@ async def test_progress_does_not_slow_down_with_groups_and_sessions(store: Sqlit
         )
 
     await fill(range(50))
-    few = await best_duration(progress)
+    few = await measure_best_time(progress)
     await fill(range(50, 4000))
-    many = await best_duration(progress)
+    many = await measure_best_time(progress)
     assert (await store.progress(RUN)).groups_ready == 4000
     assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
     await store.advance_step(RUN, 0, StepState.COMMITTED)

@@ -36,7 +36,7 @@ async def reopen(path: Path) -> None:
     await SqliteStore(path).close()
 
 
-def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+def get_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
@@ -45,25 +45,25 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize("kept_fraction", [0.0, 0.5, 0.9])
 async def test_missing_acknowledged_calls_are_reported_once(
-    path: Path, caplog: pytest.LogCaptureFixture, kept: float
+    path: Path, caplog: pytest.LogCaptureFixture, kept_fraction: float
 ) -> None:
     await reopen(path)
     acknowledged = kill_writer(path)
     log = path.with_name("store.db-wal")
-    os.truncate(log, int(log.stat().st_size * kept))
-    # A different program may open the file first.
+    os.truncate(log, int(log.stat().st_size * kept_fraction))
+    # Another program may open the file first.
     missing = acknowledged - count_calls(path)
     assert missing > 0
     await reopen(path)
-    [warning] = warnings(caplog)
+    [warning] = get_warnings(caplog)
     assert str(path) in warning
-    # The writes of the last group may have been stored without having been acknowledged.
+    # The writes in the last commit may have been stored but not acknowledged.
     assert missing - 8 <= int(warning.split()[0]) <= missing + 8
     caplog.clear()
     await reopen(path)
-    assert warnings(caplog) == []
+    assert get_warnings(caplog) == []
 
 
 async def test_killed_writer_without_damage_is_not_reported(
@@ -72,7 +72,7 @@ async def test_killed_writer_without_damage_is_not_reported(
     for _ in range(3):
         kill_writer(path)
         await reopen(path)
-    assert warnings(caplog) == []
+    assert get_warnings(caplog) == []
 
 
 async def test_failed_writes_are_not_reported_as_missing(
@@ -81,13 +81,13 @@ async def test_failed_writes_are_not_reported_as_missing(
     store = SqliteStore(path)
     await store.open_session(make_session())
     await store.add_calls([make_call("a")])
-    # The batch is undone, and then written one by one.
+    # The batch is rolled back, and its calls are then written one by one.
     writes = (store.add_calls([make_call(name)]) for name in ("b", "a", "a", "a"))
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), *[ConflictError] * 3]
     await store.close()
     await reopen(path)
-    assert warnings(caplog) == []
+    assert get_warnings(caplog) == []
 
 
 async def test_new_store_after_a_deleted_one_is_not_reported(
@@ -97,4 +97,4 @@ async def test_new_store_after_a_deleted_one_is_not_reported(
     for file in (path, path.with_name("store.db-wal"), path.with_name("store.db-shm")):
         file.unlink()
     await reopen(path)
-    assert warnings(caplog) == []
+    assert get_warnings(caplog) == []

@@ -1,4 +1,4 @@
-"""Acknowledged writes are stored: after SIGKILL, next to other writers, and when the disk is full."""
+"""Acknowledged writes are stored: after SIGKILL, with concurrent writers, and when the disk is full."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.store.writer import Writer
 
 from .factories import make_call, make_session
-from .processes import command, kill, run, start
+from .processes import build_command, kill, run, start
 
 
-async def stored_call_ids(path: Path) -> set[str]:
+async def load_call_ids(path: Path) -> set[str]:
     store = SqliteStore(path)
     calls = await store.calls("s")
     await store.close()
@@ -39,7 +39,7 @@ async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
         acknowledged.add(child.stdout.readline().strip())
         await asyncio.sleep(rng.uniform(0.0, 0.3))
         acknowledged.update(kill(child))
-        assert acknowledged <= await stored_call_ids(path)
+        assert acknowledged <= await load_call_ids(path)
     assert len(acknowledged) > 50
 
 
@@ -49,18 +49,20 @@ async def test_several_processes_write_concurrently_without_loss(tmp_path: Path)
     store = SqliteStore(path)
     await store.open_session(make_session())
     children = [start("count", path, name) for name in ("a", "b")]
-    slowest, own = 0.0, 0
+    slowest = 0.0
+    own_calls = 0
     while any(child.poll() is None for child in children):
         started = time.perf_counter()
-        await store.add_calls([make_call(f"own-{own}")])
-        slowest, own = max(slowest, time.perf_counter() - started), own + 1
+        await store.add_calls([make_call(f"own-{own_calls}")])
+        slowest = max(slowest, time.perf_counter() - started)
+        own_calls += 1
     for child in children:
         lines, _ = child.communicate(timeout=30)
         assert child.returncode == 0
         assert len(lines.split()) == 200
     await store.close()
-    assert len(await stored_call_ids(path)) == 400 + own
-    assert own > 10
+    assert len(await load_call_ids(path)) == 400 + own_calls
+    assert own_calls > 10
     assert slowest < 5
 
 
@@ -109,7 +111,7 @@ async def test_write_to_a_locked_file_raises(tmp_path: Path) -> None:
 
 
 async def test_write_that_does_not_fit_fails_separately(tmp_path: Path) -> None:
-    """The other writes of its group are stored, even if SQLite rolls the transaction back."""
+    """The other writes in its commit are stored, even if SQLite rolls the transaction back."""
     path = tmp_path / "small.db"
     connection = create_database(path)
     connection.execute("PRAGMA max_page_count = 100")
@@ -130,33 +132,33 @@ async def test_write_that_does_not_fit_fails_separately(tmp_path: Path) -> None:
 async def test_file_size_limit_loses_no_acknowledged_call(tmp_path: Path) -> None:
     """Writing continues once the limit is raised."""
     path = tmp_path / "store.db"
-    output = run(command("fill", path, "limit"))
+    output = run(build_command("fill", path, "limit"))
     await _assert_nothing_lost(path, output)
     assert "limit-afterwards" in output
 
 
-def in_namespace(script: str, *arguments: str) -> list[str]:
-    """Return a command that may mount file systems in its own namespace."""
+def wrap_in_namespace(script: str, *arguments: str) -> list[str]:
+    """Return a command that runs the script in a namespace where it may mount file systems."""
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec", script, "sh", *arguments]
 
 
 def can_mount(tmp_path: Path) -> bool:
     try:
-        run(in_namespace(f"mount -t tmpfs none {tmp_path}"))
+        run(wrap_in_namespace(f"mount -t tmpfs none {tmp_path}"))
     except (OSError, AssertionError):
         return False
     return True
 
 
 async def test_full_disk_loses_no_acknowledged_call(tmp_path: Path) -> None:
-    """The file system has 2 MB."""
+    """The file system has a size of 2 MB."""
     if not can_mount(tmp_path):
         pytest.skip("users cannot mount file systems on this system")
     disk, copy = tmp_path / "disk", tmp_path / "copy"
     disk.mkdir()
     copy.mkdir()
     script = f'mount -t tmpfs -o size=2m none {disk}; "$@"; cp {disk}/store.db* {copy}/'
-    output = run(in_namespace(script, *command("fill", disk / "store.db", "disk")))
+    output = run(wrap_in_namespace(script, *build_command("fill", disk / "store.db", "disk")))
     await _assert_nothing_lost(copy / "store.db", output)
 
 
@@ -164,9 +166,9 @@ async def test_closed_store_can_be_read_from_a_read_only_disk(tmp_path: Path) ->
     if not can_mount(tmp_path):
         pytest.skip("users cannot mount file systems on this system")
     disk = tmp_path / "disk"
-    run(command("count", disk / "store.db", "a"))
+    run(build_command("count", disk / "store.db", "a"))
     script = f'mount --bind {disk} {disk}; mount -o remount,bind,ro {disk}; "$@"'
-    assert run(in_namespace(script, *command("read", disk / "store.db", ""))) == "200\n"
+    assert run(wrap_in_namespace(script, *build_command("read", disk / "store.db", ""))) == "200\n"
 
 
 async def _assert_nothing_lost(path: Path, output: str) -> None:
@@ -175,4 +177,4 @@ async def _assert_nothing_lost(path: Path, output: str) -> None:
     assert int(full.split()[1]) > 20
     acknowledged = {line for line in lines if not line.startswith("full ")}
     assert len(acknowledged) > 5
-    assert acknowledged == await stored_call_ids(path)
+    assert acknowledged == await load_call_ids(path)

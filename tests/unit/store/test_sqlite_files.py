@@ -1,4 +1,4 @@
-"""Files of another version or program are migrated, or rejected with advice, and never damaged."""
+"""Files of other versions are migrated, or rejected with advice, and other files are never changed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def restore(path: Path, dump: Path) -> None:
 
 
 def assert_open_fails(path: Path, error: type[StoreError], *words: str) -> None:
-    """Opening fails for writing and for reading, and leaves the file byte for byte as it was."""
+    """Check that opening fails for writing and for reading, and that it does not change the file."""
     before = path.read_bytes()
     for read_only in (False, True):
         with pytest.raises(error) as caught:
@@ -80,8 +80,8 @@ def test_open_file_of_another_program_raises(path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("content", [b"once upon a time " * 100, b"\x00" * 8192])
-def test_open_file_that_is_no_database_raises(path: Path, content: bytes) -> None:
+@pytest.mark.parametrize("content", [b"not a database " * 100, b"\x00" * 8192])
+def test_open_file_that_is_not_a_database_raises(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     assert_open_fails(path, StoreCorrupt, "damaged", ".recover")
 
@@ -94,7 +94,7 @@ async def test_open_truncated_file_raises(path: Path) -> None:
 
 
 async def test_read_of_damaged_pages_raises(path: Path) -> None:
-    """The damage is found when the pages are read; the error has the file and what to do."""
+    """The damage is found when the pages are read, and the error names the file and says what to do."""
     await fill_store(path)
     overwrite(path, 60 * 4096, 90 * 4096, b"\xa5" * 30 * 4096)
     store = SqliteStore(path)
@@ -138,7 +138,7 @@ async def test_read_only_store_does_not_change_a_closed_file(path: Path) -> None
     before = read_bytes(path)
     store = SqliteStore(path, read_only=True)
     assert len(await store.calls("s")) == 3
-    with pytest.raises(StoreError, match="reading only"):
+    with pytest.raises(StoreError, match="opened read-only"):
         await store.add_calls([make_call("late")])
     await store.close()
     assert read_bytes(path) == before
@@ -158,7 +158,7 @@ async def test_check_version_does_not_migrate(path: Path) -> None:
 # --- migrations ---------------------------------------------------------------------------------
 
 NEXT_MIGRATION = {VERSION: ("ALTER TABLE runs ADD COLUMN note TEXT NOT NULL DEFAULT 'none'",)}
-FAILING_MIGRATION = {VERSION: (*NEXT_MIGRATION[VERSION], "INSERT INTO no_such_table VALUES (1)")}
+FAILING_MIGRATION = {VERSION: (*NEXT_MIGRATION[VERSION], "INSERT INTO missing_table VALUES (1)")}
 
 
 def read_version(path: Path) -> int:
@@ -195,8 +195,8 @@ def test_every_older_version_has_its_migration_and_fixture() -> None:
 
 
 @pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("v*.sql")), ids=lambda path: path.stem)
-async def test_file_of_each_released_version_is_migrated(path: Path, fixture: Path) -> None:
-    """The fixture was written by that version (``sqlite3 store.db .dump`` and the two pragmas); the migrated
+async def test_files_of_released_versions_are_migrated(path: Path, fixture: Path) -> None:
+    """Each fixture was written by its version (``sqlite3 store.db .dump`` and the two pragmas). The migrated
     file has the same rows, and the same columns as a new file."""
     restore(path, fixture)
     store = SqliteStore(path)

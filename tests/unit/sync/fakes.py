@@ -57,7 +57,7 @@ class WeightReceivingEngine(Engine):
         self.version = 0
         self.failing = failing
         self.received_bytes = 0
-        """The size of the received JSON."""
+        """Total size of the received JSON."""
         self._staged = StagedWeights()
         self._routes = routes
 
@@ -104,7 +104,7 @@ class WeightReceivingEngine(Engine):
 
 
 class WeightSendingBackend(Backend):
-    """Sends weights filled with ``value`` plus the index of the weight."""
+    """Sends weights that are filled with ``value`` plus the weight's index."""
 
     value = 0.0
 

@@ -1,4 +1,4 @@
-"""Selecting the route from a backend to engines."""
+"""Tests for selecting the sync route from a backend to its engines."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
     sync = await create_sync_route(make_config("ipc"), WeightSendingBackend(), [WeightReceivingEngine()])
     assert isinstance(sync, SharedSync)
     assert sync.is_live
-    assert "the machine's memory" in sync.description
+    assert "main memory" in sync.description
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
         ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not provide its weights"),
         ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not accept weights over ipc"),
         ("ipc", WeightSendingBackend(), OtherMachineEngine(), "another machine"),
-        ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "computes on a CPU"),
+        ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "runs on a CPU"),
         (
             "ray",
             WeightSendingBackend(),
@@ -70,7 +70,7 @@ async def test_create_sync_rejects_an_unsupported_route(
     route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, message: str
 ) -> None:
     with pytest.raises(
-        ConfigError, match=rf"sync.route: '{route}' is not possible: .*{message}.*Possible: .*files"
+        ConfigError, match=rf"sync.route: '{route}' cannot be used: .*{message}.*Available: .*files"
     ):
         await create_sync_route(make_config(route), backend, [engine])
 

@@ -12,7 +12,7 @@ from instar.http.retry import RetryPolicy
 from instar.sync.files import RETRY, FileSync
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 
-POLICY = Policy("p", 3, Artifact("adapter", "somewhere"))
+POLICY = Policy("p", 3, Artifact("adapter", "path"))
 
 
 class LoadingEngine(Engine):

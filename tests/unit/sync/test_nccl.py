@@ -1,4 +1,4 @@
-"""Broadcasting weights to a group of engines whose members may fail."""
+"""Tests for weight broadcasts to a group of engines, any of which may fail."""
 
 from __future__ import annotations
 
@@ -126,12 +126,9 @@ async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRende
 
 async def test_push_aborts_the_broadcast_if_a_member_fails(rendezvous: FakeRendezvous) -> None:
     """The push must not wait for the deadline, because a broadcast blocks the trainer's GPU."""
-    backend, failing_engine, healthy_engine = (
-        WeightSendingBackend(),
-        GroupMemberEngine(rendezvous, failing="commit"),
-        GroupMemberEngine(rendezvous),
-    )
-    sync = create_sync(backend, rendezvous)
+    failing_engine = GroupMemberEngine(rendezvous, failing="commit")
+    healthy_engine = GroupMemberEngine(rendezvous)
+    sync = create_sync(WeightSendingBackend(), rendezvous)
     async with asyncio.timeout(10):
         outcome, other = await sync.push(make_policy(1), [failing_engine, healthy_engine])
     assert "the GPU is gone" in str(outcome)
@@ -200,12 +197,8 @@ async def test_push_destroys_the_group_if_the_backend_fails(rendezvous: FakeRend
 
 
 async def test_push_creates_a_new_group_for_a_new_engine(rendezvous: FakeRendezvous) -> None:
-    backend, first, second = (
-        WeightSendingBackend(),
-        GroupMemberEngine(rendezvous),
-        GroupMemberEngine(rendezvous),
-    )
-    sync = create_sync(backend, rendezvous)
+    first, second = GroupMemberEngine(rendezvous), GroupMemberEngine(rendezvous)
+    sync = create_sync(WeightSendingBackend(), rendezvous)
     assert await sync.push(make_policy(1), [first]) == [None]
     assert await sync.push(make_policy(2), [first, second]) == [None, None]
     assert (first.version, second.version) == (2, 2)

@@ -1,4 +1,4 @@
-"""Engines that copy the weights from the trainer's memory."""
+"""Tests for engines that copy weights from the trainer's memory."""
 
 from __future__ import annotations
 
@@ -50,12 +50,8 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
-    backend, failing_engine, healthy_engine = (
-        WeightSendingBackend(),
-        WeightReceivingEngine(failing=phase),
-        WeightReceivingEngine(),
-    )
-    sync = SharedSync(backend, device="cpu", deadline=60)
+    failing_engine, healthy_engine = WeightReceivingEngine(failing=phase), WeightReceivingEngine()
+    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
     failed, succeeded = await sync.push(make_policy(4), [failing_engine, healthy_engine])
     assert isinstance(failed, SyncError)
     assert "version 4 of p" in str(failed)
@@ -72,7 +68,7 @@ async def test_push_fails_after_the_deadline() -> None:
     class SlowBackend(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             await asyncio.sleep(60)
-            yield "never", torch.zeros(1)
+            yield "unused", torch.zeros(1)
 
     (outcome,) = await SharedSync(SlowBackend(), device="cpu", deadline=0.05).push(
         make_policy(1), [WeightReceivingEngine()]
@@ -82,7 +78,7 @@ async def test_push_fails_after_the_deadline() -> None:
 
 
 class LateEngine(WeightReceivingEngine):
-    """An engine that copies when ``may_copy`` is set, even if the caller was cancelled, as over HTTP."""
+    """An engine that copies once ``may_copy`` is set, even if the call was cancelled, as over HTTP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,23 +95,23 @@ class LateEngine(WeightReceivingEngine):
 
 
 async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
-    backend, late, healthy_engine = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
+    backend, late_engine, healthy_engine = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", deadline=0.5)
     backend.value = 10.0
-    failed, succeeded = await sync.push(make_policy(1), [late, healthy_engine])
+    failed, succeeded = await sync.push(make_policy(1), [late_engine, healthy_engine])
     assert "longer than 0.5 s" in str(failed)
     assert succeeded is None, "this engine finished in time"
     backend.value = 20.0
     assert await sync.push(make_policy(2), [healthy_engine]) == [None]
     assert has_weights(healthy_engine, 20.0)
-    assert late.copying is not None
-    late.may_copy.set()
-    await late.copying
-    assert late.version == 1
-    assert has_weights(late, 10.0)
+    assert late_engine.copying is not None
+    late_engine.may_copy.set()
+    await late_engine.copying
+    assert late_engine.version == 1
+    assert has_weights(late_engine, 10.0)
     backend.value = 30.0
-    assert await sync.push(make_policy(3), [late, healthy_engine]) == [None, None]
-    assert has_weights(late, 30.0)
+    assert await sync.push(make_policy(3), [late_engine, healthy_engine]) == [None, None]
+    assert has_weights(late_engine, 30.0)
     assert has_weights(healthy_engine, 30.0)
     await sync.close()
 

@@ -1,4 +1,4 @@
-"""Weights that an engine receives in chunks and more than once."""
+"""Tests for weights that an engine receives in chunks, possibly more than once."""
 
 from __future__ import annotations
 

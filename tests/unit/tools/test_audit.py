@@ -1,4 +1,4 @@
-"""`tools/audit.py` fails only on a known vulnerability, and names the packages that it could not look up."""
+"""`tools/audit.py` fails only on known vulnerabilities, and names the packages that it could not look up."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ TOOLS = Path(__file__).parents[3] / "tools"
 UNREACHABLE = "http://127.0.0.1:9"
 
 
-class Index(BaseHTTPRequestHandler):
-    """A mirror of PyPI with the pages of projects, but not of their versions."""
+class IndexHandler(BaseHTTPRequestHandler):
+    """A PyPI mirror with project pages but no version pages, and an OSV service at `/osv`."""
 
     projects: dict[str, Any]
 
@@ -32,14 +32,14 @@ class Index(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(page).encode())
 
     def do_POST(self) -> None:
-        """Answer a query as OSV does; only this path is an OSV service."""
+        """Answer a query as OSV does."""
         query = json.loads(self.rfile.read(int(self.headers["content-length"])))
         affected = [{"package": {"name": "old", "ecosystem": "PyPI"}, "ranges": []}]
-        is_known = query["package"]["name"] == "old"
-        answer = {"vulns": [{"id": "GHSA-1", "affected": affected}]} if is_known else {}
+        is_vulnerable = query["package"]["name"] == "old"
+        response = {"vulns": [{"id": "GHSA-1", "affected": affected}]} if is_vulnerable else {}
         self.send_response(200 if self.path == "/osv" else 404)
         self.end_headers()
-        self.wfile.write(json.dumps(answer).encode())
+        self.wfile.write(json.dumps(response).encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
@@ -47,15 +47,15 @@ class Index(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def index() -> Generator[str]:
-    def page(version: str, *ids: str) -> Any:
+    def make_page(version: str, *ids: str) -> Any:
         return {"info": {"version": version}, "vulnerabilities": [{"id": identifier} for identifier in ids]}
 
-    Index.projects = {
-        "/pypi/safe/json": page("1.0"),
-        "/pypi/old/json": page("2.0"),
-        "/pypi/bad/json": page("1.0", "PYSEC-2026-1"),
+    IndexHandler.projects = {
+        "/pypi/safe/json": make_page("1.0"),
+        "/pypi/old/json": make_page("2.0"),
+        "/pypi/bad/json": make_page("1.0", "PYSEC-2026-1"),
     }
-    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), IndexHandler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -65,7 +65,7 @@ def index() -> Generator[str]:
 
 @pytest.fixture
 def tool(tmp_path: Path) -> Path:
-    """A copy of the tool, so that its cache and its allow-list are its own."""
+    """A copy of the tool with its own cache and allow-list."""
     shutil.copytree(TOOLS, tmp_path / "copy" / "tools")
     return tmp_path / "copy" / "tools" / "audit.py"
 
@@ -91,14 +91,12 @@ def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages
     assert "NOT AUDITED: 1 of 1 packages: safe 1.0" in output
 
 
-def test_audit_by_project_pages_names_packages_in_older_versions(
-    tool: Path, packages: Path, index: str
-) -> None:
+def test_audit_by_project_pages_names_outdated_packages(tool: Path, packages: Path, index: str) -> None:
     install(packages, "safe")
     install(packages, "old")
     code, output = run_audit(tool, packages, index)
     assert code == 0
-    assert "1 packages were audited by the pages of their projects" in output
+    assert "1 packages were audited using their project pages" in output
     assert "NOT AUDITED: 1 of 2 packages: old 1.0" in output
 
 
@@ -114,18 +112,16 @@ def test_audit_of_vulnerable_package_fails_until_it_is_allowed(
     assert run_audit(tool, packages, index)[0] == 0
 
 
-def test_audit_is_repeated_from_its_cache_until_packages_change(
-    tool: Path, packages: Path, index: str
-) -> None:
+def test_audit_uses_its_cache_until_packages_change(tool: Path, packages: Path, index: str) -> None:
     install(packages, "safe")
     assert run_audit(tool, packages, index)[0] == 0
-    Index.projects["/pypi/safe/json"]["vulnerabilities"] = [{"id": "PYSEC-2026-2"}]
+    IndexHandler.projects["/pypi/safe/json"]["vulnerabilities"] = [{"id": "PYSEC-2026-2"}]
     assert run_audit(tool, packages, index)[0] == 0
     install(packages, "old")
     assert run_audit(tool, packages, index)[0] == 1
 
 
-def test_audit_with_reachable_osv_finds_vulnerability_of_older_version(
+def test_audit_with_reachable_osv_finds_vulnerability_in_older_version(
     tool: Path, packages: Path, index: str
 ) -> None:
     pytest.importorskip("pip_audit")

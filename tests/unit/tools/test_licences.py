@@ -1,4 +1,4 @@
-"""`tools/licences.py` accepts the licences of the allow-list in every form of metadata, and nothing else."""
+"""`tools/licences.py` accepts only allow-listed licences, in every metadata format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer in this process with a real store, backend and engine, which raises errors at chosen points."""
+"""An in-process trainer with a real store and backend, which can be made to fail at chosen points."""
 
 from __future__ import annotations
 
@@ -26,13 +26,12 @@ from tests.unit.data.builders import RUN, add_group, put_test_run
 
 
 class SimulatedCrash(Exception):
-    """Simulates a crash of the trainer's process."""
+    """Simulates a crash of the trainer process."""
 
 
 @dataclass
 class FaultInjector:
-    """Records each point that is reached, and raises ``error`` when ``point`` is reached for the n-th
-    time."""
+    """Records the points reached, and raises ``error`` the ``times``-th time that ``point`` is reached."""
 
     point: str = ""
     times: int = 1
@@ -82,11 +81,11 @@ class FaultyBackend(LocalBackend):
         super().__init__(config.model, config.backend, seed=config.seed)
         self.faults = faults
         self.initial_state = config.run_dir / "initial_state"
-        self.keep_seconds: float | None = None
-        """The lifetime of published artifacts; None if they do not expire."""
+        self.artifact_lifetime: float | None = None
+        """Seconds until published artifacts expire, or None if they do not."""
 
     async def start(self) -> None:
-        """Save the initial state in the first call, and load it in later calls."""
+        """Save the initial state on the first call and load it on later calls."""
         if self.initial_state.exists():
             await self.load_state(self.initial_state)
         else:
@@ -109,8 +108,8 @@ class FaultyBackend(LocalBackend):
     async def publish(self, path: Path) -> Artifact:
         artifact = await super().publish(path)
         self.faults.reach("artifact written")
-        if self.keep_seconds is not None:
-            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.keep_seconds)
+        if self.artifact_lifetime is not None:
+            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.artifact_lifetime)
         return artifact
 
 
@@ -187,7 +186,7 @@ async def fill_store(config: RunConfig, groups: int = 6) -> None:
 async def open_trainer(
     config: RunConfig, faults: FaultInjector | None = None, trainer_class: type[Trainer] = Trainer
 ) -> AsyncGenerator[TrainerHarness]:
-    """Open a trainer with new objects on the store and folder of the run."""
+    """Open a new trainer on the run's store and folder, as a restart does."""
     faults = faults or FaultInjector()
     store = FaultyStore(config.store_path, faults)
     backend = FaultyBackend(config, faults)

@@ -1,4 +1,4 @@
-"""Corrected replies are trained together with a step, each exactly once even if the trainer crashes."""
+"""Corrected replies are trained along with a step, exactly once even if the trainer crashes."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def add_corrected_session(
-    store: Store, name: str, corrected_ids: list[int] = CORRECTED_IDS, **session: Any
+    store: Store, session_id: str, corrected_ids: list[int] = CORRECTED_IDS, **fields: Any
 ) -> None:
-    """Add a session of one call with a corrected reply."""
-    fields = {"channel": Channel.LIVE, **session}
-    await store.open_session(make_session(name, **fields))
-    await store.add_calls([make_call(f"{name}#0", [1, 2, 3], [7, 9], session_id=name)])
+    """Add a session with one call and a correction of its reply."""
+    call_id = f"{session_id}#0"
+    await store.open_session(make_session(session_id, **{"channel": Channel.LIVE, **fields}))
+    await store.add_calls([make_call(call_id, [1, 2, 3], [7, 9], session_id=session_id)])
     ids = np.asarray(corrected_ids, np.int32)
-    await store.add_feedback(Feedback(name, name, f"{name}#0", correction="corrected", correction_ids=ids))
+    feedback = Feedback(session_id, session_id, call_id, correction="corrected", correction_ids=ids)
+    await store.add_feedback(feedback)
 
 
 async def add_corrections(config: RunConfig, count: int) -> None:
@@ -47,7 +48,7 @@ async def add_corrections(config: RunConfig, count: int) -> None:
     await store.close()
 
 
-async def corrections_by_step(store: Store) -> list[tuple[int | None, str]]:
+async def load_correction_claims(store: Store) -> list[tuple[int | None, str]]:
     claims = await store.claims(RUN)
     return sorted((c.step, c.sample_key) for c in claims if c.sample_key.startswith("feedback:"))
 
@@ -85,8 +86,8 @@ async def test_correction_sample_is_prompt_and_corrected_reply(
 async def test_correction_weights_follow_advantage_normalization(
     store: SqliteStore, tmp_path: Path, model: Path, normalization: str, expected: float
 ) -> None:
-    for name in ("a", "b"):
-        await add_corrected_session(store, name)
+    for session_id in ("a", "b"):
+        await add_corrected_session(store, session_id)
     samples = await load_samples(store, make_config(tmp_path, model, advantage={"normalize": normalization}))
     assert [sample.advantages[-1] for sample in samples] == pytest.approx([expected, expected])
 
@@ -97,9 +98,9 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
     await add_corrected_session(store, "val", channel=Channel.VAL)
     await add_corrected_session(store, "tagged")
     await store.add_tags([Tag("tagged", UNTRAINABLE)])
-    for name in ("live", "train", "third"):
-        await add_corrected_session(store, name, channel=Channel.TRAIN if name == "train" else Channel.LIVE)
-    await store.add_feedback(Feedback("words", "live", "live#0", correction="without tokens"))
+    for session_id, channel in (("live", Channel.LIVE), ("train", Channel.TRAIN), ("third", Channel.LIVE)):
+        await add_corrected_session(store, session_id, channel=channel)
+    await store.add_feedback(Feedback("untokenized", "live", "live#0", correction="without tokens"))
     samples = await load_samples(store, make_config(tmp_path, model, corrections={"per_step": 2}))
     assert [sample.session_id for sample in samples] == ["live", "train"], "the two oldest"
     without_weight = make_config(tmp_path, model, corrections={"weight": 0})
@@ -123,13 +124,13 @@ async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, mode
         before = await compute_logprob()
         await harness.trainer.run()
         assert await compute_logprob() > before + 0.1
-        assert await corrections_by_step(harness.store) == [
+        assert await load_correction_claims(harness.store) == [
             (1, "feedback:c0"),
             (2, "feedback:c1"),
             (3, "feedback:c2"),
         ]
         assert harness.faults.reached.count("forward_backward") == 6, (
-            "one for the samples, one for the corrections"
+            "each step has one for the samples and one for the corrections"
         )
         assert harness.faults.reached.count("optim_step") == 3
     steps = read_steps(config.run_dir)
@@ -148,7 +149,7 @@ async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, 
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         assert harness.faults.reached.count("forward_backward") == 1
-        assert await corrections_by_step(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
+        assert await load_correction_claims(harness.store) == [(1, "feedback:c0"), (1, "feedback:c1")]
     (step,) = read_steps(config.run_dir)
     assert (step["samples"], step["corrections"], "loss" in step) == (0, 2, False)
 
@@ -162,7 +163,7 @@ async def test_corrections_are_trained_once_after_crash(
 ) -> None:
     results: list[tuple[Any, str]] = []
     for faults in (FaultInjector(), FaultInjector(point, times)):
-        config = make_config(tmp_path / (faults.point or "undisturbed"), model, corrections={"per_step": 1})
+        config = make_config(tmp_path / (faults.point or "uninterrupted"), model, corrections={"per_step": 1})
         await fill_store(config)
         await add_corrections(config, 3)
         if faults.point:
@@ -171,7 +172,9 @@ async def test_corrections_are_trained_once_after_crash(
                     await harness.trainer.run()
         async with open_trainer(config) as harness:
             await harness.trainer.run()
-            assert await corrections_by_step(harness.store) == [(n + 1, f"feedback:c{n}") for n in range(3)]
+            assert await load_correction_claims(harness.store) == [
+                (n + 1, f"feedback:c{n}") for n in range(3)
+            ]
             results.append((await harness.claims(), await harness.head_hash()))
     assert results[0] == results[1], "the weights are the same as without a crash"
 

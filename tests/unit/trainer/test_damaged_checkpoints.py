@@ -1,4 +1,4 @@
-"""A damaged checkpoint is named, and the run continues from the newest intact one."""
+"""Damaged checkpoints are reported, and the run resumes from the newest intact one."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ async def train(config: RunConfig) -> TrainingResult:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    return asyncio.run(train(make_config(tmp_path_factory.mktemp("undisturbed"), model, steps=4)))
+def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
+    return asyncio.run(train(make_config(tmp_path_factory.mktemp("uninterrupted"), model, steps=4)))
 
 
 @pytest.fixture
 async def trained(tmp_path: Path, model: Path) -> RunConfig:
-    """A run with three trained steps, whose config has a fourth step."""
+    """The config of a run that has trained three of its four steps."""
     await train(make_config(tmp_path / "run", model, steps=3))
     return make_config(tmp_path / "run", model, steps=4)
 
@@ -75,22 +75,22 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-async def assert_trained_once(harness: TrainerHarness, undisturbed: TrainingResult) -> None:
+async def assert_trained_once(harness: TrainerHarness, uninterrupted: TrainingResult) -> None:
     rows = await harness.store.steps(RUN)
     assert [(row.step, row.state) for row in rows] == [(step, StepState.COMMITTED) for step in (1, 2, 3, 4)]
-    assert (await harness.claims(), await harness.head_hash()) == undisturbed
-    assert [row.version for row in rows] == [1, 2, 4, 5], "version 3 has the lost weights"
+    assert (await harness.claims(), await harness.head_hash()) == uninterrupted
+    assert [row.version for row in rows] == [1, 2, 4, 5], "version 3 contains the lost weights"
     assert (await harness.engine.status()).version == 5
 
 
 @pytest.mark.parametrize("expected", DAMAGES)
 async def test_recovery_with_damaged_checkpoint_uses_the_previous_one(
-    trained: RunConfig, undisturbed: TrainingResult, expected: str
+    trained: RunConfig, uninterrupted: TrainingResult, expected: str
 ) -> None:
     DAMAGES[expected](checkpoint_path(trained.run_dir, 3))
     async with open_trainer(trained) as harness:
         await harness.trainer.run()
-        await assert_trained_once(harness, undisturbed)
+        await assert_trained_once(harness, uninterrupted)
         assert harness.faults.reached.count("optim_step") == 2, "steps 3 and 4"
         [warning] = [line for line in harness.log if "damaged" in line]
         assert "step-000003" in warning
@@ -100,8 +100,8 @@ async def test_recovery_with_damaged_checkpoint_uses_the_previous_one(
 
 
 @pytest.mark.parametrize("point", ["tombstoned", "released"])
-async def test_crash_during_the_recovery_is_recovered_from(
-    trained: RunConfig, undisturbed: TrainingResult, point: str
+async def test_trainer_recovers_from_crash_during_recovery(
+    trained: RunConfig, uninterrupted: TrainingResult, point: str
 ) -> None:
     flip_bit(checkpoint_path(trained.run_dir, 3))
     async with open_trainer(trained, FaultInjector(point)) as harness:
@@ -109,12 +109,10 @@ async def test_crash_during_the_recovery_is_recovered_from(
             await harness.trainer.recover()
     async with open_trainer(trained) as harness:
         await harness.trainer.run()
-        await assert_trained_once(harness, undisturbed)
+        await assert_trained_once(harness, uninterrupted)
 
 
-async def test_recovery_publishes_the_loaded_weights_again_if_they_were_pruned(
-    tmp_path: Path, model: Path
-) -> None:
+async def test_recovery_republishes_pruned_weights(tmp_path: Path, model: Path) -> None:
     settings = {"checkpoint_every": 2, "keep_checkpoints": 2}
     config = make_config(tmp_path / "run", model, steps=5, **settings)
     await train(config)

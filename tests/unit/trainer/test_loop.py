@@ -38,7 +38,7 @@ STEP_POINTS = [
     "published",
     "committed",
 ]
-"""The points that a step reaches, in order. The second `submitted` stores the metrics of the step."""
+"""The points that a step reaches, in order. The second `submitted` stores the step's metrics."""
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +88,12 @@ async def test_trainer_step_passes_all_states_in_order(config: RunConfig) -> Non
 
 
 TrainingResult = tuple[list[tuple[int | None, str, float | None]], str]
-"""The claims, and the hash of the adapter."""
+"""The claims and the hash of the adapter."""
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> TrainingResult:
-    config = make_config(tmp_path_factory.mktemp("undisturbed"), model)
+    config = make_config(tmp_path_factory.mktemp("uninterrupted"), model)
 
     async def train() -> TrainingResult:
         await fill_store(config)
@@ -146,7 +146,7 @@ async def test_trainer_recovers_from_crash_during_recovery(
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfig, times: int) -> None:
-    """The crash happens after the first or after the second row is written."""
+    """The crash happens after the first or the second row is written."""
     every_two = with_trainer(config, checkpoint_every=2, steps=2)
     await run_until_crash(every_two, "saved" if times == 1 else "committed", 1)
     async with open_trainer(every_two) as harness:
@@ -157,15 +157,15 @@ async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfi
 
 async def test_recovery_discards_versions_of_unsaved_steps(config: RunConfig) -> None:
     every_two = with_trainer(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
-    # The eighth `submitted` is in step 3: steps 1 and 3 have three each, step 2 has two. Version 3 is
-    # published and version 2 is pruned at that time.
+    # The eighth `submitted` is in step 3: steps 1 and 3 have three each, step 2 has two. By then,
+    # version 3 is published and old versions are pruned.
     await run_until_crash(every_two, "submitted", 8)
     async with open_trainer(every_two) as harness:
         await harness.trainer.recover()
         head = await harness.store.latest_policy(RUN)
         assert head.version == 2
         assert "v000002" in [path.name for path in (config.run_dir / "policies").iterdir()], (
-            "pruning keeps the version that a recovery needs"
+            "the version that recovery needs is not pruned"
         )
         assert (await harness.engine.status()).version == 2
         await harness.trainer.run()
@@ -198,13 +198,13 @@ async def test_recovery_prunes_orphaned_checkpoint_and_keeps_valid_one(config: R
 
 async def test_recovery_with_missing_checkpoint_names_it(config: RunConfig) -> None:
     await run_until_crash(config, "saved", 1)
-    (config.run_dir / "checkpoints").rename(config.run_dir / "elsewhere")
+    (config.run_dir / "checkpoints").rename(config.run_dir / "moved")
     async with open_trainer(config) as harness:
         with pytest.raises(InstarError, match=r"step-000001 is damaged or missing \(it does not exist"):
             await harness.trainer.run()
 
 
-async def test_trainer_with_non_finite_numbers_stops_run(config: RunConfig) -> None:
+async def test_trainer_with_non_finite_loss_raises(config: RunConfig) -> None:
     diverging = with_trainer(
         config, adam=config.trainer.adam.model_copy(update={"lr": 1e30, "grad_clip_norm": 0})
     )
@@ -316,7 +316,7 @@ async def test_trainer_stops_after_repeated_backend_loss(config: RunConfig) -> N
 
 async def test_trainer_republishes_policy_before_it_expires(config: RunConfig) -> None:
     async with open_trainer(with_trainer(config, steps=50)) as harness:
-        harness.backend.keep_seconds = 0.6
+        harness.backend.artifact_lifetime = 0.6
         harness.trainer.is_rollout_finished = False
         trainer_task = asyncio.create_task(harness.trainer.run())
         while (first := await harness.store.latest_policy(RUN)).version < 6:  # noqa: ASYNC110 - no event to wait for
@@ -338,7 +338,7 @@ async def test_trainer_republishes_policy_before_it_expires(config: RunConfig) -
 async def test_crash_does_not_increase_staleness(
     tmp_path: Path, model: Path, point: str, times: int, checkpoint_every: int
 ) -> None:
-    """The staleness of each group is 1, which is the limit."""
+    """Every group but the first has a staleness of 1, which is the limit."""
     config = make_config(tmp_path / "run", model, steps=4, max_staleness=1, checkpoint_every=checkpoint_every)
     store = SqliteStore(config.store_path)
     await put_test_run(store)
@@ -353,14 +353,14 @@ async def test_crash_does_not_increase_staleness(
 
 
 class ImpatientTrainer(Trainer):
-    """A trainer that does not wait for a batch, as if a policy had to be published again."""
+    """A trainer that does not wait for batches, as if its policy had to be renewed at once."""
 
     def _batch_timeout(self) -> float | None:
         return 0.0
 
 
 class FinishingRolloutBatcher(Batcher):
-    """A batcher that adds the last group and finishes the rollout just after it has read the store."""
+    """A batcher that adds the last group and finishes the rollout right after reading the store."""
 
     trainer: Trainer
 

@@ -1,4 +1,4 @@
-"""Training steps on tokens that other policies sampled, with a real backend."""
+"""Training steps with a real backend, on tokens that other policies sampled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
 
 
-async def first_batch(config: RunConfig) -> StepBatch:
+async def load_first_batch(config: RunConfig) -> StepBatch:
     store = SqliteStore(config.store_path)
     batch = await Batcher(store, RUN, config).next_batch(1, 0, 0)
     await store.close()
@@ -44,13 +44,12 @@ async def end_with_reward(store: SqliteStore, session_id: str, value: float) -> 
     await store.end_session(session_id, SessionStatus.COMPLETED, None, [reward])
 
 
-async def test_step_with_recomputed_logprobs_weighs_off_policy_tokens(model: Path, tmp_path: Path) -> None:
-    """The recorded logprobs, which are -0.01 × token id, differ much from the model's logprobs. With one
-    update per batch, the ratio of the loss is 1, so that the loss is minus the sum of the weighted
-    advantages."""
+async def test_step_with_recomputed_logprobs_weights_off_policy_tokens(model: Path, tmp_path: Path) -> None:
+    """The recorded logprobs are -0.01 × token id, far from the model's. With one update per batch, the
+    ratio in the loss is 1, so the loss is the negative sum of the weighted advantages."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, steps=1, tensorboard=True)
     await fill_store(config)
-    batch = await first_batch(config)
+    batch = await load_first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
     await backend.close()
@@ -74,12 +73,12 @@ async def test_step_with_recomputed_logprobs_weighs_off_policy_tokens(model: Pat
     json.dumps(metrics, allow_nan=False)
 
 
-async def test_reply_sampled_across_update_weighs_only_old_tokens(model: Path, tmp_path: Path) -> None:
+async def test_reply_sampled_across_update_weights_only_old_tokens(model: Path, tmp_path: Path) -> None:
     """Tokens that the trained policy itself sampled have weight 1, regardless of the tokens before them."""
     config = make_config(tmp_path, model)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     await fill_store(config)
-    batch = await first_batch(config)
+    batch = await load_first_batch(config)
     before = await backend.forward(batch.samples)
     await backend.forward_backward(batch.samples, LossConfig())
     await backend.optim_step(AdamConfig(lr=0.3))
@@ -125,7 +124,7 @@ class ConstantReference(Reference):
 async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, off_policy=RECOMPUTE)
     await fill_store(config)
-    batch = await first_batch(config)
+    batch = await load_first_batch(config)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     proximal = await backend.forward(batch.samples)
     corrected, _ = await correct_off_policy(batch, backend, config.trainer.off_policy)
@@ -143,22 +142,22 @@ async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Pat
     assert metrics["reference_kl"] == pytest.approx(np.mean(gaps), rel=1e-4)
 
 
-async def test_truncated_softmax_sampling_is_weighed_once(model: Path, tmp_path: Path) -> None:
+async def test_truncated_softmax_sampling_is_weighted_once(model: Path, tmp_path: Path) -> None:
     """The weight is the ratio of the proximal policy to the truncated softmax, not to the full softmax."""
     config = make_config(tmp_path, model, off_policy=RECOMPUTE, advantage={"normalize": "none"})
     await fill_store(config, groups=0)
     store = SqliteStore(config.store_path)
     group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
-    session = make_session("warm", group_id=group, slot=1)
+    session = make_session("truncated", group_id=group, slot=1)
     await store.open_session(session)
     behavior = np.array([-0.5, -3.0], np.float32)
     await store.add_calls(
-        [make_call("warm#0", [1, 2], [8, 9], session_id="warm", behavior_logprobs=behavior)]
+        [make_call("truncated#0", [1, 2], [8, 9], session_id="truncated", behavior_logprobs=behavior)]
     )
-    await end_with_reward(store, "warm", 1.0)
+    await end_with_reward(store, "truncated", 1.0)
     await store.close_group(group, GroupStatus.READY)
     await store.close()
-    batch = await first_batch(config)
+    batch = await load_first_batch(config)
     np.testing.assert_allclose(batch.samples[1].advantages, [0, 0, 1, 1], atol=1e-4)
     np.testing.assert_allclose(batch.scales[1], [0, 0, 1, 1])
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
@@ -184,7 +183,7 @@ async def test_step_with_every_token_dropped_trains_nothing_and_continues(
     assert first["dropped_tokens"] == first["tokens"] > 0
 
 
-async def test_behavior_logprobs_take_importance_metrics_from_update(model: Path, tmp_path: Path) -> None:
+async def test_importance_metrics_without_recompute_come_from_update(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
     await fill_store(config)
     async with open_trainer(config) as harness:

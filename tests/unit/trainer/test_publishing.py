@@ -1,4 +1,4 @@
-"""Pushing the policy to all engines, and again to engines that lag behind."""
+"""Policies are pushed to all engines, and again to engines that lag behind."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.tiny import make_tiny_model
 from tests.unit.sync.test_files import LoadingEngine
 from tests.unit.trainer.harness import RUN, fill_store, make_config, open_trainer
 
-HEAD = Policy("p", 3, Artifact("adapter", "somewhere"))
+HEAD = Policy("p", 3, Artifact("adapter", "path"))
 
 
 def make_publisher(*engines: Engine, sync: SyncRoute | None = None) -> PolicyPublisher:
-    async def current() -> list[Engine]:
+    async def list_engines() -> list[Engine]:
         return list(engines)
 
-    return PolicyPublisher(sync or FileSync(attempts=1), current, poll_seconds=0.01)
+    return PolicyPublisher(sync or FileSync(attempts=1), list_engines, poll_seconds=0.01)
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -34,11 +34,9 @@ async def wait_until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_publisher_pushes_again_to_an_engine_that_a_push_did_not_reach(log: list[str]) -> None:
-    late_engine, healthy_engine = (
-        LoadingEngine(EngineUnavailable("starting"), EngineError("out of memory")),
-        LoadingEngine(),
-    )
+async def test_publisher_retries_an_engine_that_a_push_did_not_reach(log: list[str]) -> None:
+    late_engine = LoadingEngine(EngineUnavailable("starting"), EngineError("out of memory"))
+    healthy_engine = LoadingEngine()
     publisher = make_publisher(late_engine, healthy_engine)
     await publisher.push(HEAD)
     assert (late_engine.version, healthy_engine.version) == (0, 3)
@@ -98,10 +96,8 @@ async def test_publisher_fails_when_the_route_keeps_failing() -> None:
 
 
 async def test_publisher_continues_while_only_one_engine_refuses() -> None:
-    refusing_engine, healthy_engine = (
-        LoadingEngine(*[EngineError("broken") for _ in range(99)]),
-        LoadingEngine(),
-    )
+    refusing_engine = LoadingEngine(*[EngineError("broken") for _ in range(99)])
+    healthy_engine = LoadingEngine()
     publisher = make_publisher(refusing_engine, healthy_engine)
     for version in range(1, 2 * MAX_REFUSALS):
         await publisher.push(Policy("p", version, HEAD.artifact))
@@ -155,6 +151,6 @@ async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:
         assert kinds == {1: "live", 2: "adapter", 3: "adapter"}
         assert (await harness.engine.status()).version == 3
         await harness.head_hash()
-    async with open_trainer(config) as harness:  # as after a crash, now with a file sync
+    async with open_trainer(config) as harness:  # as after a crash, but with file sync
         await harness.trainer.run()
         assert (await harness.engine.status()).version == 3

@@ -1,4 +1,4 @@
-"""The loss terms that do not depend on the advantages."""
+"""Loss terms that do not depend on the advantages."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Functions shared by the programs in this folder: jobs are read as JSON from standard input and run
-concurrently, and the last line of output has the results. They have their own environment, without Instar."""
+"""Code shared by the programs in this folder, which run in an environment without Instar.
+
+A program reads its jobs as JSON from stdin, runs them concurrently and prints the results as its last line.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """One conversation of an agent: a question, and then a second one."""
+    """A conversation to hold: a question and a follow-up."""
 
     url: str
     """The URL of the server or of a session, without ``/v1``."""
     key: str
     variant: str
-    """The variant in which the client is used: words joined by ``-``."""
+    """How the client is used, as words joined by ``-``."""
     question: str
     follow_up: str
 
@@ -30,7 +32,7 @@ class Job:
         return set(self.variant.split("-"))
 
     @property
-    def openai(self) -> dict[str, Any]:
+    def openai_options(self) -> dict[str, Any]:
         return {"base_url": f"{self.url}/v1", "api_key": self.key}
 
 
@@ -39,7 +41,7 @@ class JobResult:
     answers: list[Any] = field(default_factory=list)
     """The final answer to each question."""
     usage: list[tuple[int, int]] = field(default_factory=list)
-    """The prompt and sampled tokens of each call, if the client reports them."""
+    """The numbers of prompt and sampled tokens of each call, if the client reports them."""
     error: str = ""
 
 
@@ -54,18 +56,18 @@ def calc(expression: str) -> str:
     return f"calc says {value}"
 
 
-def serve(run: Callable[[Job, JobResult], None]) -> None:
+def run_jobs(run: Callable[[Job, JobResult], None]) -> None:
     jobs = [Job(**job) for job in json.load(sys.stdin)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = list(pool.map(lambda job: _attempt(run, job), jobs))
     print("\n" + json.dumps([vars(job_result) for job_result in results]), flush=True)
-    os._exit(0)  # some clients leave threads behind that wait for the network
+    os._exit(0)  # some clients leave threads behind that wait on the network
 
 
 def _attempt(run: Callable[[Job, JobResult], None], job: Job) -> JobResult:
     job_result = JobResult()
     try:
         run(job, job_result)
-    except Exception:  # noqa: BLE001 — whatever a client raises is reported to the test
+    except Exception:  # noqa: BLE001 - any client error is reported to the test
         job_result.error = traceback.format_exc()
     return job_result

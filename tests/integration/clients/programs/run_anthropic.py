@@ -1,4 +1,4 @@
-"""The `anthropic` SDK: sync and async, streamed and not."""
+"""The `anthropic` SDK: sync and async, with and without streaming."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import anthropic
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 
 TOOL: Any = {
     "name": "calc",
@@ -66,4 +66,4 @@ def run(job: Job, job_result: JobResult) -> None:
             messages.append({"role": "user", "content": results})
 
 
-serve(run)
+run_jobs(run)

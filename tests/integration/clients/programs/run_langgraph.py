@@ -1,12 +1,12 @@
-"""LangGraph: LangChain's `create_agent` and LangGraph's own `create_react_agent`, with the models for chat,
-Responses and Anthropic's Messages; streamed and not."""
+"""LangGraph: LangChain's `create_agent` and LangGraph's own `create_react_agent`, over chat, Responses
+and Anthropic's Messages, with and without streaming."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any
 
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import AIMessage
@@ -19,7 +19,7 @@ def create_model(job: Job) -> Any:
     if "messages" in job.words:
         return ChatAnthropic(model="instar", base_url=job.url, api_key=job.key, max_tokens=500)
     return ChatOpenAI(
-        model="instar", use_responses_api="responses" in job.words, stream_usage=True, **job.openai
+        model="instar", use_responses_api="responses" in job.words, stream_usage=True, **job.openai_options
     )
 
 
@@ -50,4 +50,4 @@ def run(job: Job, job_result: JobResult) -> None:
         job_result.answers.append(messages[-1].text)
 
 
-serve(run)
+run_jobs(run)

@@ -1,5 +1,5 @@
-"""mini-swe-agent with its own settings (`mini.yaml`), over LiteLLM: chat, Responses, Anthropic's Messages,
-and its variant for models without tools. It takes one task and no follow-up."""
+"""mini-swe-agent with its default settings over LiteLLM: chat, Responses, Anthropic's Messages, and its
+variant for models without tools. It runs one task and ignores the follow-up."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ os.environ |= {
 }
 
 import yaml
-from job import Job, JobResult, serve
+from job import Job, JobResult, run_jobs
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import builtin_config_dir
 from minisweagent.environments.local import LocalEnvironment
@@ -42,4 +42,4 @@ def run(job: Job, job_result: JobResult) -> None:
         job_result.answers.append(Path(folder, "answer.txt").read_text().strip())
 
 
-serve(run)
+run_jobs(run)

@@ -1,5 +1,5 @@
-"""The `openai` SDK: chat, responses (full history, or the id of the previous response) and completions; sync
-and async, streamed and not."""
+"""The `openai` SDK: chat, responses (with the full history or the previous response id) and completions, sync
+and async, with and without streaming."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import openai
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 
 PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]}
 FUNCTION = {"name": "calc", "description": "Evaluate arithmetic.", "parameters": PARAMETERS}
@@ -20,7 +20,9 @@ class VariantClient:
     def __init__(self, job: Job) -> None:
         self._streams = "stream" in job.words
         self._loop = asyncio.new_event_loop() if "async" in job.words else None
-        self._client: Any = openai.AsyncOpenAI(**job.openai) if self._loop else openai.OpenAI(**job.openai)
+        self._client: Any = (
+            openai.AsyncOpenAI(**job.openai_options) if self._loop else openai.OpenAI(**job.openai_options)
+        )
 
     def chat(self, **request: Any) -> Any:
         return self._send(self._client.chat.completions, "get_final_completion", request)
@@ -120,4 +122,4 @@ def run(job: Job, job_result: JobResult) -> None:
     client.close()
 
 
-serve(run)
+run_jobs(run)

@@ -1,4 +1,4 @@
-"""The OpenAI Agents SDK: over Responses and over chat, streamed and not, alone and with a handoff."""
+"""The OpenAI Agents SDK over Responses and chat, with and without streaming and handoffs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 from openai import AsyncOpenAI
 
 set_tracing_disabled(True)
 
 
 async def converse(job: Job, job_result: JobResult) -> None:
-    client = AsyncOpenAI(**job.openai)
+    client = AsyncOpenAI(**job.openai_options)
     model_class = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
     model = model_class(model="instar", openai_client=client)
     options: Any = {"model": model, "model_settings": ModelSettings(include_usage=True)}
@@ -47,4 +47,4 @@ def run(job: Job, job_result: JobResult) -> None:
     asyncio.run(converse(job, job_result))
 
 
-serve(run)
+run_jobs(run)

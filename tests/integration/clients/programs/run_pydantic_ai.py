@@ -1,5 +1,5 @@
-"""pydantic-ai: its models for chat, Responses and Anthropic's Messages; streamed and not; a typed answer,
-which it requests through a tool."""
+"""pydantic-ai over chat, Responses and Anthropic's Messages, with and without streaming, and with typed
+answers, which it requests through a tool."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterable
 from typing import Any
 
 from anthropic import AsyncAnthropic
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 from pydantic import BaseModel
 from pydantic_ai import Agent, ModelResponse
 from pydantic_ai.models.anthropic import AnthropicModel
@@ -25,19 +25,19 @@ def create_model(job: Job) -> Any:
     if "messages" in job.words:
         client = AsyncAnthropic(base_url=job.url, api_key=job.key)
         return AnthropicModel("instar", provider=AnthropicProvider(anthropic_client=client))
-    kind = OpenAIResponsesModel if "responses" in job.words else OpenAIChatModel
-    return kind("instar", provider=OpenAIProvider(**job.openai))
+    model_class = OpenAIResponsesModel if "responses" in job.words else OpenAIChatModel
+    return model_class("instar", provider=OpenAIProvider(**job.openai_options))
 
 
 async def consume_events(_: Any, events: AsyncIterable[Any]) -> None:
-    """Consume the events: with a handler every call is streamed (`run_stream` ends at the first text)."""
+    """Consume the events. With a handler, every call is streamed; `run_stream` ends at the first text."""
     async for _event in events:
         pass
 
 
 async def converse(job: Job, job_result: JobResult) -> None:
-    kind: Any = Answer if "typed" in job.words else str
-    agent = Agent(create_model(job), instructions="Work it out.", output_type=kind)
+    output_type: Any = Answer if "typed" in job.words else str
+    agent = Agent(create_model(job), instructions="Work it out.", output_type=output_type)
     agent.tool_plain(calc)
     history: list[Any] = []
     for question in (job.question, job.follow_up):
@@ -57,4 +57,4 @@ def run(job: Job, job_result: JobResult) -> None:
     asyncio.run(converse(job, job_result))
 
 
-serve(run)
+run_jobs(run)

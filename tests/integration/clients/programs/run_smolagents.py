@@ -1,10 +1,10 @@
-"""smolagents: its agent that calls tools and its agent that writes code."""
+"""smolagents: `ToolCallingAgent` and `CodeAgent`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from job import Job, JobResult, calc, serve
+from job import Job, JobResult, calc, run_jobs
 from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent, tool
 
 
@@ -21,4 +21,4 @@ def run(job: Job, job_result: JobResult) -> None:
             job_result.usage.append((usage.input_tokens, usage.output_tokens))
 
 
-serve(run)
+run_jobs(run)

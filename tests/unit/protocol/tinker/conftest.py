@@ -10,8 +10,10 @@ from instar.protocol.base import ServiceLimits
 from tests.sdk_leaks import collect_sdk_leaks
 from tests.unit.protocol.serving import make_tiny_config, serve_in_thread
 
-KEY, OTHER_KEY, MINT_KEY = "tml-the-key-of-tests", "tml-someone-elses", "sk-as-mint-has-them"
-NAME = "tiny"
+KEY = "tml-test-key"
+OTHER_KEY = "tml-other-key"
+MINT_KEY = "sk-mint-key"
+BASE_MODEL = "tiny"
 
 
 @pytest.fixture(scope="package")
@@ -21,11 +23,11 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture(scope="package")
 def url(tiny_model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
-    """The URL of one server for all tests; each test has its own session."""
+    """The URL of a server that all tests share. Each test has its own session."""
     limits = ServiceLimits(max_body=1_000_000, max_rank=16, max_models=4)
     folder = tmp_path_factory.mktemp("checkpoints")
     keys = [KEY, OTHER_KEY, MINT_KEY]
-    options = {"folder": folder, "keys": keys, "base_model": NAME, "limits": limits}
+    options = {"folder": folder, "keys": keys, "base_model": BASE_MODEL, "limits": limits}
     with collect_sdk_leaks(), serve_in_thread("tinker", tiny_model, **options) as address:
         yield address
 
@@ -39,4 +41,4 @@ def service(url: str) -> Generator[tinker.ServiceClient]:
 
 @pytest.fixture
 def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(NAME, rank=4, seed=3)
+    return service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)

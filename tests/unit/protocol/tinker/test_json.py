@@ -1,4 +1,4 @@
-"""The older JSON protocol, and cases that no SDK covers: repeated requests, limits, other kinds of keys."""
+"""The older JSON protocol, and cases that no SDK covers: repeated requests, limits and other key formats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from instar.protocol.tinker import messages
-from tests.unit.protocol.tinker.conftest import KEY, MINT_KEY, NAME
+from tests.unit.protocol.tinker.conftest import BASE_MODEL, KEY, MINT_KEY
 from tests.unit.protocol.tinker.raw import RawTinkerClient
 
 ADAM = {"learning_rate": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12}
@@ -23,7 +23,7 @@ def raw(url: str) -> Generator[RawTinkerClient]:
 @pytest.fixture
 def model(raw: RawTinkerClient) -> Generator[str]:
     session = raw.create_session()
-    yield raw.create_model(session, NAME)
+    yield raw.create_model(session, BASE_MODEL)
     assert raw.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
 
 
@@ -63,7 +63,7 @@ def test_json_steps_out_of_order_run_in_order(raw: RawTinkerClient, model: str) 
     assert after["loss:sum"] < before["loss:sum"]
 
 
-def invalid_step(model: str, seq: int, learning_rate: str) -> bytes:
+def make_invalid_step(model: str, seq: int, learning_rate: str) -> bytes:
     fields = f'"model_id": "{model}", "seq_id": {seq}, "adam_params": {{"learning_rate": {learning_rate}}}'
     return b"{%s}" % fields.encode()
 
@@ -74,13 +74,13 @@ def test_rejected_step_does_not_block_later_steps(
 ) -> None:
     last = raw.submit("forward_backward", make_pass_request(model, 3))
     raw.submit("forward_backward", make_pass_request(model, 1))
-    rejected = raw.post("optim_step", invalid_step(model, 2, learning_rate))
+    rejected = raw.post("optim_step", make_invalid_step(model, 2, learning_rate))
     assert rejected.status_code == 400
     assert "cannot be parsed" in rejected.json()["detail"]
     assert raw.retrieve_result(last)["metrics"]["loss:sum"] > 0
-    again = raw.post("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
-    assert again.status_code == 422
-    assert "rejected request" in again.json()["detail"]
+    retried = raw.post("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
+    assert retried.status_code == 422
+    assert "rejected request" in retried.json()["detail"]
 
 
 def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, model: str) -> None:
@@ -102,7 +102,7 @@ def test_optimizer_settings_out_of_range_are_rejected_by_name(raw: RawTinkerClie
     raw.submit("forward_backward", make_pass_request(model, 1))
     step = {"adam_params": ADAM | {"beta1": 1.0}, "model_id": model, "seq_id": 2}
     error = raw.retrieve_result(raw.submit("optim_step", step))["error"]
-    assert error == "adam_params.beta1: received 1.0; Input should be less than 1"
+    assert error == "adam_params.beta1: Input should be less than 1, got 1.0"
 
 
 def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
@@ -114,21 +114,21 @@ def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
     assert raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
     response = raw.post("optim_step", step | {"seq_id": 1})
     assert response.status_code == 422
-    assert "belongs to another operation" in response.json()["detail"]
+    assert "was used for another operation" in response.json()["detail"]
 
 
 def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> None:
     session = raw.create_session()
-    assert raw.create_model(session, NAME) == raw.create_model(session, NAME)
-    assert raw.create_model(session, NAME, 1) != raw.create_model(session, NAME)
+    assert raw.create_model(session, BASE_MODEL) == raw.create_model(session, BASE_MODEL)
+    assert raw.create_model(session, BASE_MODEL, 1) != raw.create_model(session, BASE_MODEL)
     raw.post(f"sessions/{session}/finish", {})
 
 
 def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: RawTinkerClient) -> None:
     session = raw.create_session()
-    request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": NAME}
+    request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
     sampling = raw.post("create_sampling_session", request).json()["sampling_session_id"]
-    assert raw.get(f"samplers/{sampling}").json()["base_model"] == NAME
+    assert raw.get(f"samplers/{sampling}").json()["base_model"] == BASE_MODEL
     sample = {
         "sampling_session_id": sampling,
         "seq_id": 0,
@@ -165,7 +165,7 @@ def test_mint_key_is_exchanged_for_a_token(url: str) -> None:
     [
         ("optim_step", b"{", {}, 400),
         ("optim_step", {"seq_id": 1}, {}, 400),
-        ("optim_step", {"model_id": "nobody", "seq_id": 1}, {}, 404),
+        ("optim_step", {"model_id": "missing", "seq_id": 1}, {}, 404),
         ("forward_backward", b"\xff\xff", {"Content-Type": "application/x-protobuf"}, 400),
         ("telemetry", b"x" * 1_000_001, {}, 413),
         ("telemetry", b"x", {"Content-Encoding": "zstd"}, 415),

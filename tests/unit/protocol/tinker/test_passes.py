@@ -1,4 +1,4 @@
-"""Passes that the SDK sends as protobuf or JSON are parsed to samples, and the SDK decodes the results."""
+"""Passes that the SDK sends as protobuf or JSON are parsed into samples, and the SDK decodes the results."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_loss_options_are_converted() -> None:
     assert parse_both_formats([make_datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
 
 
-def test_filler_targets_of_zero_weight_are_masked() -> None:
+def test_filler_targets_with_zero_weight_are_masked() -> None:
     filled = make_datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
     [sample] = parse_both_formats([filled], "cross_entropy").samples
     assert sample.mask.tolist() == [0, 0, 1, 1]
@@ -128,7 +128,7 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
 @pytest.mark.parametrize(
     ("loss", "change", "config", "message"),
     [
-        ("ppo", {"mask": [1.0, 1.0, 1.0]}, None, "datum 1: loss_fn_inputs has mask; ppo supports"),
+        ("ppo", {"mask": [1.0, 1.0, 1.0]}, None, "datum 1: unknown loss_fn_inputs mask; ppo supports"),
         (
             "ppo",
             {"target_tokens": [2, 9, 4]},
@@ -136,16 +136,16 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
             r"datum 1: target_tokens\[1\] is 9, .* next .* is 3",
         ),
         ("dro", {"target_tokens": [9, 3, 4]}, None, r"datum 1: target_tokens\[0\] is 9"),
-        ("cispo", {"advantages": [0.0]}, None, "datum 1: advantages has 1 entries; expected 3"),
-        ("cispo", {"target_tokens": [2, 3, -1]}, None, r"datum 1: target_tokens\[2\] is -1"),
-        ("gspo", {}, None, "loss_fn: received 'gspo'; supported: cross_entropy,"),
+        ("cispo", {"advantages": [0.0]}, None, "datum 1: advantages has 1 entries, expected 3"),
+        ("cispo", {"target_tokens": [2, 3, -1]}, None, r"target_tokens\[2\] must be a token id, got -1"),
+        ("gspo", {}, None, "unknown loss_fn 'gspo'; supported: cross_entropy,"),
         (
             "importance_sampling",
             {},
             {"clip_low_threshold": 0.5},
-            "received clip_low_threshold; importance_sampling supports no options",
+            "options clip_low_threshold; importance_sampling supports no options",
         ),
-        ("ppo", {}, {"beta": 0.5}, "received beta; ppo supports clip_low_threshold"),
+        ("ppo", {}, {"beta": 0.5}, "options beta; ppo supports clip_low_threshold"),
     ],
 )
 def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
@@ -167,7 +167,7 @@ def test_images_and_matrices_are_rejected() -> None:
         model_input=types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png", expected_tokens=3)]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1], dtype="int64")},
     )
-    with pytest.raises(ProtocolError, match="datum 0: received an image"):
+    with pytest.raises(ProtocolError, match="datum 0: images and audio are not supported"):
         parse_protobuf_pass(encode_protobuf([image], "cross_entropy")).require_batch()
     matrix = types.Datum(
         model_input=types.ModelInput.from_ints([1, 2]),
@@ -177,7 +177,7 @@ def test_images_and_matrices_are_rejected() -> None:
         parse_protobuf_pass(encode_protobuf([matrix], "cross_entropy")).require_batch()
 
 
-def test_unparsable_pass_is_rejected_at_once() -> None:
+def test_unparsable_pass_is_rejected_immediately() -> None:
     with pytest.raises(ProtocolError, match="cannot be parsed"):
         parse_protobuf_pass(b"\xff\xff\xff")
     with pytest.raises(ProtocolError, match="cannot be parsed"):

@@ -1,4 +1,4 @@
-"""Keys, sessions, lists of objects, and requests for objects that the server does not know any longer."""
+"""Keys, sessions, listings, and requests for objects that the server no longer has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tinker.lib.retryable_exception import RetryableException
 from instar.config import ModelConfig
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.serving import serve_in_thread
-from tests.unit.protocol.tinker.conftest import KEY, NAME, OTHER_KEY
+from tests.unit.protocol.tinker.conftest import BASE_MODEL, KEY, OTHER_KEY
 from tests.unit.protocol.tinker.raw import RawTinkerClient
 from tests.unit.protocol.tinker.test_training import ADAM, make_next_token_datum, run_step
 
@@ -71,7 +71,7 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
 
 def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    training = service.create_lora_training_client(NAME, rank=4)
+    training = service.create_lora_training_client(BASE_MODEL, rank=4)
     kept = training.save_weights_for_sampler("kept").result().path
     training.save_weights_and_get_sampling_client()
     session = service.holder.get_session_id()
@@ -84,11 +84,11 @@ def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None
         assert [checkpoint["tinker_path"] for checkpoint in checkpoints] == [kept]
 
 
-def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, tmp_path: Path) -> None:
-    options = {"folder": tmp_path, "keys": [KEY], "base_model": NAME}
+def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConfig, tmp_path: Path) -> None:
+    options = {"folder": tmp_path, "keys": [KEY], "base_model": BASE_MODEL}
     with serve_in_thread("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        training = service.create_lora_training_client(NAME, rank=4, seed=3)
+        training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
         run_step(training)
         path = training.save_state("kept").result().path
         loss = run_step(training)
@@ -96,15 +96,15 @@ def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, 
     port = int(url.rpartition(":")[2])
     with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
         start = time.monotonic()
-        with pytest.raises(tinker.NotFoundError, match="there is no model"):
+        with pytest.raises(tinker.NotFoundError, match="does not exist or has ended"):
             training.forward_backward([make_next_token_datum()], "cross_entropy").result(20)
-        with pytest.raises(tinker.NotFoundError, match="there is no sampling session"):
+        with pytest.raises(tinker.NotFoundError, match=r"sampling session .* does not exist or has ended"):
             sampling.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result(20)
-        with pytest.raises(tinker.NotFoundError, match="there is no session"):
-            service.create_lora_training_client(NAME, rank=4)
+        with pytest.raises(tinker.NotFoundError, match=r"session .* does not exist or has ended"):
+            service.create_lora_training_client(BASE_MODEL, rank=4)
         assert time.monotonic() - start < 10
         with RawTinkerClient(url, KEY) as raw:
-            assert raw.post("retrieve_future", {"request_id": "op-of-before"}).status_code == 410
+            assert raw.post("retrieve_future", {"request_id": "op-expired"}).status_code == 410
         new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
         resumed = new_service.create_training_client_from_state_with_optimizer(path)
         assert run_step(resumed) == pytest.approx(loss, rel=1e-6)
@@ -113,13 +113,13 @@ def test_restarted_server_reports_lost_objects_at_once(tiny_model: ModelConfig, 
 
 
 def test_lost_result_is_reported_as_retryable(url: str, training: tinker.TrainingClient) -> None:
-    """The SDK raises the error for a training call, and repeats a sampling call."""
+    """The SDK raises this error from training calls and retries sampling calls."""
     from tinker.lib.api_future_impl import _APIFuture
 
     lost: _APIFuture[types.OptimStepResponse] = _APIFuture(
         types.OptimStepResponse,
         training.holder,
-        types.UntypedAPIFuture(request_id="op-nobody-knows"),
+        types.UntypedAPIFuture(request_id="op-unknown"),
         request_start_time=time.time(),
         request_type="OptimStep",
     )

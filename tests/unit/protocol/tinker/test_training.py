@@ -11,7 +11,7 @@ import torch
 from tinker import types
 
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
-from tests.unit.protocol.tinker.conftest import NAME
+from tests.unit.protocol.tinker.conftest import BASE_MODEL
 from tests.unit.protocol.tinker.test_passes import make_datum
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -42,7 +42,7 @@ def test_server_capabilities_name_the_base_model(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:
     [model] = service.get_server_capabilities().supported_models
-    assert (model.model_name, model.max_context_length, model.trainable) == (NAME, 256, True)
+    assert (model.model_name, model.max_context_length, model.trainable) == (BASE_MODEL, 256, True)
     info = training.get_info()
     assert (info.model_id, info.lora_rank, info.is_lora) == (training.model_id, 4, True)
     tokenizer = training.get_tokenizer()
@@ -108,7 +108,7 @@ def test_custom_loss_is_computed_by_the_client(training: tinker.TrainingClient) 
 
 
 def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
-    training = service.create_lora_training_client(NAME, rank=4, seed=3)
+    training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
     run_step(training), run_step(training)
     path = training.save_state("two").result().path
     assert path == f"tinker://{training.model_id}/weights/two"
@@ -126,7 +126,7 @@ def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
 
 def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) -> None:
     training.save_state("one").result()
-    with pytest.raises(tinker.RequestFailedError, match="the checkpoint 'one' already exists"):
+    with pytest.raises(tinker.RequestFailedError, match="checkpoint 'one' already exists"):
         training.save_state("one").result()
     training.save_state("one", overwrite=True).result()
 
@@ -137,9 +137,9 @@ def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) 
         (
             [make_next_token_datum(mask=[1.0] * 5)],
             "cross_entropy",
-            "datum 0: loss_fn_inputs has mask; cross_entropy supports",
+            "datum 0: unknown loss_fn_inputs mask; cross_entropy supports",
         ),
-        ([make_next_token_datum()], "gspo", "loss_fn: received 'gspo'"),
+        ([make_next_token_datum()], "gspo", "unknown loss_fn 'gspo'"),
         ([make_next_token_datum([5, 400])], "cross_entropy", "token id 400"),
         (
             [make_next_token_datum(list(range(3, 303)))],
@@ -159,15 +159,15 @@ def test_invalid_data_is_reported_and_training_continues(
 
 
 def test_unsupported_optimizers_ranks_and_models_are_rejected(service: tinker.ServiceClient) -> None:
-    with pytest.raises(tinker.RequestFailedError, match=r"optimizer_config\.type: received 'dimuon'"):
-        service.create_lora_training_client(NAME, optimizer=types.DimuonOptimizerConfig())
-    with pytest.raises(tinker.RequestFailedError, match="rank: received 64; allowed: 1 to 16"):
-        service.create_lora_training_client(NAME, rank=64)
-    with pytest.raises(tinker.RequestFailedError, match="base_model: received 'another'"):
+    with pytest.raises(tinker.RequestFailedError, match=r"unknown optimizer_config\.type 'dimuon'"):
+        service.create_lora_training_client(BASE_MODEL, optimizer=types.DimuonOptimizerConfig())
+    with pytest.raises(tinker.RequestFailedError, match="rank must be between 1 and 16, got 64"):
+        service.create_lora_training_client(BASE_MODEL, rank=64)
+    with pytest.raises(tinker.RequestFailedError, match="unknown base_model 'another'"):
         service.create_lora_training_client("another", rank=4)
 
 
-def test_learning_rate_of_zero_changes_nothing(training: tinker.TrainingClient) -> None:
+def test_zero_learning_rate_changes_nothing(training: tinker.TrainingClient) -> None:
     before = (
         training.forward_backward([make_next_token_datum()], "cross_entropy").result().metrics["loss:sum"]
     )

@@ -1,4 +1,4 @@
-"""A server on a socket, in a separate thread so that the SDK's blocking client can call it."""
+"""Runs the server in a separate thread, so that the SDK's blocking client can call it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from instar.protocol.serve import serve_protocol
 from tests.tiny import make_tiny_model
 
 KEY, OTHER_KEY = "sk-test-one", "sk-test-two"
-BASE = "tiny"
+BASE_MODEL = "tiny"
 
 Connect = Callable[..., ServiceClient]
 
@@ -45,7 +45,7 @@ def run_server(
             folder=folder,
             keys=[KEY, OTHER_KEY],
             port=port,
-            base_model=BASE,
+            base_model=BASE_MODEL,
             limits=limits,
             threads=1,
             on_ready=address.set_result,
@@ -77,7 +77,7 @@ def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Gene
 
 @pytest.fixture
 def connect(server: str) -> Generator[Connect]:
-    """Return a function that connects clients to the server; they are closed at the end."""
+    """Return a function that connects clients to the server. They are closed after the test."""
     with ExitStack() as clients:
 
         def create(address: str = server, api_key: str = KEY, **options: object) -> ServiceClient:

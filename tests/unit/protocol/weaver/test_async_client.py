@@ -14,7 +14,7 @@ from weaver.operations import WeaverOperationError
 from weaver.training_pipeline import SubmitAheadQueue
 from weaver.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
-from tests.unit.protocol.weaver.conftest import BASE, KEY
+from tests.unit.protocol.weaver.conftest import BASE_MODEL, KEY
 
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
 
@@ -27,7 +27,7 @@ async def service(server: str) -> AsyncGenerator[AsyncServiceClient]:
 
 async def create_model(service: AsyncServiceClient) -> AsyncTrainingClient:
     return await service.create_model(
-        base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False)
+        base_model=BASE_MODEL, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False)
     )
 
 
@@ -53,8 +53,8 @@ async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient
     expected = await train_one_by_one(sequential, 4)
 
     async def call(seq: int) -> Any:
-        step, kind = divmod(seq, 2)
-        if kind:
+        step, is_optim_step = divmod(seq, 2)
+        if is_optim_step:
             return await concurrent.optim_step(ADAM)
         return await concurrent.forward_backward([make_datum(20 + step)], "cross_entropy")
 
@@ -146,18 +146,18 @@ async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient
         params = SamplingParams(max_tokens=5, temperature=0.0)
         prompt = ModelInput.from_ints(list(range(first, first + 4)))
         replies = await asyncio.gather(
-            *(sampler.sample(prompt=prompt, sampling_params=params) for _ in "abc")
+            *(sampler.sample(prompt=prompt, sampling_params=params) for _ in range(3))
         )
         assert await sampler.compute_logprobs(prompt=prompt)
         assert len({tuple(reply["sequences"][0]["tokens"]) for reply in replies}) == 1
         return replies[0]["sequences"][0]["tokens"]
 
-    firsts = (20, 100, 200)
-    for first, tokens in zip(firsts, await asyncio.gather(*map(learn, firsts)), strict=True):
+    starts = (20, 100, 200)
+    for first, tokens in zip(starts, await asyncio.gather(*map(learn, starts)), strict=True):
         assert tokens == list(range(first + 4, first + 9))
 
 
-async def test_outputs_carry_their_datum_ids(service: AsyncServiceClient) -> None:
+async def test_outputs_contain_their_datum_ids(service: AsyncServiceClient) -> None:
     from weaver import align_training_outputs
 
     trainer = await create_model(service)
@@ -172,8 +172,8 @@ async def test_outputs_carry_their_datum_ids(service: AsyncServiceClient) -> Non
 
 async def test_failed_operation_handles_raise(service: AsyncServiceClient) -> None:
     trainer = await create_model(service)
-    handle = await trainer.forward_backward([make_datum(20)], "nonsense", wait=False)
+    handle = await trainer.forward_backward([make_datum(20)], "unknown_loss", wait=False)
     assert handle.done()
-    with pytest.raises(WeaverOperationError, match="nonsense"):
+    with pytest.raises(WeaverOperationError, match="unknown_loss"):
         await handle
     await trainer.forward_backward([make_datum(20)], "cross_entropy")

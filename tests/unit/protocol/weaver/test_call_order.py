@@ -8,39 +8,39 @@ from instar.protocol.base import ProtocolError
 from instar.protocol.weaver.training import WeaverCallOrder
 
 
-class PlacedCalls:
-    """The calls that a `WeaverCallOrder` submitted, by their places."""
+class SubmittedCalls:
+    """Records the calls that a `WeaverCallOrder` submits, by position."""
 
     def __init__(self) -> None:
         self.order = WeaverCallOrder()
-        self.places: dict[int, str] = {}
+        self.positions: dict[int, str] = {}
 
     def submit_numbered(self, seq: int, call: str | None) -> str:
         return self.order.submit_numbered(
-            seq, call, lambda place, _: self.places.setdefault(place, f"seq {seq}")
+            seq, call, lambda position, _: self.positions.setdefault(position, f"seq {seq}")
         )
 
     def submit_unnumbered(self, name: str) -> str:
-        return self.order.submit_unnumbered(lambda place, _: self.places.setdefault(place, name))
+        return self.order.submit_unnumbered(lambda position, _: self.positions.setdefault(position, name))
 
     def in_order(self) -> list[str]:
-        assert sorted(self.places) == list(range(1, len(self.places) + 1))
-        return [self.places[place] for place in sorted(self.places)]
+        assert sorted(self.positions) == list(range(1, len(self.positions) + 1))
+        return [self.positions[position] for position in sorted(self.positions)]
 
 
 def test_unnumbered_call_keeps_its_arrival_order() -> None:
-    calls = PlacedCalls()
+    calls = SubmittedCalls()
     calls.submit_unnumbered("load")
     calls.submit_numbered(1, "b")
     calls.submit_numbered(2, "c")
     calls.submit_unnumbered("save")
-    calls.submit_unnumbered("save again")
+    calls.submit_unnumbered("second save")
     calls.submit_numbered(3, "f")
-    assert calls.in_order() == ["load", "seq 1", "seq 2", "save", "save again", "seq 3"]
+    assert calls.in_order() == ["load", "seq 1", "seq 2", "save", "second save", "seq 3"]
 
 
 def test_numbered_calls_may_arrive_late() -> None:
-    calls = PlacedCalls()
+    calls = SubmittedCalls()
     calls.submit_numbered(3, "c")
     calls.submit_unnumbered("save")
     calls.submit_numbered(1, "a")
@@ -50,7 +50,7 @@ def test_numbered_calls_may_arrive_late() -> None:
 
 
 def test_repeated_call_keeps_its_sequence_id() -> None:
-    calls = PlacedCalls()
+    calls = SubmittedCalls()
     for call in ("a", "a"):
         calls.submit_numbered(1, call)
     calls.submit_unnumbered("save")
@@ -61,7 +61,7 @@ def test_repeated_call_keeps_its_sequence_id() -> None:
 
 def test_every_sequence_id_is_used_once_in_any_order() -> None:
     for seed in range(50):
-        rng, calls = random.Random(seed), PlacedCalls()
+        rng, calls = random.Random(seed), SubmittedCalls()
         waiting = list(range(1, 20))
         while waiting:
             if rng.random() < 0.3:
@@ -73,7 +73,7 @@ def test_every_sequence_id_is_used_once_in_any_order() -> None:
 
 
 def test_sequence_id_of_another_call_is_rejected() -> None:
-    calls = PlacedCalls()
+    calls = SubmittedCalls()
     calls.submit_numbered(1, "a")
     with pytest.raises(ProtocolError, match="another call") as caught:
         calls.submit_numbered(1, "b")
@@ -82,14 +82,14 @@ def test_sequence_id_of_another_call_is_rejected() -> None:
 
 
 def test_failed_submission_leaves_the_order_unchanged() -> None:
-    def refuse(place: int, offset: int) -> str:
+    def reject(position: int, offset: int) -> str:
         raise ProtocolError("too many", 429)
 
-    calls = PlacedCalls()
+    calls = SubmittedCalls()
     with pytest.raises(ProtocolError, match="too many"):
-        calls.order.submit_numbered(1, "a", refuse)
+        calls.order.submit_numbered(1, "a", reject)
     with pytest.raises(ProtocolError, match="too many"):
-        calls.order.submit_unnumbered(refuse)
+        calls.order.submit_unnumbered(reject)
     calls.submit_numbered(1, "c")
     calls.submit_unnumbered("save")
     assert calls.in_order() == ["seq 1", "save"]

@@ -1,4 +1,4 @@
-"""The methods of the SDK's blocking client."""
+"""Tests for the methods of the SDK's blocking client."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from weaver.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingPara
 
 from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, LossName, ModelConfig
-from instar.config import LoraConfig as OurLoraConfig
+from instar.config import LoraConfig as InstarLoraConfig
 from instar.conformance.batches import make_tree_samples
 from instar.protocol.base import ServiceLimits
 from instar.types import Sample
-from tests.unit.protocol.weaver.conftest import BASE, KEY, OTHER_KEY, Connect, run_server
+from tests.unit.protocol.weaver.conftest import BASE_MODEL, KEY, OTHER_KEY, Connect, run_server
 
 IDS = list(range(20, 40))
 LORA = LoraConfig(rank=8, seed=5, train_unembed=False)
@@ -33,10 +33,10 @@ def make_datum(ids: list[int] = IDS) -> Datum:
 
 
 def make_ratio_datum(sample: Sample) -> Datum:
-    is_action = sample.mask > 0
+    is_trained = sample.mask > 0
     inputs = {
         "target_tokens": sample.token_ids[1:].tolist(),
-        "logprobs": np.where(is_action, sample.logprobs, 0)[1:].tolist(),
+        "logprobs": np.where(is_trained, sample.logprobs, 0)[1:].tolist(),
         "advantages": sample.advantages[1:].tolist(),
         "loss_mask": sample.mask[1:].tolist(),
     }
@@ -48,7 +48,7 @@ def get_logprobs(result: Any) -> list[list[float]]:
 
 
 def create_model(client: ServiceClient) -> TrainingClient:
-    return client.create_model(base_model=BASE, lora_config=LORA)
+    return client.create_model(base_model=BASE_MODEL, lora_config=LORA)
 
 
 @pytest.fixture
@@ -58,10 +58,10 @@ def trainer(connect: Connect) -> TrainingClient:
 
 def test_supported_models_are_listed(connect: Connect, model_folder: Path) -> None:
     client = connect()
-    assert client.list_supported_models() == [BASE]
+    assert client.list_supported_models() == [BASE_MODEL]
     (model,) = client.list_supported_models(detailed=True)
     assert [mode.mode for mode in model.training_modes] == ["lora"]
-    trainer = client.create_training_client(base_model=BASE)
+    trainer = client.create_training_client(base_model=BASE_MODEL)
     assert trainer.get_tokenizer().encode("hello")
     assert client.get_model(trainer.model_id)["training_mode"] == "lora"
     trainer.log_metrics({"reward": 0.5}, step=1)
@@ -94,8 +94,8 @@ def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
     np.testing.assert_allclose(first["logprobs"], get_logprobs(after)[0][3:9], atol=1e-4)
 
 
-def test_targets_of_zero_weight_are_scored(trainer: TrainingClient) -> None:
-    """Programs compute logprobs · weights over all targets."""
+def test_zero_weight_targets_are_scored(trainer: TrainingClient) -> None:
+    """Clients compute the dot product of logprobs and weights over all targets."""
     weights = [0.0] * 9 + [1.0] * 10
     datum = make_datum().with_loss_fn_inputs(weights=weights)
     result = trainer.forward_backward([datum], "cross_entropy")
@@ -105,7 +105,7 @@ def test_targets_of_zero_weight_are_scored(trainer: TrainingClient) -> None:
 
 
 def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
-    sampler = connect().create_sampling_client(base_model=BASE)
+    sampler = connect().create_sampling_client(base_model=BASE_MODEL)
     prompt = ModelInput.from_ints(IDS)
     greedy = SamplingParams(max_tokens=3, temperature=0.0)
     (reply,) = sampler.sample(prompt=prompt, sampling_params=greedy)["sequences"]
@@ -115,7 +115,9 @@ def test_sampling_stops_and_returns_prompt_logprobs(connect: Connect) -> None:
     assert response["sequences"][0]["stop_reason"] == "stop"
     assert response["raw_result"]["prompt_logprobs"] == sampler.compute_logprobs(prompt=prompt)
     seeded = SamplingParams(max_tokens=8, seed=3)
-    samples = [sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in "ab"]
+    samples = [
+        sampler.sample(prompt=prompt, sampling_params=seeded)["sequences"][0]["tokens"] for _ in range(2)
+    ]
     assert samples[0] == samples[1]
     # Without max_tokens, sampling continues to the end of the context, which has 1024 tokens.
     (reply_to_long_prompt,) = sampler.sample(prompt=ModelInput.from_ints(IDS * 51))["sequences"]
@@ -129,7 +131,7 @@ async def test_service_matches_the_local_backend(
     samples, loss = make_tree_samples(), LossConfig(name=name)
     local = LocalBackend(
         ModelConfig(name=str(model_folder), dtype="fp32"),
-        LocalBackendConfig(lora=OurLoraConfig(rank=8, alpha=32.0), threads=1),
+        LocalBackendConfig(lora=InstarLoraConfig(rank=8, alpha=32.0), threads=1),
         seed=5,
     )
     for _ in range(2):
@@ -179,18 +181,18 @@ def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Conn
     losses = [step(other) for _ in range(3)]
     assert losses[0] == expected[0]
     assert losses[2] != expected[2]
-    with pytest.raises(WeaverOperationError, match="saved without its optimizer"):
+    with pytest.raises(WeaverOperationError, match="has no optimizer state"):
         other.load_state_with_optimizer(light)
-    with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
-        other.load_state(f"weaver://{trainer.model_id}/checkpoints/nothing")
-    with pytest.raises(WeaverOperationError, match="checkpoint path: received '/etc/passwd'"):
+    with pytest.raises(WeaverOperationError, match="was not found or has expired"):
+        other.load_state(f"weaver://{trainer.model_id}/checkpoints/missing")
+    with pytest.raises(WeaverOperationError, match="invalid checkpoint path '/etc/passwd'"):
         other.load_state("/etc/passwd")
     assert step(other) > 0
 
 
 def test_failed_call_does_not_block_later_calls(trainer: TrainingClient) -> None:
-    with pytest.raises(WeaverOperationError, match="loss_fn: received 'nonsense'") as caught:
-        trainer.forward_backward([make_datum()], "nonsense")
+    with pytest.raises(WeaverOperationError, match="unknown loss_fn 'unknown_loss'") as caught:
+        trainer.forward_backward([make_datum()], "unknown_loss")
     assert caught.value.code == "invalid_request"
     unmasked = Datum(
         ModelInput.from_ints([1]), {"target_tokens": [2], "logprobs": [-1.0], "advantages": [1.0]}
@@ -215,13 +217,13 @@ def test_rejected_request_does_not_block_later_calls(trainer: TrainingClient) ->
     trainer.save_state(name="first")
     bodies = {
         "optimizer-steps": '{"payload": {"seq_id": 1, "adam_params": {"learning_rate": NaN}}}',
-        "forward-passes": '{"payload": {"seq_id": 2, "tensor_transport": "pigeon"}}',
+        "forward-passes": '{"payload": {"seq_id": 2, "tensor_transport": "unknown"}}',
         "export-sampler": '{"seq_id": 3, "ttl_seconds": "long"}',
     }
     for path, body in bodies.items():
         assert send(path, body)["error"] == "invalid_request"
-    done = send("export-sampler", '{"seq_id": 4}')
-    assert done["status"] == "done", done
+    exported = send("export-sampler", '{"seq_id": 4}')
+    assert exported["status"] == "done", exported
     reused = send("export-sampler", '{"seq_id": 2}')
     assert reused["error"] == "conflict"
     assert "sequence id 2" in reused["message"]
@@ -230,20 +232,22 @@ def test_rejected_request_does_not_block_later_calls(trainer: TrainingClient) ->
 
 def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
     client = connect()
-    with pytest.raises(WeaverAPIError, match="training_mode: received 'full_ft'"):
-        client.create_model(base_model=BASE, training_mode="full_ft")
-    with pytest.raises(WeaverAPIError, match="base_model: received 'other'"):
+    with pytest.raises(WeaverAPIError, match="unsupported training_mode 'full_ft'"):
+        client.create_model(base_model=BASE_MODEL, training_mode="full_ft")
+    with pytest.raises(WeaverAPIError, match="unknown base_model 'other'"):
         client.create_model(base_model="other")
-    with pytest.raises(WeaverAPIError, match="base_model: received 'other'"):
+    with pytest.raises(WeaverAPIError, match="unknown base_model 'other'"):
         client.create_sampling_client(base_model="other")
     with pytest.raises(WeaverAPIError, match="does not support GET /api/v1/organizations"):
         client.list_organizations()
-    sampler = client.create_sampling_client(base_model=BASE)
+    sampler = client.create_sampling_client(base_model=BASE_MODEL)
     with pytest.raises(WeaverAPIError, match="does not support topk_prompt_logprobs"):
         sampler.sample(prompt=ModelInput.from_ints([1]), topk_prompt_logprobs=3)
 
 
-def test_keys_are_checked_and_isolate_objects(connect: Connect, trainer: TrainingClient) -> None:
+def test_invalid_keys_are_rejected_and_objects_belong_to_their_key(
+    connect: Connect, trainer: TrainingClient
+) -> None:
     with pytest.raises(WeaverAPIError, match="is not valid for this server") as caught:
         connect(api_key="sk-wrong")
     assert (caught.value.status_code, caught.value.code) == (401, "unauthorized")
@@ -259,7 +263,7 @@ def test_keys_are_checked_and_isolate_objects(connect: Connect, trainer: Trainin
             send()
         assert (caught.value.status_code, caught.value.retryable) == (404, False)
     other_trainer = create_model(other_client)
-    with pytest.raises(WeaverOperationError, match="there is no checkpoint"):
+    with pytest.raises(WeaverOperationError, match="was not found or has expired"):
         other_trainer.load_state(saved.path)
 
 
@@ -270,7 +274,7 @@ def test_ended_model_is_not_found(connect: Connect) -> None:
     trainer.terminate(["inference"])
     trainer.forward([make_datum()], "forward_logprob")
     trainer.terminate()
-    with pytest.raises(WeaverAPIError, match="there is no model") as caught:
+    with pytest.raises(WeaverAPIError, match=r"model .* does not exist or has ended") as caught:
         trainer.forward([make_datum()], "forward_logprob")
     assert caught.value.status_code == 404
     assert trainer.list_checkpoints() == [saved]
@@ -280,24 +284,24 @@ def test_ended_model_is_not_found(connect: Connect) -> None:
 def test_one_client_at_a_time_trains_a_model(connect: Connect, trainer: TrainingClient) -> None:
     trainer.forward_backward([make_datum()], "cross_entropy")
     second = TrainingClient(
-        service=connect(), model_id=trainer.model_id, base_model=BASE, session_id=trainer.session_id
+        service=connect(), model_id=trainer.model_id, base_model=BASE_MODEL, session_id=trainer.session_id
     )
     with pytest.raises(WeaverAPIError, match="only one client can train a model") as caught:
         second.forward_backward([make_datum()], "cross_entropy")
     assert caught.value.status_code == 409
 
 
-def test_repeated_request_is_the_same_operation(trainer: TrainingClient) -> None:
+def test_repeated_request_returns_the_same_operation(trainer: TrainingClient) -> None:
     http = trainer._service.http
     headers = {"traceparent": f"00-{'1' * 32}-{'2' * 16}-01", "X-WEAVER-API-KEY": KEY}
 
     def post_twice(path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-        return [http._client.post(f"/api/v1/{path}", json=body, headers=headers).json() for _ in "ab"]
+        return [http._client.post(f"/api/v1/{path}", json=body, headers=headers).json() for _ in range(2)]
 
     models_path = f"sessions/{trainer.session_id}/models"
-    first, second = post_twice(models_path, {"base_model": BASE, "model_seq_id": 2})
+    first, second = post_twice(models_path, {"base_model": BASE_MODEL, "model_seq_id": 2})
     assert first == second
-    assert post_twice(models_path, {"base_model": BASE, "model_seq_id": 3})[0] != first
+    assert post_twice(models_path, {"base_model": BASE_MODEL, "model_seq_id": 3})[0] != first
     path = f"models/{first['id']}"
     data = [make_datum().to_payload()]
     pass_payload = {"seq_id": 1, "forward_backward_input": {"loss_fn": "cross_entropy", "data": data}}
@@ -326,7 +330,7 @@ def test_restarted_server_keeps_checkpoints_but_not_models(model_folder: Path, t
             lambda: OperationHandle(client.http, handle.operation_id, {}).wait(),
             lambda: create_model(client),
         ):
-            with pytest.raises(WeaverAPIError, match="there is no") as caught:
+            with pytest.raises(WeaverAPIError, match="does not exist") as caught:
                 send()
             assert (caught.value.status_code, caught.value.retryable) == (404, False)
         assert time.monotonic() - start < 5
@@ -349,19 +353,19 @@ def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Pat
     with run_server(model_folder, tmp_path, limits=limits) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)
         client.connect()
-        with pytest.raises(WeaverAPIError, match="allowed: 1 to 8"):
-            client.create_model(base_model=BASE, lora_config=LoraConfig(rank=9))
+        with pytest.raises(WeaverAPIError, match="must be between 1 and 8"):
+            client.create_model(base_model=BASE_MODEL, lora_config=LoraConfig(rank=9))
         trainer = create_model(client)
-        with pytest.raises(WeaverAPIError, match="which is the limit") as caught:
+        with pytest.raises(WeaverAPIError, match="too many models") as caught:
             create_model(client)
         assert (caught.value.status_code, caught.value.retryable) == (429, True)
-        with pytest.raises(WeaverAPIError, match="larger than the 20000 bytes") as caught:
+        with pytest.raises(WeaverAPIError, match="exceeds the limit of 20000 bytes") as caught:
             trainer.forward([make_datum()] * 500, "forward_logprob")
         assert caught.value.status_code == 413
         time.sleep(1.5)
         client.get_model(trainer.model_id)
         client._heartbeat_stop_event.set()
         time.sleep(1.7)
-        with pytest.raises(WeaverAPIError, match="there is no model"):
+        with pytest.raises(WeaverAPIError, match=r"model .* does not exist or has ended"):
             client.get_model(trainer.model_id)
         client.close()

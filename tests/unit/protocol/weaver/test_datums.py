@@ -12,10 +12,10 @@ from instar.protocol.weaver.http import json_response, parse_json
 
 
 def make_datum(tokens: list[int], targets: list[int], **tensors: list[float]) -> dict[str, Any]:
-    named = {"target_tokens": targets, **tensors}
+    tensors_by_name = {"target_tokens": targets, **tensors}
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-        "loss_fn_inputs": {name: {"data": data, "dtype": "?"} for name, data in named.items()},
+        "loss_fn_inputs": {name: {"data": data, "dtype": "?"} for name, data in tensors_by_name.items()},
     }
 
 
@@ -24,7 +24,7 @@ def parse_data(loss: str, *data: dict[str, Any], backward: bool = True, **config
     return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, is_backward=backward)
 
 
-def ratio_tensors(count: int) -> dict[str, list[float]]:
+def make_ratio_tensors(count: int) -> dict[str, list[float]]:
     return {"logprobs": [-1.0] * count, "advantages": [0.5] * count, "loss_mask": [1.0] * count}
 
 
@@ -70,7 +70,7 @@ def test_missing_targets_are_not_trained() -> None:
 
 def test_surrogate_loss_uses_surrogate_weights() -> None:
     batch = parse_data(
-        "surrogate", make_datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], mine=[1, 1])
+        "surrogate", make_datum([1, 2], [2, 3], surrogate_weights=[0.25, -1], weights=[1, 1], extra=[1, 1])
     )
     assert batch.loss is not None
     assert batch.loss.name == "cross_entropy"
@@ -94,12 +94,12 @@ def test_outputs_contain_the_datum_id() -> None:
 
 def test_loss_options_use_tinker_names() -> None:
     batch = parse_data(
-        "ppo", make_datum([1], [2], **ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5
+        "ppo", make_datum([1], [2], **make_ratio_tensors(1)), clip_low_threshold=0.7, clip_high_threshold=1.5
     )
     assert batch.loss is not None
     assert (batch.loss.clip_low, batch.loss.clip_high) == (0.7, 1.5)
     dro_batch = parse_data(
-        "dro", make_datum([1], [2], **ratio_tensors(1)), beta=0.1, entropy_coeff=0.0, aggregation="sum"
+        "dro", make_datum([1], [2], **make_ratio_tensors(1)), beta=0.1, entropy_coeff=0.0, aggregation="sum"
     )
     assert dro_batch.loss is not None
     assert dro_batch.loss.beta == 0.1
@@ -112,9 +112,9 @@ def test_loss_options_use_tinker_names() -> None:
             "truncated_importance_sampling",
             make_datum([1], [2]),
             {},
-            "received 'truncated_importance_sampling'; supported: cross_entropy.*dro",
+            "unknown loss_fn 'truncated_importance_sampling'; supported: cross_entropy.*dro",
         ),
-        ("forward_logprob", make_datum([1], [2]), {}, "supported only by a forward pass"),
+        ("forward_logprob", make_datum([1], [2]), {}, "supported only in a forward pass"),
         (
             "importance_sampling",
             make_datum([1], [2], logprobs=[-1], advantages=[1]),
@@ -127,14 +127,24 @@ def test_loss_options_use_tinker_names() -> None:
             {},
             "logprobs is missing",
         ),
-        ("ppo", make_datum([1], [2], mask=[1], **ratio_tensors(1)), {}, "mask is not an input of this loss"),
         (
             "ppo",
-            make_datum([1], [2], **ratio_tensors(1)),
-            {"entropy_coeff": 1e-4},
-            "entropy_coeff: received 0.0001; supported options",
+            make_datum([1], [2], mask=[1], **make_ratio_tensors(1)),
+            {},
+            "mask is not used by this loss",
         ),
-        ("dro", make_datum([1], [2], **ratio_tensors(1)), {"beta": -1}, "beta: .*greater than or equal to 0"),
+        (
+            "ppo",
+            make_datum([1], [2], **make_ratio_tensors(1)),
+            {"entropy_coeff": 1e-4},
+            r"unknown option loss_fn_config\.entropy_coeff \(0\.0001\); supported",
+        ),
+        (
+            "dro",
+            make_datum([1], [2], **make_ratio_tensors(1)),
+            {"beta": -1},
+            "beta: .*greater than or equal to 0",
+        ),
         ("cross_entropy", {"loss_fn_inputs": {}}, {}, "managed datasets are not supported"),
         (
             "cross_entropy",
@@ -176,7 +186,7 @@ def test_unsupported_input_is_rejected_by_name(
 def test_image_chunk_is_rejected() -> None:
     datum = make_datum([1], [2])
     datum["model_input"]["chunks"][0]["type"] = "image"
-    with pytest.raises(ProtocolError, match="a chunk of type 'image'; supported: encoded_text"):
+    with pytest.raises(ProtocolError, match="unsupported chunk type 'image'; supported: encoded_text"):
         parse_data("cross_entropy", datum)
 
 

@@ -23,7 +23,7 @@ from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, parse_ba
 from instar.protocol.weaver.http import MULTIPART, WeaverRequest, parse_json
 from instar.protocol.weaver.tensors import unpack_request
 from instar.protocol.weaver.training import WeaverSequencedRequest
-from tests.unit.protocol.weaver.conftest import BASE, KEY, Connect
+from tests.unit.protocol.weaver.conftest import BASE_MODEL, KEY, Connect
 
 LIMIT = 100_000
 TensorManifest = dict[str, Any]
@@ -43,7 +43,9 @@ def make_ratio_datum(first: int = 20, length: int = 12) -> Datum:
 
 
 def create_model(client: ServiceClient) -> TrainingClient:
-    return client.create_model(base_model=BASE, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False))
+    return client.create_model(
+        base_model=BASE_MODEL, lora_config=LoraConfig(rank=4, seed=1, train_unembed=False)
+    )
 
 
 def compute_sum_loss(
@@ -52,8 +54,8 @@ def compute_sum_loss(
     return -sum((row.sum() for row in logprobs), torch.zeros(())), {}
 
 
-def train_all_kinds(trainer: TrainingClient) -> list[Any]:
-    """Return the results of every kind of pass."""
+def run_all_passes(trainer: TrainingClient) -> list[Any]:
+    """Run passes of every type and return their results."""
     data = [make_ratio_datum(20), make_ratio_datum(60, 30)]
     data[0].datum_id = "first"
     results: list[Any] = [trainer.forward(data, "forward_logprob")]
@@ -67,19 +69,17 @@ def train_all_kinds(trainer: TrainingClient) -> list[Any]:
 @pytest.mark.parametrize("compression", ["raw", "zstd"])
 def test_binary_transport_trains_like_json(connect: Connect, compression: str) -> None:
     binary = connect(tensor_transport="http-binary", tensor_compression=compression)
-    actual, expected = (
-        train_all_kinds(create_model(binary)),
-        train_all_kinds(create_model(connect(tensor_transport="default"))),
-    )
-    # As text, because NaN is not equal to NaN.
+    actual = run_all_passes(create_model(binary))
+    expected = run_all_passes(create_model(connect(tensor_transport="default")))
+    # Compare as text, because NaN is not equal to NaN.
     assert json.dumps(actual) == json.dumps(expected)
 
 
-def test_failed_call_uses_up_its_sequence_id(connect: Connect) -> None:
+def test_failed_call_consumes_its_sequence_id(connect: Connect) -> None:
     trainer = create_model(connect(tensor_transport="http-binary"))
     with pytest.raises(WeaverOperationError, match="outside the vocabulary"):
         trainer.forward_backward([make_ratio_datum(10**6)], "importance_sampling")
-    with pytest.raises(WeaverOperationError, match="advantages has a number that is not finite"):
+    with pytest.raises(WeaverOperationError, match="advantages has a value that is not a finite"):
         trainer.forward_backward(
             [make_ratio_datum().with_loss_fn_inputs({"advantages": [float("nan")] * 11})],
             "importance_sampling",
@@ -87,8 +87,8 @@ def test_failed_call_uses_up_its_sequence_id(connect: Connect) -> None:
     trainer.forward_backward([make_ratio_datum()], "importance_sampling")
 
 
-def test_repeated_pack_is_the_same_call_and_another_is_rejected(connect: Connect) -> None:
-    """The SDK does not repeat a pack that did not arrive; only its caller may send it again."""
+def test_repeated_pack_returns_the_same_operation(connect: Connect) -> None:
+    """The SDK does not retry packs that did not arrive; only its caller can send them again."""
     client = connect(tensor_transport="http-binary")
     trainer = create_model(client)
 
@@ -111,7 +111,7 @@ def test_binary_tensors_are_only_accepted_for_passes(connect: Connect) -> None:
     assert (response.status_code, response.json()["error"]) == (415, "unsupported_media_type")
     headers["content-type"] = "text/plain"
     assert client.http._client.post(path, content=body, headers=headers).status_code == 415
-    sampler = client.create_sampling_client(base_model=BASE)
+    sampler = client.create_sampling_client(base_model=BASE_MODEL)
     tensor = {"dtype": "int64", "shape": [1], "size_bytes": 8, "offset": 0}
     prompt = {"chunks": [{"type": "encoded_text", "tokens": {"$tensor": tensor}}]}
     with pytest.raises(WeaverAPIError, match="outside the tensor pack of 0 bytes"):
@@ -128,7 +128,7 @@ def encode_request(
     compression: Any = "raw",
     pack: bytes | None = None,
 ) -> tuple[MultipartLayout, bytes]:
-    """Encode a request of the SDK, with a changed manifest or with another pack."""
+    """Encode an SDK request, optionally with a changed manifest or a different pack."""
     prepared = prepare_forward_backward_operation(
         model_id="m",
         seq_id=1,
@@ -160,12 +160,12 @@ def parse_body(layout: MultipartLayout, body: bytes) -> WeaverBatch:
     return parse_batch(pass_input, pack, vocab_size=100, is_backward=True)
 
 
-def advantages_tensor(manifest: TensorManifest) -> dict[str, Any]:
+def get_advantages_tensor(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["loss_fn_inputs"]["advantages"]["$tensor"]
 
 
-def tokens_tensor(manifest: TensorManifest) -> dict[str, Any]:
+def get_tokens_tensor(manifest: TensorManifest) -> dict[str, Any]:
     datum = manifest["request"]["payload"]["forward_backward_input"]["data"][0]
     return datum["model_input"]["chunks"][0]["tokens"]["$tensor"]
 
@@ -180,7 +180,7 @@ def test_valid_tensor_pack_is_parsed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m: m.update(version=2), "version: received 2"),
+        (lambda m: m.update(version=2), "unsupported manifest version 2"),
         (lambda m: m["tensor_pack"].update(size_bytes=9), "the manifest declares 9"),
         (lambda m: m["tensor_pack"].update(sha256="0" * 64), "SHA-256"),
         (lambda m: m["tensor_pack"].update(codec="lz4"), "'lz4'"),
@@ -188,25 +188,25 @@ def test_valid_tensor_pack_is_parsed() -> None:
         (lambda m: m["tensor_pack"].update(codec="zstd"), "cannot be decompressed"),
         (
             lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=LIMIT + 1),
-            "decoded_size_bytes: received",
+            "decoded_size_bytes must be between",
         ),
         (
             lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=-1),
-            "decoded_size_bytes: received",
+            "decoded_size_bytes must be between",
         ),
         (lambda m: m["request"]["payload"].update(seq_id="one"), "cannot be parsed"),
-        (lambda m: advantages_tensor(m).update(dtype="object"), "object.*supported"),
-        (lambda m: advantages_tensor(m).update(format="pickle"), "pickle.*supported"),
-        (lambda m: advantages_tensor(m).update(shape=[1, 11]), "only one dimension"),
-        (lambda m: advantages_tensor(m).update(shape=[-11]), "only one dimension"),
-        (lambda m: advantages_tensor(m).update(shape=[12]), "size_bytes: received 44, but shape"),
-        (lambda m: advantages_tensor(m).update(offset=-4), "outside the tensor pack"),
-        (lambda m: advantages_tensor(m).update(offset=10**9), "outside the tensor pack"),
+        (lambda m: get_advantages_tensor(m).update(dtype="object"), "object.*supported"),
+        (lambda m: get_advantages_tensor(m).update(format="pickle"), "pickle.*supported"),
+        (lambda m: get_advantages_tensor(m).update(shape=[1, 11]), "expected one non-negative dimension"),
+        (lambda m: get_advantages_tensor(m).update(shape=[-11]), "expected one non-negative dimension"),
+        (lambda m: get_advantages_tensor(m).update(shape=[12]), "size_bytes is 44, but shape"),
+        (lambda m: get_advantages_tensor(m).update(offset=-4), "outside the tensor pack"),
+        (lambda m: get_advantages_tensor(m).update(offset=10**9), "outside the tensor pack"),
         (
-            lambda m: advantages_tensor(m).update(shape=[2], size_bytes=8),
+            lambda m: get_advantages_tensor(m).update(shape=[2], size_bytes=8),
             "advantages has 2 entries, but model_input has 11 tokens",
         ),
-        (lambda m: tokens_tensor(m).update(dtype="float64"), "tokens: received dtype float64"),
+        (lambda m: get_tokens_tensor(m).update(dtype="float64"), "tokens have dtype float64"),
     ],
 )
 def test_invalid_tensor_pack_is_rejected(change: Callable[[TensorManifest], object], message: str) -> None:
@@ -217,15 +217,15 @@ def test_invalid_tensor_pack_is_rejected(change: Callable[[TensorManifest], obje
 
 @pytest.mark.parametrize("size", [0, 100, 10_000_000])
 def test_decompression_stops_at_the_declared_size(size: int) -> None:
-    bomb = zstandard.ZstdCompressor().compress(bytes(size))
+    compressed = zstandard.ZstdCompressor().compress(bytes(size))
     with pytest.raises(ProtocolError, match="the decompressed tensor pack does not have"):
-        parse_body(*encode_request(compression="zstd", pack=bomb))
+        parse_body(*encode_request(compression="zstd", pack=compressed))
 
 
 def test_truncated_multipart_body_is_rejected() -> None:
     layout, body = encode_request()
     parse_body(layout, body)
-    # The body ends with a line that is complete even without its line break.
+    # The last line of the body is complete even without its line break.
     for end in range(0, len(body) - 2, 7):
         with pytest.raises(ProtocolError):
             parse_body(layout, body[:end])
