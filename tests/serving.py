@@ -33,7 +33,7 @@ async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> As
     )
     listener = bind(config.gateway.host, config.gateway.port)
     stop = asyncio.Event()
-    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, reject_early=app.reject_early))
     try:
         yield f"http://{config.gateway.host}:{listener.getsockname()[1]}"
     finally:

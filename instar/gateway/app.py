@@ -35,7 +35,7 @@ from instar.gateway.provider_source import ProviderSource
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
-from instar.gateway.token_api import SubmissionService
+from instar.gateway.submissions import SubmissionService
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
 from instar.record.hashing import MessageHasher
@@ -133,7 +133,7 @@ def create_app(
         context.redactor,
         run_id=run_id,
         renderer=renderer,
-        max_context=lambda: engine.info.max_context if engine else None,
+        get_max_context=lambda: engine.info.max_context if engine else None,
         models=models or {},
         reward_range=config.reward_range,
     )
@@ -152,14 +152,13 @@ class GatewayApp(Starlette):
         # Starlette logs a traceback for every error that only the Exception handler handles.
         error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
-        description = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
-        routes = [*control.build_routes(), description]
+        description_route = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
+        routes = [*control.build_routes(), description_route]
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         self.router.redirect_slashes = False  # A redirect would use the Host header, which clients choose.
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self.description = describe_api(routes, dialects)
-        """The OpenAPI description of all routes."""
         self._dialects = {f"/v1{path}": d for d in dialects for path in (d.path, d.count_path) if path}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -168,6 +167,11 @@ class GatewayApp(Starlette):
             await super().__call__(scope, receive, send)
         else:
             await self._pipeline.handle(route, scope, receive, send)
+
+    def reject_early(self, path: bytes) -> bytes | None:
+        """Return a response that rejects a model call if the gateway is at capacity, or None."""
+        route = self._match_route(path.decode("latin-1"))
+        return None if route is None else self._pipeline.reject_if_full(route.dialect)
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""
@@ -190,8 +194,8 @@ def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Record
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        close_idle = _close_idle_sessions(services.sessions, config.idle_timeout)
-        tasks = [asyncio.create_task(coroutine) for coroutine in (services.loop_lag.run(), close_idle)]
+        end_idle = _end_idle_sessions(services.sessions, config.idle_timeout)
+        tasks = [asyncio.create_task(coroutine) for coroutine in (services.loop_lag.run(), end_idle)]
         for task in tasks:
             task.add_done_callback(log_failure)
         try:
@@ -205,10 +209,10 @@ def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Record
     return lifespan
 
 
-async def _close_idle_sessions(sessions: SessionService, idle_timeout: float) -> None:
+async def _end_idle_sessions(sessions: SessionService, idle_timeout: float) -> None:
     while True:
         await asyncio.sleep(min(idle_timeout / 4, 30))
         try:
-            await sessions.close_idle(idle_timeout)
+            await sessions.end_idle(idle_timeout)
         except StoreError as error:
-            logger.warning("Could not close idle sessions, will retry: %s", error)
+            logger.warning("Could not end idle sessions, will retry: %s", error)

@@ -1,4 +1,4 @@
-"""HTTP connections that limit the headers of a request and report when the client disconnects.
+"""HTTP connections that limit request headers, reject calls at capacity, and report disconnects.
 
 Uvicorn limits neither the size of the headers nor the time until they arrive. The app gets the connection
 from its scope (`get_connection`), because a callback on disconnect is faster than a task that waits for it.
@@ -16,15 +16,20 @@ from typing import Any
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-_REJECTION = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
+RejectEarly = Callable[[bytes], bytes | None]
+"""Given the path of a POST request, returns a complete response that rejects it, or None to handle it."""
+
+_REJECTION_TEMPLATE = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 _MAX_PIPELINED = 16
 """Reading from a connection pauses while this many of its requests are waiting."""
-_EXTENSION = "instar.connection"
+_EXTENSION_NAME = "instar.connection"
+_SPECIAL_HEADERS = (b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade", b"\r\nconnection: close")
+"""Headers of requests that only the parser handles correctly, in lower case."""
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return a request's connection, or None if the server uses another protocol class."""
-    return scope.get("extensions", {}).get(_EXTENSION)
+    """Return a request's connection, or None if the server uses a different protocol class."""
+    return scope.get("extensions", {}).get(_EXTENSION_NAME)
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -32,6 +37,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     """The maximum size of the request line and headers, in bytes."""
     head_timeout = 60.0
     """The time within which the request headers must arrive, in seconds."""
+    reject_early: RejectEarly | None = None
+    """Called for requests that arrive in one piece, before they are parsed, because an overloaded server must
+    not spend time on requests that it rejects."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -50,7 +58,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         return self._active is not None and not self._active.more_body
 
     def send_response(self, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
-        """Write a complete response with status 200 in one system call, if the client is still connected."""
+        """Write a complete response with status 200, unless a response has begun or the client is gone."""
         cycle = self._active
         if cycle is None or cycle.disconnected or cycle.response_started:
             return
@@ -67,8 +75,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         cycle.on_response()
 
     @classmethod
-    def with_limits(cls, max_head: int, head_timeout: float) -> type[LimitedHttpProtocol]:
-        return type(cls.__name__, (cls,), {"max_head": max_head, "head_timeout": head_timeout})
+    def with_limits(
+        cls, max_head: int, head_timeout: float, reject_early: RejectEarly | None = None
+    ) -> type[LimitedHttpProtocol]:
+        limits: dict[str, Any] = {"max_head": max_head, "head_timeout": head_timeout}
+        if reject_early is not None:
+            limits["reject_early"] = staticmethod(reject_early)
+        return type(cls.__name__, (cls,), limits)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -87,6 +100,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
             return
+        if (response := self._find_early_rejection(data)) is not None:
+            self.transport.write(response)
+            self._reset_head()
+            self.on_response_complete()  # starts the keep-alive timeout
+            return
         was_in_head = self._in_head
         super().data_received(data)
         if not self._in_head or self._rejection is not None:
@@ -101,7 +119,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._in_head = True
         super().on_message_begin()
-        self.scope["extensions"] = {_EXTENSION: self}  # type: ignore[typeddict-item]  # not a dict
+        self.scope["extensions"] = {_EXTENSION_NAME: self}  # type: ignore[typeddict-item]  # not a dict
 
     def on_headers_complete(self) -> None:
         self._in_head = False
@@ -122,6 +140,20 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()  # The rest of this request's body is malformed.
         self._reject(b"400 Bad Request", msg.encode())
+
+    def _find_early_rejection(self, data: bytes) -> bytes | None:
+        if self.reject_early is None or not self._is_between_requests:
+            return None
+        path = _find_post_path(data)
+        return None if path is None else self.reject_early(path)
+
+    @property
+    def _is_between_requests(self) -> bool:
+        """True if all earlier requests have their responses and no part of the next one has arrived."""
+        if self._active is None:
+            return self._head_size == 0
+        last = self.cycle
+        return not self._in_head and last.response_complete and not last.more_body
 
     @property
     def _is_busy(self) -> bool:
@@ -146,10 +178,26 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _reject(self, status: bytes, message: bytes = b"") -> None:
         self._reset_head()
-        self._rejection = _REJECTION % (status, len(message), message)
+        self._rejection = _REJECTION_TEMPLATE % (status, len(message), message)
         self._send_rejection()
 
     def _send_rejection(self) -> None:
         if self._rejection is not None and not self._is_busy and not self.transport.is_closing():
             self.transport.write(self._rejection)
             self.transport.close()
+
+
+def _find_post_path(data: bytes) -> bytes | None:
+    """Return the path of a POST request if ``data`` is exactly one complete, ordinary request, else None."""
+    head, separator, body = data.partition(b"\r\n\r\n")
+    line, _, headers = head.partition(b"\r\n")
+    if not separator or not line.startswith(b"POST ") or not line.endswith(b" HTTP/1.1"):
+        return None
+    headers = b"\r\n" + headers.lower()
+    if any(name in headers for name in _SPECIAL_HEADERS):
+        return None
+    _, length_name, rest = headers.partition(b"\r\ncontent-length:")
+    length = rest.partition(b"\r\n")[0].strip()
+    if not length_name or not length.isdigit() or int(length) != len(body):
+        return None
+    return line[len(b"POST ") : -len(b" HTTP/1.1")].partition(b"?")[0]

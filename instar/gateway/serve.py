@@ -10,7 +10,7 @@ from collections.abc import Generator
 import uvicorn
 from starlette.types import ASGIApp
 
-from instar.gateway.http_protocol import LimitedHttpProtocol
+from instar.gateway.http_protocol import LimitedHttpProtocol, RejectEarly
 
 _ACCEPTS_PER_ITERATION = 16
 
@@ -45,16 +45,18 @@ async def serve(
     grace: float = 10.0,
     max_head: int = 1 << 20,
     head_timeout: float = 60.0,
+    reject_early: RejectEarly | None = None,
 ) -> None:
     """Serve until ``stop`` or ``drain`` is set.
 
     Requests in flight have ``grace`` seconds to finish after ``stop``, and no limit after ``drain`` alone.
-    New connections then wait until another process accepts them from the same socket. A connection is closed
-    if request headers exceed ``max_head`` bytes or do not arrive within ``head_timeout`` seconds.
+    After either event, new connections wait until another process accepts them from the same socket. A
+    connection is closed if request headers exceed ``max_head`` bytes or do not arrive within ``head_timeout``
+    seconds. ``reject_early`` may reject requests before they are parsed.
     """
     config = uvicorn.Config(
         app,
-        http=LimitedHttpProtocol.with_limits(max_head, head_timeout),
+        http=LimitedHttpProtocol.with_limits(max_head, head_timeout, reject_early),
         ws="none",
         log_level="error",  # A client must not fill the log with warnings about its malformed requests.
         access_log=False,

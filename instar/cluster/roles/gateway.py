@@ -34,12 +34,13 @@ async def run_gateway(context: RoleContext) -> None:
         await run_until_first(
             serve(
                 app,
-                context.socket(),
+                context.open_inherited_listener(),
                 stop=context.stop,
                 drain=context.drain,
                 # Twice the gateway's limit, so that the gateway itself rejects slightly longer headers.
                 max_head=2 * limits.max_header,
                 head_timeout=limits.read_timeout,
+                reject_early=app.reject_early,
             ),
             context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
             watch_endpoints(),

@@ -46,16 +46,22 @@ class RequestReader:
         self._incomplete_bodies: Counter[Caller] = Counter()
         self.in_flight = 0
 
+    @property
+    def is_full(self) -> bool:
+        return self.in_flight >= self._config.max_in_flight
+
+    def capacity_error(self) -> ApiError:
+        limit = self._config.max_in_flight
+        message = f"Too many requests in flight (gateway.max_in_flight: {limit}); retry later."
+        return ApiError(429, message, code="too_many_requests", retry_after=1)
+
     def check_capacity(self) -> None:
         """Raise ApiError (429) if too many requests are in flight."""
-        if self.in_flight >= self._config.max_in_flight:
-            limit = self._config.max_in_flight
-            message = f"Too many requests in flight (gateway.max_in_flight: {limit}); retry later."
-            raise ApiError(429, message, code="too_many_requests", retry_after=1)
+        if self.is_full:
+            raise self.capacity_error()
 
     def admit(self) -> None:
-        """Count a request as in flight until `release`. Call this once its body has arrived. Raise ApiError
-        (429) if there are too many."""
+        """Count a request as in flight until `release`, or raise ApiError (429). Read its body first."""
         self.check_capacity()
         self.in_flight += 1
 

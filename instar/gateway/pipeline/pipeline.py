@@ -59,6 +59,22 @@ class CallPipeline:
         self._recorder = recorder
         self._parser = RequestParser(context.config, context.hasher)
         self._timeout = context.config.request_timeout
+        self._rejections: dict[str, bytes] = {}
+        """Complete responses with status 429, by dialect."""
+
+    def reject_if_full(self, dialect: Dialect) -> bytes | None:
+        """Return a complete HTTP response with status 429 if too many requests are in flight, or None."""
+        if not self._reader.is_full:
+            return None
+        if (response := self._rejections.get(dialect.name)) is None:
+            error = self._reader.capacity_error()
+            body = dialect.format_error(error)
+            head = (
+                f"HTTP/1.1 429 Too Many Requests\r\ncontent-type: {JSON}\r\ncontent-length: {len(body)}\r\n"
+                f"retry-after: {error.retry_after}\r\n\r\n"
+            )
+            response = self._rejections[dialect.name] = head.encode() + body
+        return response
 
     async def handle(self, route: RouteMatch, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -75,13 +91,14 @@ class CallPipeline:
             return
         try:
             try:
-                call = await self._prepare(route, caller, headers, body)
+                prepared = await self._prepare(route, caller, headers, body)
             except Exception as error:  # noqa: BLE001 - as above
-                call = error_response(route.dialect, error)
-            if isinstance(call, Response):
-                await call(scope, receive, send)
+                prepared = error_response(route.dialect, error)
+            if isinstance(prepared, Response):
+                await prepared(scope, receive, send)
                 return
-            responder = Responder(call, scope, receive, send, read_timeout=self._context.config.read_timeout)
+            read_timeout = self._context.config.read_timeout
+            responder = Responder(prepared, scope, receive, send, read_timeout=read_timeout)
             await responder.run(self._execute)
         finally:
             self._reader.release()
@@ -110,7 +127,7 @@ class CallPipeline:
             await self._check_named_sessions(route, caller, headers)
             tokens = await source.score_prompt(request, headers)
             return Response(dialect.format_scores(_new_request_id(dialect), request, tokens), media_type=JSON)
-        request, chain, previous = await self._resolver.expand_previous(
+        request, chain, previous_session_id = await self._resolver.expand_previous(
             caller, request, chain, allow_unknown=not is_engine
         )
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
@@ -124,7 +141,9 @@ class CallPipeline:
         source.check_request(request)
         retry = parse_retry_headers(headers)
         external_id = parse_external_id(headers, request.session_hints)
-        hints = SessionHints(route.session_id, session_header, external_id, previous, retry, text_prompt)
+        hints = SessionHints(
+            route.session_id, session_header, external_id, previous_session_id, retry, text_prompt
+        )
         # Clients that send token ids also name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
         meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)

@@ -24,7 +24,7 @@ from instar.store.sqlite import SqliteStore
 from instar.types import Call
 from tests.tiny import make_tiny_tokenizer
 
-ADMIN = "sk-instar-test-admin"
+ADMIN_KEY = "sk-instar-test-admin"
 
 
 @pytest.fixture(scope="session")
@@ -46,20 +46,20 @@ class RunningGateway:
     """A gateway that listens on a real socket."""
 
     url: str
-    path: Path
+    store_path: Path
     store: SqliteStore
     engine: Engine | None
     http: httpx.AsyncClient
 
-    async def open(self, **fields: Any) -> OpenedSession:
-        response = await self.control("/sessions", fields)
+    async def open_session(self, **fields: Any) -> OpenedSession:
+        response = await self.post_json("/sessions", fields)
         assert response.status_code == 201, response.text
         return OpenedSession(**response.json())
 
-    async def control(self, path: str, body: Any, key: str = ADMIN) -> httpx.Response:
+    async def post_json(self, path: str, body: Any, key: str = ADMIN_KEY) -> httpx.Response:
         return await self.http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
 
-    def client(self, session: OpenedSession, **options: Any) -> openai.AsyncOpenAI:
+    def openai_client(self, session: OpenedSession, **options: Any) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
             base_url=session.base_url, api_key=session.api_key, **{"max_retries": 0, **options}
         )
@@ -73,66 +73,66 @@ StartGateway = Callable[..., Awaitable[RunningGateway]]
 
 @asynccontextmanager
 async def run_gateway(
-    path: Path,
+    store_path: Path,
     engine: Engine | None,
     renderer: Renderer | None,
     config: GatewayConfig,
-    store: type[SqliteStore] = SqliteStore,
+    store_class: type[SqliteStore] = SqliteStore,
     **options: Any,
 ) -> AsyncGenerator[RunningGateway]:
-    opened_store = store(path)
+    store = store_class(store_path)
     app = create_app(
-        store=opened_store,
+        store=store,
         engine=engine,
         renderer=renderer,
         run_id="run",
         agent_id="agent",
         policy_id="policy",
         config=config,
-        admin_key=ADMIN,
+        admin_key=ADMIN_KEY,
         **options,
     )
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = asyncio.Event()
-    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
+    server = asyncio.create_task(serve(app, listener, stop=stop, grace=1, reject_early=app.reject_early))
     try:
         async with httpx.AsyncClient(base_url=url, timeout=30) as http:
-            yield RunningGateway(url, path, opened_store, engine, http)
+            yield RunningGateway(url, store_path, store, engine, http)
     finally:
         stop.set()
         await server
-        await opened_store.close()
+        await store.close()
 
 
 @pytest.fixture
 async def start_gateway(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> AsyncGenerator[StartGateway]:
-    """Return a function that starts a gateway; its arguments override the defaults."""
-    running: list[Any] = []
+    """Return a function that starts a gateway. The gateways are stopped after the test."""
+    contexts: list[Any] = []
 
     async def start(
         engine: Engine | None = None,
         config: GatewayConfig | None = None,
         delay: float = 0.0,
         sampling: SamplingConfig | None = None,
-        store: type[SqliteStore] = SqliteStore,
+        store_class: type[SqliteStore] = SqliteStore,
     ) -> RunningGateway:
-        script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
+        script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
         context = run_gateway(
             tmp_path / "store.db",
             engine or ScriptedEngine(model, script),
             renderer,
             config or GatewayConfig(),
-            store,
+            store_class,
             train_sampling=sampling,
         )
-        running.append(context)
+        contexts.append(context)
         return await context.__aenter__()
 
     yield start
-    for context in reversed(running):
+    for context in reversed(contexts):
         await context.__aexit__(None, None, None)
 
 
