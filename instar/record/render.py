@@ -30,8 +30,10 @@ from instar.types import Json, Message, Tool, ToolCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_MIN_LONG_TEXT = 16 * 1024
-_MAX_CACHED_CHARS = 8 * 1024 * 1024
+_MIN_LONG_TEXT_CHARS = 16 * 1024
+_MAX_CACHED_CHARS = 4 * 1024 * 1024
+_CACHE_ENTRY_CHARS = 32
+"""The memory of a cache entry besides its text and tokens, expressed as a number of characters."""
 _PROBE_TEXT = "7440-mark"
 """A text that is in no chat template, so its presence shows that the template rendered it."""
 _ENCODING_PROBES = (
@@ -109,7 +111,7 @@ class CachingEncoder:
         return list(chain.from_iterable(map(self._encode_piece, self.splitter.split(text))))
 
     def encode_uncached(self, text: str) -> list[int]:
-        if len(text) < _MIN_LONG_TEXT:
+        if len(text) < _MIN_LONG_TEXT_CHARS:
             return self._backend.encode(text, add_special_tokens=False).ids
         # This method is slower for short texts, but it releases the GIL.
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -127,9 +129,9 @@ class CachingEncoder:
         with self._lock:
             if piece not in self._cache:
                 self._cache[piece] = ids
-                self.cached_chars += len(piece)
+                self.cached_chars += len(piece) + _CACHE_ENTRY_CHARS
             while self.cached_chars > self._max_cached_chars:
-                self.cached_chars -= len(self._cache.popitem(last=False)[0])
+                self.cached_chars -= len(self._cache.popitem(last=False)[0]) + _CACHE_ENTRY_CHARS
         return ids
 
     def _create_splitter(self) -> re.Pattern[str] | None:
@@ -171,8 +173,8 @@ class TokenizerRenderer(Renderer):
         limit = self.max_prompt_tokens
         if limit is None or sum(map(len, texts)) <= limit:
             return
-        if (min_tokens := sum(map(self._bound.count, texts))) > limit:
-            raise PromptTooLong(f"the prompt has at least {min_tokens} tokens; the context is {limit} tokens")
+        if (min_tokens := sum(map(self._bound.compute, texts))) > limit:
+            raise PromptTooLong(f"the prompt has at least {min_tokens} tokens, but the limit is {limit}")
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
@@ -206,7 +208,7 @@ class TemplateRenderer(TokenizerRenderer):
         turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
         stop_ids = {*library.get_stop_token_ids(), *eos_ids, *turn_end}
         self._stop_token_ids = tuple(sorted(stop_ids))
-        # The markers of reasoning and tool calls are not hidden, because the parser needs them.
+        # Reasoning and tool call markers are not hidden, because the parser needs them.
         special = zip(special_ids, tokenizer.all_special_tokens, strict=True)
         hidden_ids = {i for i, text in special if "think" not in text and "tool_call" not in text}
         self._hidden_ids = frozenset(hidden_ids | stop_ids)

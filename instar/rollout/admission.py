@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from instar.config import RunConfig
 from instar.store.base import Progress, Store
-from instar.types import StepState
 
-EPOCH = 0
+LIVE_EPOCH = 0
 """The epoch of claims on live groups, which are claimed once. Exported data is claimed once per epoch."""
 MAX_STATE_AGE_SECONDS = 0.25
 """How long a computed state is used if the progress in the store does not change."""
@@ -49,12 +48,12 @@ class Admission:
         return self._state
 
     async def _compute(self) -> AdmissionState:
-        progress, waiting, steps = await self.store.progress_details(self.run_id, EPOCH)
-        trained_steps = sum(step.state is StepState.COMMITTED or step.version is not None for step in steps)
+        details = await self.store.progress_details(self.run_id, LIVE_EPOCH)
+        progress, trained_steps = details.progress, details.trained_steps
         started_groups = progress.next_group_index
         # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.
-        in_steps = self.count_groups(len(steps))
-        dropped_groups = max(0, started_groups - progress.groups_open - len(waiting) - in_steps)
+        in_steps = self.count_groups(details.steps)
+        dropped_groups = max(0, started_groups - progress.groups_open - details.waiting_groups - in_steps)
         needed_groups = self.count_groups(min(trained_steps + self.steps_ahead, self.steps)) + dropped_groups
         return AdmissionState(
             next_group_index=started_groups,

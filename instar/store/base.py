@@ -2,8 +2,7 @@
 
 SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
 function in another module of this package that takes a `Database`. `Store` declares how the query runs, and
-the function's docstring documents the method. Writes are durable when they return, and concurrent writes
-share a commit.
+the function's docstring documents the method. Writes are durable when they return and may share a commit.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import KeyKind as KeyKind
 from instar.store.models import KeyRow as KeyRow
 from instar.store.models import Progress as Progress
+from instar.store.models import ProgressDetails as ProgressDetails
 from instar.store.models import Run as Run
 from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
@@ -163,8 +163,9 @@ class Store:
         Calls may be added to a session that has ended.
 
         ``new_session`` is opened first, in the same transaction, with an API key that has the hash
-        ``key_hash``. Raises ConflictError if the id of that session is taken. ``tail_keys`` maps call ids to
-        hashes of the call's messages and reply, which `sessions_by_tail` looks up.
+        ``key_hash``. ``tail_keys`` maps call ids to hashes of the call's messages and reply, which
+        `sessions_by_tail` looks up. Raises ConflictError if the id of the new session or of a call is taken,
+        and StoreError if a session or base call is missing.
         """
         await self.write(
             call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
@@ -254,6 +255,7 @@ class Store:
     claims = _read(step_queries.get_claims)
     recent_claims = _read(step_queries.get_recent_claims)
     steps = _read(step_queries.get_steps)
+    steps_to_commit = _read(step_queries.get_steps_to_commit)
 
     # API keys
     put_key = _write(shared_queries.put_key)
@@ -273,9 +275,8 @@ class Store:
     remove_endpoint = _write(session_queries.remove_endpoint)
 
     async def hold_lease(self, run_id: str, name: str, lease: int) -> None:
-        """Check the lease now and in every later write. Each check raises LeaseLost if a later lease has been
-        taken."""
-        check = session_queries.make_lease_check(run_id, name, lease)
-        await self.write(check)
+        """Check the lease now and in every later write. Raises LeaseLost if a later lease was taken."""
+        lease_check = session_queries.make_lease_check(run_id, name, lease)
+        await self.write(lease_check)
         assert self._writer is not None
-        self._writer.lease_check = check
+        self._writer.lease_check = lease_check

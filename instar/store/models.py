@@ -12,8 +12,7 @@ FEEDBACK_KEY_PREFIX = "feedback:"
 
 
 def make_feedback_key(feedback_id: str) -> str:
-    """Return the id of the reward derived from the feedback, which is also the sample key of its
-    correction."""
+    """Return the id of the feedback's reward, which is also the sample key of its correction."""
     return FEEDBACK_KEY_PREFIX + feedback_id
 
 
@@ -31,18 +30,28 @@ class Run:
 @dataclass(frozen=True, slots=True)
 class Progress:
     """The counts of a run that admission control and the progress display need. Groups and sessions are
-    counted in one channel. Every group is either open (or being scored), ready or consumed."""
+    counted in one channel. Every group counts as open (also while it is scored), ready or consumed."""
 
     groups_open: int
     groups_ready: int
     groups_consumed: int
-    """The number of groups that were dropped, or whose steps are all committed or have published their
-    version."""
+    """The number of groups that were dropped, or whose steps are all committed or published."""
     next_group_index: int
     committed_steps: int
     head_version: int
     sessions: dict[str, int] = field(default_factory=dict[str, int])
     """The number of sessions by status."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressDetails:
+    progress: Progress
+    waiting_groups: int
+    """The number of ready training groups without a claim in the epoch."""
+    steps: int
+    """The number of steps that are not released."""
+    trained_steps: int
+    """The number of steps whose update is in the policy's weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +64,7 @@ class SessionRow:
     reward: float | None
     """The session's latest reward, not counting rewards for individual calls."""
     seq: int = 0
-    """The session's position in the order in which sessions were opened. `Store.sessions` uses it as the
-    page cursor."""
+    """The position in the order in which sessions were opened, the page cursor of `Store.sessions`."""
 
 
 @dataclass(frozen=True, slots=True)

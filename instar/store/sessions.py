@@ -9,7 +9,7 @@ from typing import Any
 from instar.errors import LeaseLost, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
-from instar.store.models import Progress, Run
+from instar.store.models import ProgressDetails, Run
 from instar.store.rows import (
     ENDPOINT_ROWS,
     REWARD_ROWS,
@@ -21,8 +21,8 @@ from instar.store.rows import (
     encode_session,
 )
 from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
-from instar.store.steps import get_progress, get_steps, refresh_consumed
-from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus, Step
+from instar.store.steps import count_steps, get_progress, refresh_consumed
+from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus
 
 _UPSERT_RUN = RUNS.insert_sql + RUNS.build_upsert_clause("run_id")
 _UPSERT_ENDPOINT = ENDPOINTS.insert_sql + ENDPOINTS.build_upsert_clause("run_id", "role", "name")
@@ -72,8 +72,7 @@ def get_groups(
     *,
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
-    """Return the groups, ordered by index. ``unclaimed_in_epoch`` excludes groups with a claim in that
-    epoch."""
+    """Return the groups in index order, without those that have a claim in ``unclaimed_in_epoch``."""
     where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
     if status is not None:
         where += " AND status = ?"
@@ -92,12 +91,11 @@ def get_groups(
     return [decode_group(row) for row in rows]
 
 
-def get_progress_details(db: Database, run_id: str, epoch: int) -> tuple[Progress, list[Group], list[Step]]:
-    """Return the progress, the ready training groups without a claim in this epoch, and the steps. They must
-    be read from one snapshot, or a step that is released between two reads could be missed together with its
-    groups."""
+def get_progress_details(db: Database, run_id: str, epoch: int) -> ProgressDetails:
+    """Read all details in one transaction. Separate reads could miss a step that is released in between,
+    together with its groups."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
-    return get_progress(db, run_id), waiting, get_steps(db, run_id)
+    return ProgressDetails(get_progress(db, run_id), len(waiting), *count_steps(db, run_id))
 
 
 def open_session(db: Database, session: Session, key_hash: str | None = None) -> None:
@@ -151,8 +149,7 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
 
 
 def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
-    """Execute an INSERT that begins with `Table.insert_for_session_sql`. Raises StoreError if the row's
-    session does not exist."""
+    """Execute an INSERT for a session. Raises StoreError if the session does not exist."""
     if db.execute(sql, row).rowcount == 0:
         raise StoreError(f"there is no session {row['session_id']}")
 
@@ -179,7 +176,7 @@ def remove_endpoint(db: Database, run_id: str, role: str, name: str) -> None:
     db.execute("DELETE FROM endpoints WHERE run_id = ? AND role = ? AND name = ?", (run_id, role, name))
 
 
-# --- leases: only the holder of the latest lease of a process name may write under that name -------
+# --- leases: of all processes with the same name, only the holder of the latest lease may write ------
 
 
 def take_lease(db: Database, run_id: str, name: str) -> int:
@@ -193,14 +190,14 @@ def take_lease(db: Database, run_id: str, name: str) -> int:
 
 
 def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:
-    """Return a check to run first in each transaction. The check locks the lease until the transaction ends,
-    and raises LeaseLost if a later lease has been taken."""
+    """Return a function to call first in each transaction. It locks the lease until the transaction ends, and
+    raises LeaseLost if a later lease has been taken."""
 
-    def check(db: Database) -> None:
+    def check_lease(db: Database) -> None:
         row = db.execute(
             f"SELECT lease FROM leases WHERE run_id = ? AND name = ?{db.for_update}", (run_id, name)
         ).fetchone()
         if row is None or row["lease"] != lease:
             raise LeaseLost(f"another process has taken over the {name} of run {run_id!r}")
 
-    return check
+    return check_lease

@@ -23,7 +23,7 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
     """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples in
     the step's groups, both trained and dropped. Raises ConflictError if the step exists and is not released,
-    or if a sample is already claimed in the same run and epoch."""
+    or if a sample is already claimed in the epoch. Raises StoreError if a claim is for a different step."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -40,7 +40,7 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
     """Record that samples were dropped, each with a reason. A drop that belongs to a step is released
-    together with the step."""
+    together with the step. Raises ConflictError if a sample is already claimed in the same run and epoch."""
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
             raise StoreError(
@@ -108,7 +108,7 @@ def advance_step(
 
 def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
     """Release all unsaved steps later than ``after`` and delete their claims. Return the released steps. With
-    ``include_saved``, also release saved and committed steps, whose weights are lost."""
+    ``include_saved``, also release saved and committed steps; use it if their weights have been lost."""
     states = [state.value for state in (STATE_ORDER if include_saved else STATE_ORDER[:2])]
     rows = db.execute(
         "SELECT step FROM steps WHERE run_id = ? AND step > ? "
@@ -117,13 +117,13 @@ def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool 
     ).fetchall()
     released = [int(row["step"]) for row in rows]
     for step in released:
-        groups = _get_group_ids(db, run_id, step)
+        group_ids = _get_group_ids(db, run_id, step)
         db.execute("DELETE FROM claims WHERE run_id = ? AND step = ?", (run_id, step))
         db.execute(
             "UPDATE steps SET state = ?, updated_at = ? WHERE run_id = ? AND step = ?",
             (StepState.RELEASED.value, time.time(), run_id, step),
         )
-        refresh_consumed(db, groups)
+        refresh_consumed(db, group_ids)
     return released
 
 
@@ -142,6 +142,26 @@ def get_steps(db: Database, run_id: str) -> list[Step]:
     """Return all steps that are not released, in order."""
     sql = "SELECT * FROM steps WHERE run_id = ? AND state != ? ORDER BY step"
     return STEP_ROWS.select(db, sql, (run_id, StepState.RELEASED.value))
+
+
+def count_steps(db: Database, run_id: str) -> tuple[int, int]:
+    """Return the number of steps that are not released, and how many of them are in the policy's weights."""
+    sql = """
+        SELECT COUNT(*) AS steps, COUNT(CASE WHEN state = ? OR version IS NOT NULL THEN 1 END) AS trained
+        FROM steps WHERE run_id = ? AND state != ?
+    """
+    row = db.execute(sql, (StepState.COMMITTED.value, run_id, StepState.RELEASED.value)).fetchone()
+    return row["steps"], row["trained"]
+
+
+def get_steps_to_commit(db: Database, run_id: str, saved_step: int) -> list[Step]:
+    """Return the saved step, and all earlier steps that are not committed, in order."""
+    sql = """
+        SELECT * FROM steps WHERE run_id = ? AND (step = ? OR (step < ? AND state NOT IN (?, ?)))
+        ORDER BY step
+    """
+    done = (StepState.COMMITTED.value, StepState.RELEASED.value)
+    return STEP_ROWS.select(db, sql, (run_id, saved_step, saved_step, *done))
 
 
 def get_claims(
@@ -169,15 +189,14 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
     """Update the columns ``consumed`` and ``claimed_epoch`` of these groups.
 
     A group is consumed if it was dropped, or if it has claims and each claim belongs to no step or to a step
-    that is committed or has published its version. Claims by other runs that train on the same groups are
-    ignored.
+    that is committed or has published its version. Claims by other runs on the same groups are ignored.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
-    is_listed = f"group_id IN ({db.json_array_sql.format(':groups')})"
+    group_filter = f"group_id IN ({db.json_array_sql.format(':groups')})"
     if db.for_update:
         # Lock first, because an UPDATE that waits for a lock reads the claims as they were before the wait.
         db.execute(
-            f"SELECT 1 FROM groups WHERE {is_listed} ORDER BY group_id{db.for_update}", {"groups": ids}
+            f"SELECT 1 FROM groups WHERE {group_filter} ORDER BY group_id{db.for_update}", {"groups": ids}
         )
     db.execute(
         f"""
@@ -192,7 +211,7 @@ def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
               WHERE c.group_id = groups.group_id AND c.run_id = groups.run_id AND c.step IS NOT NULL
                 AND COALESCE(s.state, '') != :committed AND s.version IS NULL))
             THEN 1 ELSE 0 END
-        WHERE {is_listed}""",
+        WHERE {group_filter}""",
         {
             "groups": ids,
             "dropped_group": GroupStatus.DROPPED.value,

@@ -19,7 +19,7 @@ from instar.backends.base import Backend
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
-from instar.data.off_policy import compute_importance
+from instar.data.off_policy import compute_importance_metrics
 from instar.data.report import report_session_ages
 from instar.errors import BackendError, BackendLost
 from instar.reference.penalty import ReferencePenalty
@@ -41,11 +41,10 @@ from instar.types import Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
 
-EPOCH = 0
-"""The epoch of claims on live groups and corrections, which are used only once. Exported data has its own
-epochs."""
+LIVE_EPOCH = 0
+"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
 MAX_LOST_SESSIONS = 5
-"""The run fails if more sessions than this are lost in a row, without a trained step in between."""
+"""The run fails if the backend loses more training sessions than this without a trained step in between."""
 RENEWAL_LIFETIME_FRACTION = 2 / 3
 """A published sampler is exported again after this fraction of its lifetime."""
 
@@ -89,14 +88,13 @@ class Trainer:
         self.publisher = publisher
         self.monitor = monitor
         self.penalty = penalty
-        self.doing = "starting"
+        self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
         self.saved_step = 0
         self.saved_version = 0
         """The version of the last saved step, which `recover` restores."""
         self.lost_sessions = 0
-        """The number of sessions that the backend has lost in a row."""
         self.renewal_time: float | None = None
         """The Unix time at which the artifact of the head (the newest published policy) must be exported
         again, or None if the artifact does not expire."""
@@ -117,7 +115,7 @@ class Trainer:
                     pass
                 if self.step > self.saved_step:
                     await self._save_and_commit(self.step)
-                self.doing = "finished"
+                self.activity = "finished"
                 return
             except BackendLost as error:
                 self._reset_after_lost_session(error)
@@ -131,22 +129,23 @@ class Trainer:
         self.step = self.saved_step = self.saved_version = 0
 
     async def _run_step(self) -> bool:
-        """Wait for a batch and train on it, unless the wait times out. Return False if no data is left."""
+        """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
+        Return False if no data is left."""
         await self._renew_head()
-        self.doing = f"waiting for data for step {self.step + 1}"
+        self.activity = f"waiting for data for step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)
         wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
-        waiting = self.batcher.next_batch(
+        next_batch = self.batcher.next_batch(
             step=self.step + 1,
-            epoch=EPOCH,
+            epoch=LIVE_EPOCH,
             version=head.version,
             step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
             is_finished=lambda: self.is_rollout_finished,
             timeout=self._batch_timeout(),
         )
-        batch = await self.publisher.sync_while_waiting(head, waiting)
+        batch = await self.publisher.sync_while_waiting(head, next_batch)
         if batch is None:
             return not was_finished  # the last groups may have arrived during the wait
         await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
@@ -158,7 +157,7 @@ class Trainer:
         self.stop_event.set()
 
     def _batch_timeout(self) -> float | None:
-        """Return the seconds until the time limit or the next sampler renewal; None if there is neither."""
+        """Return the seconds until the time limit or the next renewal, or None if there is neither."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.renewal_time is not None:
@@ -178,7 +177,7 @@ class Trainer:
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
         started = time.monotonic()
-        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, EPOCH)
+        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, LIVE_EPOCH)
         await self.store.drop_samples(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
@@ -210,8 +209,8 @@ class Trainer:
         self.monitor.record("train", step, metrics)
 
     async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
-        """Apply the step's update to the weights and return the metrics of the update."""
-        self.doing = f"step {step}: {len(batch.samples)} samples"
+        """Update the weights, unless no samples and no corrections remain. Return the metrics."""
+        self.activity = f"step {step}: training on {len(batch.samples)} samples"
         metrics: Json = {}
         if batch.samples:
             batch, metrics = await self._reweight(batch, step)
@@ -223,7 +222,7 @@ class Trainer:
         result = await apply_update(self.backend, batch.samples, loss, corrections.samples, adam)
         if result.samples is not None:
             if settings.off_policy.proximal == "behavior":
-                metrics |= compute_importance(batch.samples, result.samples.logprobs)
+                metrics |= compute_importance_metrics(batch.samples, result.samples.logprobs)
             metrics |= {**result.samples.metrics, "loss": result.samples.loss}
         if result.corrections is not None:
             correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
@@ -231,8 +230,7 @@ class Trainer:
         return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """Apply the off-policy correction and the reference penalty to the advantages. Return the new batch
-        and its metrics."""
+        """Apply the off-policy correction and the reference penalty. Return the new batch and its metrics."""
         batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
@@ -245,7 +243,7 @@ class Trainer:
         return batch, metrics
 
     async def _save_and_commit(self, step: int) -> int:
-        self.doing = f"step {step}: saving"
+        self.activity = f"step {step}: saving"
         state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.estimator.to_json())
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
@@ -257,14 +255,14 @@ class Trainer:
         return version
 
     async def _publish_files(self, version: int) -> None:
-        """Write the weights of a version to disk, which a live push does not do. Engines load these files if
-        they start while the trainer is busy or stopped. The files remain after the run."""
+        """Write a version's weights to disk and record their path, which a live push does not do. Engines
+        that start while the trainer is busy or stopped load these files."""
         artifact = await self.backend.publish(self._policy_path(version))
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
         """Commit all steps up to the last saved one. Publish its version if necessary, and return it."""
-        rows = [row for row in await self.store.steps(self.run_id) if row.step <= self.saved_step]
+        rows = await self.store.steps_to_commit(self.run_id, self.saved_step)
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
         for row in rows:
@@ -278,12 +276,12 @@ class Trainer:
             try:
                 await self.backend.discard_state(old / "backend")
             except BackendError as error:
-                logger.warning("the service could not delete the state of %s: %s", old.name, error)
+                logger.warning("the backend could not delete the state of %s: %s", old.name, error)
         prune_folder(folder, self.config.trainer.keep_checkpoints, keep)
         return version
 
     async def _publish(self, step: int) -> int:
-        self.doing = f"step {step}: publishing"
+        self.activity = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         await self._publish_head(version)
         # A recovery makes the last saved version the head again, so its weights must not be removed.
@@ -323,9 +321,10 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Load the newest intact checkpoint, or start from the base model. Release the claims of later steps,
-        tombstone their versions, and push the head to the engines."""
-        self.doing = "recovering"
+        """Load the newest intact checkpoint, or start from the base model if none was saved. Release the
+        claims of later steps, tombstone their versions, and push the head to the engines. Raises InstarError
+        if no saved checkpoint is intact."""
+        self.activity = "recovering"
         rows = await self.store.steps(self.run_id)
         saved = [
             row for row in rows if row.state_path and row.state in (StepState.SAVED, StepState.COMMITTED)
@@ -372,7 +371,7 @@ class Trainer:
                 await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
 
     async def _restore_published_version(self) -> None:
-        """Record the version of the saved step, in case of a crash right after it was published."""
+        """Record the version of the saved step, in case the trainer crashed right after publishing it."""
         rows = {row.step: row for row in await self.store.steps(self.run_id)}
         for policy, step in await self.store.published_policies(self.policy_id):
             if step == self.saved_step and rows[step].version is None:

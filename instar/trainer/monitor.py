@@ -59,11 +59,36 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         return
-    for line in path.read_text(encoding="utf-8").splitlines():
+    yield from _parse_lines(path.read_text(encoding="utf-8"))
+
+
+def _parse_lines(text: str) -> Iterator[Json]:
+    for line in text.splitlines():
         try:
             yield json.loads(line)
         except json.JSONDecodeError:
             continue
+
+
+class MetricsReader:
+    """Reads the records that were written since the last read, so that watching a long run does not take
+    longer and longer."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._offset = 0
+
+    def read_new(self) -> list[Json]:
+        if not self._path.is_file():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            # The last line may still be incomplete. It is read again next time.
+            lines = file.read().rpartition(b"\n")[0]
+        if not lines:
+            return []
+        self._offset += len(lines) + 1
+        return list(_parse_lines(lines.decode("utf-8")))
 
 
 def read_warnings(run_dir: Path) -> list[str]:

@@ -21,8 +21,8 @@ from instar.types import (
 )
 
 from .factories import (
-    POLICY,
-    RUN,
+    POLICY_ID,
+    RUN_ID,
     make_claim,
     make_dropped_claim,
     make_group,
@@ -32,46 +32,48 @@ from .factories import (
 
 class PolicyTests:
     async def test_latest_policy_without_versions_is_the_base_model(self, store: Store) -> None:
-        assert await store.latest_policy(POLICY) == Policy(POLICY, 0, Artifact("base"))
-        assert await store.published_policies(POLICY) == []
+        assert await store.latest_policy(POLICY_ID) == Policy(POLICY_ID, 0, Artifact("base"))
+        assert await store.published_policies(POLICY_ID) == []
 
     async def test_reserve_version_after_a_tombstone_returns_a_new_one(self, store: Store) -> None:
-        numbers = await asyncio.gather(*(store.reserve_version(POLICY, RUN, step) for step in range(10)))
-        assert sorted(numbers) == list(range(1, 11))
-        assert await store.reserve_version("other", RUN, 0) == 1
-        await store.tombstone(POLICY, 10, "crashed")
-        assert await store.reserve_version(POLICY, RUN, 11) == 11
+        versions = await asyncio.gather(
+            *(store.reserve_version(POLICY_ID, RUN_ID, step) for step in range(10))
+        )
+        assert sorted(versions) == list(range(1, 11))
+        assert await store.reserve_version("other", RUN_ID, 0) == 1
+        await store.tombstone(POLICY_ID, 10, "crashed")
+        assert await store.reserve_version(POLICY_ID, RUN_ID, 11) == 11
 
     async def test_latest_policy_is_the_newest_published(self, store: Store) -> None:
         for step in (5, 6, 7):
-            await store.reserve_version(POLICY, RUN, step)
-        first = Policy(POLICY, 1, Artifact("adapter", "/policies/1"))
-        second = Policy(POLICY, 2, Artifact("remote", "sampler", expires_at=9.5))
+            await store.reserve_version(POLICY_ID, RUN_ID, step)
+        first = Policy(POLICY_ID, 1, Artifact("adapter", "/policies/1"))
+        second = Policy(POLICY_ID, 2, Artifact("remote", "sampler", expires_at=9.5))
         await store.publish(second)
         await store.publish(first)
-        assert await store.latest_policy(POLICY) == second
-        assert await store.published_policies(POLICY) == [(first, 5), (second, 6)]
-        assert await store.reserved_versions(POLICY) == [(3, 7)]
-        renewed = Policy(POLICY, 2, Artifact("remote", "renewed-sampler", expires_at=99.0))
+        assert await store.latest_policy(POLICY_ID) == second
+        assert await store.published_policies(POLICY_ID) == [(first, 5), (second, 6)]
+        assert await store.reserved_versions(POLICY_ID) == [(3, 7)]
+        renewed = Policy(POLICY_ID, 2, Artifact("remote", "renewed-sampler", expires_at=99.0))
         await store.publish(renewed)
-        assert await store.latest_policy(POLICY) == renewed
-        await store.tombstone(POLICY, 2, "bad")
-        await store.tombstone(POLICY, 2, "bad")
-        assert await store.latest_policy(POLICY) == first
-        await store.tombstone(POLICY, 3, "abandoned")
-        assert await store.reserved_versions(POLICY) == []
-        assert await store.steps_by_version(POLICY) == {1: 5, 2: 6, 3: 7}
+        assert await store.latest_policy(POLICY_ID) == renewed
+        await store.tombstone(POLICY_ID, 2, "bad")
+        await store.tombstone(POLICY_ID, 2, "bad")
+        assert await store.latest_policy(POLICY_ID) == first
+        await store.tombstone(POLICY_ID, 3, "abandoned")
+        assert await store.reserved_versions(POLICY_ID) == []
+        assert await store.steps_by_version(POLICY_ID) == {1: 5, 2: 6, 3: 7}
         assert await store.steps_by_version("other") == {}
 
-    async def test_publish_unreserved_version_raises(self, store: Store) -> None:
+    async def test_publish_of_an_unreserved_or_tombstoned_version_raises(self, store: Store) -> None:
         with pytest.raises(StoreError, match="never reserved"):
-            await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
-        await store.reserve_version(POLICY, RUN, 1)
-        await store.tombstone(POLICY, 1, "crashed")
+            await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "x")))
+        await store.reserve_version(POLICY_ID, RUN_ID, 1)
+        await store.tombstone(POLICY_ID, 1, "crashed")
         with pytest.raises(StoreError, match="tombstoned"):
-            await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
+            await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "x")))
         with pytest.raises(StoreError, match="never reserved"):
-            await store.tombstone(POLICY, 2, "x")
+            await store.tombstone(POLICY_ID, 2, "x")
 
 
 class GroupAndStepTests:
@@ -80,126 +82,146 @@ class GroupAndStepTests:
         for group in reversed(groups):
             await store.open_group(group)
         await store.open_group(make_group("v", 0, channel=Channel.VAL))
-        assert await store.groups(RUN, Channel.TRAIN) == groups
+        assert await store.groups(RUN_ID, Channel.TRAIN) == groups
         await store.close_group("g1", GroupStatus.READY)
         await store.close_group("g2", GroupStatus.DROPPED, "no sessions")
-        ready = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY)
+        ready = await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.READY)
         assert ready == [replace(groups[1], status=GroupStatus.READY)]
-        (dropped,) = await store.groups(RUN, Channel.TRAIN, GroupStatus.DROPPED)
+        (dropped,) = await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.DROPPED)
         assert dropped.reason == "no sessions"
         with pytest.raises(ConflictError):
             await store.open_group(groups[0])
         with pytest.raises(StoreError):
-            await store.close_group("none", GroupStatus.READY)
+            await store.close_group("missing", GroupStatus.READY)
 
     async def test_groups_unclaimed_in_epoch_excludes_claimed_ones(self, store: Store) -> None:
         for index in range(3):
             await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
-        await store.claim_step(RUN, 0, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
+        await store.claim_step(RUN_ID, 0, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
         await store.drop_samples(
             [make_dropped_claim("c", group_id="g1"), make_dropped_claim("d", group_id="g2", run_id="other")]
         )
 
         async def list_unclaimed(epoch: int) -> list[str]:
-            groups = await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
+            groups = await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
             return [group.group_id for group in groups]
 
         assert await list_unclaimed(0) == ["g2"]
         assert await list_unclaimed(1) == ["g0", "g1", "g2"]
-        await store.claim_step(RUN, 1, [make_claim("e", group_id="g1", epoch=2)])
-        await store.claim_step(RUN, 2, [make_claim("f", group_id="g2", epoch=2)])
+        await store.claim_step(RUN_ID, 1, [make_claim("e", group_id="g1", epoch=2)])
+        await store.claim_step(RUN_ID, 2, [make_claim("f", group_id="g2", epoch=2)])
         assert await list_unclaimed(0) == ["g2"]
         assert await list_unclaimed(1) == ["g0", "g1", "g2"]
         assert await list_unclaimed(2) == ["g0"]
-        await store.release_steps(RUN, after=1)
+        await store.release_steps(RUN_ID, after=1)
         assert await list_unclaimed(2) == ["g0", "g2"]
 
     async def test_claim_step_of_a_claimed_sample_raises_conflict(self, store: Store) -> None:
         claim = make_claim("a", step=1, reward=1.0, advantage=0.5, staleness=2)
-        await store.claim_step(RUN, 1, [claim])
+        await store.claim_step(RUN_ID, 1, [claim])
         with pytest.raises(ConflictError, match="a is already claimed by step 1"):
-            await store.claim_step(RUN, 2, [make_claim("b"), make_claim("a")])
+            await store.claim_step(RUN_ID, 2, [make_claim("b"), make_claim("a")])
         with pytest.raises(ConflictError):
             await store.drop_samples([make_dropped_claim("a")])
-        assert [step.step for step in await store.steps(RUN)] == [1]
-        await store.claim_step(RUN, 2, [make_claim("a", epoch=1)])
+        assert [step.step for step in await store.steps(RUN_ID)] == [1]
+        await store.claim_step(RUN_ID, 2, [make_claim("a", epoch=1)])
         await store.claim_step("other", 1, [make_claim("a", run_id="other")])
-        assert await store.claims(RUN, step=1) == [claim]
-        assert await store.claims(RUN) == [claim, make_claim("a", epoch=1, step=2)]
-        assert await store.claims(RUN, session_id="missing") == []
+        assert await store.claims(RUN_ID, step=1) == [claim]
+        assert await store.claims(RUN_ID) == [claim, make_claim("a", epoch=1, step=2)]
+        assert await store.claims(RUN_ID, session_id="missing") == []
         with pytest.raises(ConflictError, match="step 2"):
-            await store.claim_step(RUN, 2, [make_claim("z")])
+            await store.claim_step(RUN_ID, 2, [make_claim("z")])
 
     async def test_claim_step_called_concurrently_succeeds_once(self, store: Store) -> None:
         attempts = (
-            store.claim_step(RUN, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
+            store.claim_step(RUN_ID, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
         )
         results = await asyncio.gather(*attempts, return_exceptions=True)
         assert sum(isinstance(result, ConflictError) for result in results) == 7
-        assert len(await store.claims(RUN)) == 2
+        assert len(await store.claims(RUN_ID)) == 2
 
-    async def test_drop_samples_without_a_reason_raises(self, store: Store) -> None:
+    async def test_invalid_claims_and_drops_raise(self, store: Store) -> None:
         with pytest.raises(StoreError, match="must be a drop with a reason"):
             await store.drop_samples([make_dropped_claim("a", reason="")])
         with pytest.raises(StoreError, match="must be a drop with a reason"):
             await store.drop_samples([make_claim("a", reason="x")])
         with pytest.raises(StoreError, match="advantage must be finite, got nan"):
-            await store.claim_step(RUN, 1, [make_claim("a", advantage=float("nan"))])
-        assert await store.claims(RUN) == []
+            await store.claim_step(RUN_ID, 1, [make_claim("a", advantage=float("nan"))])
+        assert await store.claims(RUN_ID) == []
 
-    async def test_advance_step_backwards_raises(self, store: Store) -> None:
-        await store.claim_step(RUN, 1, [make_claim("a")])
-        await store.advance_step(RUN, 1, StepState.SUBMITTED)
-        await store.advance_step(RUN, 1, StepState.SAVED, state_path="/state/1", metrics={"loss": 0.5})
-        await store.advance_step(RUN, 1, StepState.COMMITTED, version=3)
-        await store.advance_step(RUN, 1, StepState.COMMITTED)
-        (step,) = await store.steps(RUN)
+    async def test_advance_step_only_moves_forward(self, store: Store) -> None:
+        await store.claim_step(RUN_ID, 1, [make_claim("a")])
+        await store.advance_step(RUN_ID, 1, StepState.SUBMITTED)
+        await store.advance_step(RUN_ID, 1, StepState.SAVED, state_path="/state/1", metrics={"loss": 0.5})
+        await store.advance_step(RUN_ID, 1, StepState.COMMITTED, version=3)
+        await store.advance_step(RUN_ID, 1, StepState.COMMITTED)
+        (step,) = await store.steps(RUN_ID)
         assert (step.state, step.state_path, step.version) == (StepState.COMMITTED, "/state/1", 3)
         assert step.metrics == {"loss": 0.5}
         assert step.updated_at == pytest.approx(time.time(), abs=30)
         for state in (StepState.SAVED, StepState.RELEASED):
             with pytest.raises(StoreError, match="cannot become"):
-                await store.advance_step(RUN, 1, state)
+                await store.advance_step(RUN_ID, 1, state)
         with pytest.raises(StoreError, match="not claimed"):
-            await store.advance_step(RUN, 9, StepState.SAVED)
+            await store.advance_step(RUN_ID, 9, StepState.SAVED)
 
-    async def test_release_steps_with_saved_removes_all_later_steps(self, store: Store) -> None:
+    async def test_steps_to_commit_include_uncommitted_earlier_steps(self, store: Store) -> None:
+        states = [StepState.COMMITTED, StepState.SUBMITTED, StepState.SAVED, StepState.CLAIMED]
+        for number, state in enumerate(states, start=1):
+            await store.claim_step(RUN_ID, number, [make_claim(f"k{number}")])
+            await store.advance_step(RUN_ID, number, state)
+        assert [step.step for step in await store.steps_to_commit(RUN_ID, 3)] == [2, 3]
+        assert [step.step for step in await store.steps_to_commit(RUN_ID, 1)] == [1]
+
+    async def test_progress_details_count_waiting_groups_and_trained_steps(self, store: Store) -> None:
+        for index in range(3):
+            await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
+        await store.claim_step(RUN_ID, 1, [make_claim("a", group_id="g0")])
+        await store.advance_step(RUN_ID, 1, StepState.SUBMITTED, version=1)
+        await store.claim_step(RUN_ID, 2, [make_claim("b", group_id="g1")])
+        details = await store.progress_details(RUN_ID, 0)
+        assert (details.waiting_groups, details.steps, details.trained_steps) == (1, 2, 1)
+        await store.release_steps(RUN_ID, after=1)
+        details = await store.progress_details(RUN_ID, 0)
+        assert (details.waiting_groups, details.steps, details.trained_steps) == (2, 1, 1)
+
+    async def test_release_steps_with_include_saved_removes_all_later_steps(self, store: Store) -> None:
         for number, state in enumerate([StepState.COMMITTED, StepState.SAVED, StepState.COMMITTED]):
-            await store.claim_step(RUN, number, [make_claim(f"k{number}")])
-            await store.advance_step(RUN, number, state)
-        assert await store.release_steps(RUN, after=0, include_saved=True) == [1, 2]
-        assert [step.step for step in await store.steps(RUN)] == [0]
-        assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0"]
+            await store.claim_step(RUN_ID, number, [make_claim(f"k{number}")])
+            await store.advance_step(RUN_ID, number, state)
+        assert await store.release_steps(RUN_ID, after=0, include_saved=True) == [1, 2]
+        assert [step.step for step in await store.steps(RUN_ID)] == [0]
+        assert [claim.sample_key for claim in await store.claims(RUN_ID)] == ["k0"]
 
     async def test_release_steps_removes_only_unsaved_steps(self, store: Store) -> None:
         states = [StepState.COMMITTED, StepState.SAVED, StepState.SUBMITTED, StepState.CLAIMED]
         for number, state in enumerate(states):
-            await store.claim_step(RUN, number, [make_claim(f"k{number}")])
-            await store.advance_step(RUN, number, state)
+            await store.claim_step(RUN_ID, number, [make_claim(f"k{number}")])
+            await store.advance_step(RUN_ID, number, state)
         await store.claim_step("other", 9, [make_claim("x", run_id="other")])
         await store.drop_samples([make_dropped_claim("d")])
-        assert await store.release_steps(RUN, after=2) == [3]
-        assert await store.release_steps(RUN, after=-1) == [2]
-        assert await store.release_steps(RUN, after=-1) == []
-        assert [step.step for step in await store.steps(RUN)] == [0, 1]
-        assert [claim.sample_key for claim in await store.claims(RUN)] == ["k0", "k1", "d"]
+        assert await store.release_steps(RUN_ID, after=2) == [3]
+        assert await store.release_steps(RUN_ID, after=-1) == [2]
+        assert await store.release_steps(RUN_ID, after=-1) == []
+        assert [step.step for step in await store.steps(RUN_ID)] == [0, 1]
+        assert [claim.sample_key for claim in await store.claims(RUN_ID)] == ["k0", "k1", "d"]
         assert len(await store.claims("other")) == 1
         with pytest.raises(StoreError, match="not claimed"):
-            await store.advance_step(RUN, 2, StepState.SUBMITTED)
-        await store.claim_step(RUN, 2, [make_claim("k3"), make_claim("k2")])
-        claimed = (await store.steps(RUN))[-1]
+            await store.advance_step(RUN_ID, 2, StepState.SUBMITTED)
+        await store.claim_step(RUN_ID, 2, [make_claim("k3"), make_claim("k2")])
+        claimed = (await store.steps(RUN_ID))[-1]
         assert (claimed.step, claimed.state) == (2, StepState.CLAIMED)
 
 
 class ProgressTests:
     async def test_progress_groups_follow_every_change(self, store: Store) -> None:
         async def get_counts() -> tuple[int, int, int]:
-            progress = await store.progress(RUN)
+            progress = await store.progress(RUN_ID)
             return progress.groups_open, progress.groups_ready, progress.groups_consumed
 
-        empty = await store.progress(RUN)
+        empty = await store.progress(RUN_ID)
         assert (empty.next_group_index, empty.committed_steps, empty.head_version) == (0, 0, 0)
-        await store.put_run(Run(RUN, POLICY, {}))
+        await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         for index in range(4):
             await store.open_group(make_group(f"g{index}", index))
         await store.open_group(make_group("v", 40, channel=Channel.VAL))
@@ -208,50 +230,50 @@ class ProgressTests:
             await store.close_group(f"g{index}", GroupStatus.READY)
         await store.close_group("g3", GroupStatus.DROPPED, "x")
         assert await get_counts() == (0, 3, 1)
-        await store.claim_step(RUN, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
+        await store.claim_step(RUN_ID, 1, [make_claim("a", group_id="g0"), make_claim("b", group_id="g0")])
         await store.drop_samples(
             [make_dropped_claim("c", group_id="g0"), make_dropped_claim("d", group_id="g1")]
         )
         assert await get_counts() == (0, 2, 2)
-        await store.advance_step(RUN, 1, StepState.SAVED)
+        await store.advance_step(RUN_ID, 1, StepState.SAVED)
         assert await get_counts() == (0, 2, 2)
-        await store.advance_step(RUN, 1, StepState.COMMITTED)
+        await store.advance_step(RUN_ID, 1, StepState.COMMITTED)
         assert await get_counts() == (0, 1, 3)
         await store.claim_step(
-            RUN, 2, [make_claim("a", group_id="g0", epoch=1), make_claim("e", group_id=None)]
+            RUN_ID, 2, [make_claim("a", group_id="g0", epoch=1), make_claim("e", group_id=None)]
         )
         assert await get_counts() == (0, 2, 2)
-        await store.release_steps(RUN, after=1)
+        await store.release_steps(RUN_ID, after=1)
         assert await get_counts() == (0, 1, 3)
         await store.claim_step("other", 1, [make_claim("a", run_id="other", group_id="g0")])
         assert await get_counts() == (0, 1, 3)
-        progress = await store.progress(RUN)
+        progress = await store.progress(RUN_ID)
         assert (progress.next_group_index, progress.committed_steps) == (4, 1)
-        assert (await store.progress(RUN, Channel.VAL)).next_group_index == 41
+        assert (await store.progress(RUN_ID, Channel.VAL)).next_group_index == 41
 
     async def test_sample_dropped_by_a_step_is_consumed_at_commit(self, store: Store) -> None:
-        await store.put_run(Run(RUN, POLICY, {}))
+        await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         for index in range(2):
             await store.open_group(make_group(f"g{index}", index))
             await store.close_group(f"g{index}", GroupStatus.READY)
-        await store.claim_step(RUN, 1, [make_dropped_claim("a", group_id="g0", step=1)])
-        assert (await store.progress(RUN)).groups_consumed == 0
-        await store.advance_step(RUN, 1, StepState.COMMITTED)
-        assert (await store.progress(RUN)).groups_consumed == 1
-        await store.claim_step(RUN, 2, [make_claim("b", group_id="g1", step=2)])
-        await store.advance_step(RUN, 2, StepState.SUBMITTED, version=1)
-        assert (await store.progress(RUN)).groups_consumed == 2
+        await store.claim_step(RUN_ID, 1, [make_dropped_claim("a", group_id="g0", step=1)])
+        assert (await store.progress(RUN_ID)).groups_consumed == 0
+        await store.advance_step(RUN_ID, 1, StepState.COMMITTED)
+        assert (await store.progress(RUN_ID)).groups_consumed == 1
+        await store.claim_step(RUN_ID, 2, [make_claim("b", group_id="g1", step=2)])
+        await store.advance_step(RUN_ID, 2, StepState.SUBMITTED, version=1)
+        assert (await store.progress(RUN_ID)).groups_consumed == 2
 
     async def test_progress_counts_sessions_and_reports_the_head_version(self, store: Store) -> None:
-        await store.put_run(Run(RUN, POLICY, {}))
+        await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         for name in "abc":
             await store.open_session(make_session(name))
         await store.open_session(make_session("v", channel=Channel.VAL))
         await store.end_session("a", SessionStatus.COMPLETED)
         await store.end_session("b", SessionStatus.COMPLETED)
-        assert (await store.progress(RUN)).sessions == {"open": 1, "completed": 2}
-        assert (await store.progress(RUN, Channel.VAL)).sessions == {"open": 1}
-        await store.reserve_version(POLICY, RUN, 1)
-        assert (await store.progress(RUN)).head_version == 0
-        await store.publish(Policy(POLICY, 1, Artifact("adapter", "x")))
-        assert (await store.progress(RUN)).head_version == 1
+        assert (await store.progress(RUN_ID)).sessions == {"open": 1, "completed": 2}
+        assert (await store.progress(RUN_ID, Channel.VAL)).sessions == {"open": 1}
+        await store.reserve_version(POLICY_ID, RUN_ID, 1)
+        assert (await store.progress(RUN_ID)).head_version == 0
+        await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "x")))
+        assert (await store.progress(RUN_ID)).head_version == 1
