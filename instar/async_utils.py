@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines concurrently and return their results in order. The first error cancels the others
-    and is raised unchanged."""
+    """Run the coroutines concurrently and return their results in order. The first error cancels the rest."""
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     try:
         return await asyncio.gather(*tasks)
@@ -26,7 +25,8 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. It runs to completion even if the caller is cancelled."""
+    """Run the coroutine to completion, even if the caller is cancelled, and return its result. A cancellation
+    is raised after the coroutine has finished."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)
@@ -73,26 +73,26 @@ async def run_with_timeout(
     seconds: float,
     coroutine: Coroutine[Any, Any, T],
     *,
-    grace: float,
-    on_timeout: Exception,
-    on_cancel: Exception,
+    grace_seconds: float,
+    timeout_error: Exception,
+    cancel_error: Exception,
 ) -> T:
-    """Return the coroutine's result, or raise ``on_timeout`` after ``seconds``.
+    """Return the coroutine's result, or raise ``timeout_error`` after ``seconds``.
 
-    On a timeout, or if the caller is cancelled, the coroutine is cancelled and gets ``grace`` seconds to end
-    before it is abandoned. ``on_cancel`` is raised if the coroutine cancels itself.
+    On a timeout, or if the caller is cancelled, the coroutine is cancelled, and abandoned if it does not
+    finish within ``grace_seconds``. ``cancel_error`` is raised if the coroutine cancels itself.
     """
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait({task}, timeout=seconds)
         if task.cancelled():
-            raise on_cancel
+            raise cancel_error
         if task.done():
             return task.result()
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task}, timeout=grace)
+            await asyncio.wait({task}, timeout=grace_seconds)
             if task.done() and not task.cancelled():
                 task.exception()  # otherwise asyncio would log an error raised during cancellation
-    raise on_timeout
+    raise timeout_error

@@ -24,7 +24,7 @@ class ColumnType(Enum):
 
 class FieldType(NamedTuple):
     column: ColumnType
-    python: Any
+    python_type: Any
     """The annotated type of the field, without None."""
     is_optional: bool
 
@@ -41,7 +41,7 @@ _COLUMN_TYPES: dict[Any, ColumnType] = {
 
 
 def get_field_types(cls: type) -> dict[str, FieldType]:
-    """Return the type of each field of a dataclass. Enums are text; objects, lists and mappings are JSON."""
+    """Return the type of each field of a dataclass. Enums and literals are text; other objects are JSON."""
     return {name: _get_field_type(hint) for name, hint in get_type_hints(cls).items()}
 
 

@@ -37,16 +37,16 @@ def cpu_flags() -> frozenset[str]:
 
 
 @functools.cache
-def disable_broken_amx(cache: Path) -> None:
+def disable_broken_amx(cache_folder: Path) -> None:
     """Keep oneDNN from using AMX if AMX instructions kill the process, as on virtual machines that report AMX
-    without supporting it. The first call on a machine tries a matrix product in a subprocess, and stores
-    whether it worked in ``cache``."""
+    without supporting it. The first call on a machine runs a matrix product in a subprocess and saves the
+    result in ``cache_folder``. If `ISA_LIMIT_VARIABLE` is already set, nothing changes."""
     if "amx_bf16" not in cpu_flags() or ISA_LIMIT_VARIABLE in os.environ:
         return
     import torch
 
     key = "\n".join([*sorted(cpu_flags()), platform.release(), platform.node(), torch.__version__])
-    file = cache / "cpu" / hashlib.sha256(key.encode()).hexdigest()[:16]
+    file = cache_folder / "cpu" / hashlib.sha256(key.encode()).hexdigest()[:16]
     if not file.is_file():
         with use_umask(USER_UMASK):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -69,8 +69,8 @@ def _survives_probe() -> bool:
 def keep_freed_pages() -> None:
     """Make malloc keep the pages of freed tensors in this process, including threads that are started later.
 
-    By default, glibc maps every large block separately, so each activation causes new page faults. On a CPU,
-    they take up to half the time of a training pass. Without glibc, this function does nothing.
+    By default, glibc maps every large block separately, so each activation causes new page faults, which
+    take up to half the time of a training pass on a CPU. Without glibc, this function does nothing.
     """
     if not sys.platform.startswith("linux"):
         return

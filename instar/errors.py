@@ -1,7 +1,7 @@
 """Instar's exceptions, grouped by the component that failed.
 
 InstarError
-├── ConfigError        a setting is invalid; the message has its path and the allowed values
+├── ConfigError        a setting is invalid or cannot be used on this machine
 ├── StoreError         an operation on the store failed
 │   ├── StoreTooNew        a newer version of Instar wrote the database
 │   ├── StoreCorrupt       the file is damaged
@@ -10,18 +10,18 @@ InstarError
 │   └── ConflictError      a row that must be unique already exists (for example, a sample claimed twice)
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
-│   ├── EngineUnavailable  an engine or the gateway cannot be reached or is not ready: try again
+│   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
 │   └── PromptTooLong      the prompt does not fit into the model's context
 ├── BackendError       a training backend failed
 │   ├── NonFiniteError     a loss, a gradient or a weight is not finite
-│   ├── BackendUnavailable the backend cannot be reached, or did not answer before the deadline
-│   └── BackendLost        the service lost the training session: resume from the last saved state
+│   ├── BackendUnavailable the backend cannot be reached or did not respond in time
+│   └── BackendLost        the training service lost the session: resume from the last saved state
 ├── DataError          data cannot be exported or read, or does not match its manifest
 ├── SyncError          a policy could not be transferred to an engine
 ├── ScoreError         a scorer could not score a session
 ├── AgentError         an agent failed
-│   └── AgentTimeout       the agent exceeded its deadline
-└── Interrupted        the user asked to stop
+│   └── AgentTimeout       the agent did not finish in time
+└── Interrupted        the user interrupted the run
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Interrupted(InstarError):
 
 
 class ScoreError(InstarError):
-    """A scorer failed. A retry may succeed if it is ``retryable``, after at least ``retry_after`` seconds."""
+    """A scorer failed. If ``retryable``, a retry may succeed, after ``retry_after`` seconds if set."""
 
     def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)

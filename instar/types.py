@@ -1,8 +1,7 @@
 """The data types shared by all packages. They are frozen and need neither torch nor pydantic.
 
-Arrays are numpy arrays: token ids and versions are int32, logprobs and advantages are float32. Two values are
-reserved: a missing logprob is NaN (never 0.0), and the version of a token that was not sampled is
-``NOT_SAMPLED``.
+Arrays are numpy arrays: token ids and versions are int32, logprobs and advantages are float32. A missing
+logprob is NaN (never 0.0), and the version of a token that was not sampled is ``NOT_SAMPLED``.
 """
 
 from __future__ import annotations
@@ -35,15 +34,13 @@ from instar.model_types import ToolCall as ToolCall
 NOT_SAMPLED = -1
 
 _id_generator = random.Random(os.urandom(32))
-"""Generates ids, which must be unique but need not be secret. It makes no system calls, because every model
-call needs ids."""
+"""Generates ids, which need not be secret. It makes no system calls, because every model call needs ids."""
 
 
 def new_id(prefix: str) -> str:
     """Return a new id, such as ``sess-18e7…``.
 
-    The id starts with the time, so that new rows go to the end of the store's index. With random ids, inserts
-    would take twice as long.
+    The id starts with the time, because random ids would make inserts into the store take twice as long.
     """
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
@@ -126,11 +123,10 @@ class Session:
     attempt: int = 0
     task_id: str | None = None
     reason: str | None = None
-    """Why the session failed or was abandoned."""
+    """Why the session failed, was abandoned or was ended as idle."""
     seed: int | None = None
     sampling: Json = field(default_factory=dict[str, Any])
-    """Sampling settings that override the settings of every call in the session, such as ``{"temperature":
-    0}``."""
+    """Sampling settings that override those of every call in the session, such as ``{"temperature": 0}``."""
     metadata: Json = field(default_factory=dict[str, Any])
     external_id: str | None = None
     """The id that the agent itself uses for this session, if it sends one."""
@@ -148,10 +144,9 @@ class Link(StrEnum):
 
     ROOT = "root"
     EXTENDS = "extends"
-    """The messages continue the parent's messages, and the prompt is the parent's tokens followed by new
-    ones."""
+    """The messages continue the parent's messages, and the prompt continues the parent's tokens."""
     BRANCH = "branch"
-    """The agent rewrote its history, or started another conversation (a sub-agent)."""
+    """The agent rewrote its history, or started a separate conversation (a sub-agent)."""
     SIBLING = "sibling"
     """The same request again: a retry, a regeneration, or one of ``n`` replies."""
 
@@ -162,7 +157,7 @@ class Call:
 
     A store keeps only what follows the first ``base_tokens`` tokens and ``base_messages`` messages of the
     base call ``base_id``. The tokens of the base call are its prompt and its sampled tokens, and its messages
-    include its reply. The columns of stores and exports are derived from these fields (`column_types`).
+    include its reply. Stores and exports derive their columns from these fields (`column_types`).
     """
 
     call_id: str
@@ -198,8 +193,7 @@ class Call:
     """The idempotency key of the request. A request with the same key is a retry of this request."""
     digests: bytes = b""
     """Keyed hashes of the tools, of each message after ``base_messages`` and of the reply, before redaction
-    (`record.hashing`). Requests are compared by these hashes. If empty, they are computed from the
-    messages."""
+    (`record.hashing`), for comparing requests. If empty, they are computed from the messages."""
     params: SamplingParams = SamplingParams()  # noqa: RUF009 — frozen, so it can be shared
     started_at: float = 0.0
     first_token_at: float | None = None
@@ -260,7 +254,7 @@ class Tag:
 
 
 UNTRAINABLE = "untrainable"
-"""The tag that keeps a session out of training."""
+"""The name of the tag that excludes a session from training."""
 AGENT_FEEDBACK_PREFIX = "agent:"
 
 
@@ -294,7 +288,7 @@ class Feedback:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A run of ``length`` sampled tokens of a call, starting at position ``start`` of the sample."""
+    """``length`` consecutive sampled tokens of a call, starting at position ``start`` of the sample."""
 
     call_id: str
     start: int
@@ -303,7 +297,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One root-to-leaf path through the calls of a session. Index i describes token i given all before it.
+    """One root-to-leaf path through the calls of a session. Entry i of each array describes token i.
 
     A two-turn session whose prompt is ``[1 2]``, first reply ``[7 8]``, tool result ``[3]`` and
     second reply ``[9]``, all sampled by version 4, with advantage 0.5, is::

@@ -1,7 +1,7 @@
 """The umasks of Instar's processes.
 
 A run's files are private. Agents, rules and model servers run with the user's umask, because their files
-belong to the user. The model cache is also written with it, because several users may share the cache.
+belong to the user. The model cache is written with the same umask, because users may share it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 PRIVATE_UMASK = 0o077
 USER_UMASK_ENV = "INSTAR_USER_UMASK"
-"""Environment variable with the user's umask (octal), for roles, which inherit a private umask."""
+"""Environment variable with the user's umask (octal), for role processes, which inherit a private umask."""
 
 
 def _read_user_umask() -> int:

@@ -27,14 +27,16 @@ class SessionSummary:
 
 @dataclass(frozen=True, slots=True)
 class CurationFinding:
-    """A problem that a check found in some sessions, with a tag for these sessions and measured values."""
+    """A problem that a check found in some sessions."""
 
     check: str
     tag: str
+    """A tag for the sessions. Its value is ``value``, and its reason is ``reason``."""
     value: str
     reason: str
     session_ids: tuple[str, ...]
     numbers: Json = field(default_factory=dict[str, object])
+    """The metrics of the check, by name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,8 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
         reason = (
             f"{len(similar)} outputs for different tasks are nearly identical; the first one is {first_id}"
         )
-        numbers = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
-        findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], numbers))
+        metrics = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
+        findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], metrics))
     return findings
 
 
@@ -43,11 +43,11 @@ def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -
         for summary in members:
             by_output[summary.output].append(summary)
         identical = max(by_output.values(), key=len)
-        share = len(identical) / len(members)
-        if len(identical) > 1 and share >= limits.identical:
+        fraction = len(identical) / len(members)
+        if len(identical) > 1 and fraction >= limits.identical:
             reason = f"{len(identical)} of {len(members)} outputs in group {group_id} are identical"
-            numbers = {"share": share}
-            findings.append(_make_finding("identical", "identical", group_id, reason, identical, numbers))
+            metrics = {"share": fraction}
+            findings.append(_make_finding("identical", "identical", group_id, reason, identical, metrics))
     return findings
 
 
@@ -59,8 +59,8 @@ def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits)
         rewards = [summary.reward for summary in members if summary.reward is not None]
         if len(rewards) > 1 and max(rewards) - min(rewards) <= MAX_REWARD_ROUNDING:
             reason = f"all {len(rewards)} rewards in group {group_id} are {rewards[0]:g}"
-            numbers = {"reward": rewards[0], "sessions": len(rewards)}
-            findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, numbers))
+            metrics = {"reward": rewards[0], "sessions": len(rewards)}
+            findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, metrics))
     return findings
 
 
@@ -76,9 +76,9 @@ def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) 
                 f"{repetition:.0%} of the output is repeated text, but its reward is {summary.reward:g} "
                 f"(mean {mean:g})"
             )
-            numbers = {"repetition": repetition, "reward": summary.reward}
+            metrics = {"repetition": repetition, "reward": summary.reward}
             findings.append(
-                _make_finding("repetitive", "repetitive", f"{repetition:.2f}", reason, [summary], numbers)
+                _make_finding("repetitive", "repetitive", f"{repetition:.2f}", reason, [summary], metrics)
             )
     return findings
 
@@ -105,9 +105,9 @@ def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits
         rule, judge = _find_reward(summary, RewardSource.RULE), _find_reward(summary, RewardSource.JUDGE)
         if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
             reason = f"the rule's reward is {rule:g}, the judge's reward is {judge:g}"
-            numbers = {"rule": rule, "judge": judge}
+            metrics = {"rule": rule, "judge": judge}
             value = "rule_higher" if rule > judge else "judge_higher"
-            findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], numbers))
+            findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], metrics))
     return findings
 
 
@@ -137,7 +137,7 @@ def _find_drift(
     quarter of the versions. ``values`` has one value per session. Means below ``floor`` count as ``floor``.
 
     The finding lists the last quarter's sessions with a value above the first quarter's mean. Nothing is
-    reported if one of the two quarters has fewer than MIN_SESSIONS_FOR_MEAN sessions.
+    reported if there is only one version, or if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions.
     """
     versions = sorted({summary.version for summary in sessions})
     quarter = max(1, len(versions) // 4)
@@ -151,9 +151,9 @@ def _find_drift(
         return []
     ratio = max(after, floor) / max(before, floor)
     reason = f"{unit} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f}x)"
-    numbers = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
+    metrics = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
     above = [summary for summary, value in late if value > before]
-    return [_make_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
+    return [_make_finding(check, check, f"{ratio:.1f}", reason, above, metrics)]
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
@@ -187,7 +187,7 @@ def _make_finding(
     value: str,
     reason: str,
     sessions: Sequence[SessionSummary],
-    numbers: Mapping[str, object],
+    metrics: Mapping[str, object],
 ) -> CurationFinding:
     ids = tuple(summary.session.session_id for summary in sessions)
-    return CurationFinding(check, tag, value, reason, ids, dict(numbers))
+    return CurationFinding(check, tag, value, reason, ids, dict(metrics))

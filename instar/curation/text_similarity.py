@@ -1,4 +1,4 @@
-"""Detects near-duplicate texts in linear time, with MinHash over word trigrams and banding."""
+"""Measures repetition in a text, and finds near-duplicate texts in linear time with MinHash and banding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-HASHES, BANDS = 64, 16
+NUM_HASHES, NUM_BANDS = 64, 16
 """The number of hashes per text, and the number of bands that they are split into. Texts that share 90% of
 their trigrams almost surely have a band in common; texts that share 30% rarely do."""
+MAX_LEADERS_PER_BAND = 64  # bounds the time if thousands of dissimilar texts share a band
 MAX_WORDS = 4096
 """The maximum number of words to read from a text. The rest is ignored."""
 _PRIME = np.uint64((1 << 61) - 1)
@@ -20,8 +21,7 @@ Shingles = NDArray[np.uint64]
 
 
 def hash_shingles(text: str) -> Shingles:
-    """Hash the distinct word trigrams in the text. A text with fewer than three words counts as one
-    trigram."""
+    """Hash the distinct word trigrams in the text. Fewer than three words count as one trigram."""
     words = text.lower().split()[:MAX_WORDS]
     triples = [" ".join(words[start : start + 3]) for start in range(max(1, len(words) - 2))]
     # A model may generate a lone surrogate, which the store keeps.
@@ -40,11 +40,11 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
     """Return the indices of each set of two or more similar texts. Every text in a set has a Jaccard
     similarity of at least ``similarity`` to the first one. A few similar texts may be missed."""
     shingles = [hash_shingles(text) for text in texts]
-    values = _minhash(shingles)
+    signatures = _minhash(shingles)
     duplicates: dict[int, list[int]] = defaultdict(list)
     leaders: dict[tuple[int, bytes], list[int]] = defaultdict(list)
     for index, shingle_set in enumerate(shingles):
-        keys = [(band, part.tobytes()) for band, part in enumerate(values[index].reshape(BANDS, -1))]
+        keys = [(band, part.tobytes()) for band, part in enumerate(signatures[index].reshape(NUM_BANDS, -1))]
         candidates = sorted({leader for key in keys for leader in leaders[key]})
         similar = (
             leader for leader in candidates if jaccard_similarity(shingles[leader], shingle_set) >= similarity
@@ -53,7 +53,7 @@ def find_near_duplicates(texts: Sequence[str], similarity: float) -> list[list[i
             duplicates[match].append(index)
             continue
         for key in keys:
-            if len(leaders[key]) < HASHES:  # bounds the time if thousands of dissimilar texts share a band
+            if len(leaders[key]) < MAX_LEADERS_PER_BAND:
                 leaders[key].append(index)
     return [[leader, *others] for leader, others in sorted(duplicates.items())]
 
@@ -65,9 +65,9 @@ def jaccard_similarity(a: Shingles, b: Shingles) -> float:
 
 def _minhash(shingles: Sequence[Shingles]) -> NDArray[np.uint64]:
     rng = np.random.default_rng(0)
-    factors = rng.integers(1, 1 << 31, HASHES, dtype=np.uint64)
-    offsets = rng.integers(0, 1 << 60, HASHES, dtype=np.uint64)
-    values = np.empty((len(shingles), HASHES), np.uint64)
+    factors = rng.integers(1, 1 << 31, NUM_HASHES, dtype=np.uint64)
+    offsets = rng.integers(0, 1 << 60, NUM_HASHES, dtype=np.uint64)
+    signatures = np.empty((len(shingles), NUM_HASHES), np.uint64)
     for index, shingle_set in enumerate(shingles):
-        values[index] = ((shingle_set[:, None] * factors + offsets) % _PRIME).min(axis=0)
-    return values
+        signatures[index] = ((shingle_set[:, None] * factors + offsets) % _PRIME).min(axis=0)
+    return signatures

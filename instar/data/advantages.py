@@ -18,7 +18,7 @@ from instar.types import Floats, Json, Sample
 Rewards = Sequence[float | None]
 Advantages = list[float | None]
 
-STD_FLOOR = 1e-6
+STD_EPSILON = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
 SIGNAL_THRESHOLD = 1e-8
 """Advantages with an absolute value up to this are treated as zero."""
@@ -27,12 +27,12 @@ MAX_SAMPLING_WEIGHT = 2.0
 
 
 def grpo(rewards: Rewards) -> Advantages:
-    """Return (r - mean) / (std + STD_FLOOR) with the population standard deviation of the group."""
+    """Return (r - mean) / (std + STD_EPSILON) with the population standard deviation of the group."""
     known = _get_known_rewards(rewards)
     if not len(known):
         return [None] * len(rewards)
     mean, std = known.mean(), known.std()
-    return [None if r is None else float((r - mean) / (std + STD_FLOOR)) for r in rewards]
+    return [None if r is None else float((r - mean) / (std + STD_EPSILON)) for r in rewards]
 
 
 def grpo_no_std(rewards: Rewards) -> Advantages:
@@ -68,8 +68,7 @@ class AdvantageEstimator:
         return [None if value is None else self.config.weight * value for value in estimate(rewards)]
 
     def _subtract_baseline(self, rewards: Rewards) -> Advantages:
-        """Subtract the moving average, then update it with this group's rewards. The first group uses its
-        own mean as the baseline."""
+        """Subtract the moving average, or the mean for the first group, then update the average."""
         known = _get_known_rewards(rewards)
         if not len(known):
             return [None] * len(rewards)

@@ -11,9 +11,9 @@ used for training or dropped for one of the following reasons:
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
 - ``late``: the session ended after a step had consumed its group. Its claim belongs to that step.
 
-Groups whose samples are all stale and groups that the rollout dropped are claimed without a step. If `data`
-lists exported data, its groups make up part of each step and are claimed once per epoch; they are never
-stale. A batch depends only on the rows in the store and on the estimator's state.
+Groups whose samples are all stale are claimed without a step. So are groups that the rollout dropped, with
+the rollout's reason. If `data` lists exported data, its groups make up part of each step and are claimed
+once per epoch; they are never stale. A batch depends only on the store's rows and the estimator's state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from instar.data.staleness import Staleness
 from instar.store.base import Store
 from instar.types import UNTRAINABLE, Channel, Claim, Floats, GroupStatus, Json, Sample
 
-POLL_SECONDS = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class StepBatch:
     claims: list[Claim]
     """Claims for all samples in the step's groups, trained or dropped."""
     drops: list[Claim]
-    """Claims for samples that are dropped without a step or, for late sessions, in an earlier step."""
+    """Drops without a step and, for late sessions, drops in an earlier step."""
     session_starts: list[float]
     """For each live sample, the Unix time at which its session started."""
     is_full: bool
@@ -103,11 +103,11 @@ class Batcher:
         Live groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
         ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
         consists of the remaining groups. Returns None if no groups are left, or if there are still too few
-        when ``stop`` is set or after ``timeout`` seconds.
+        when ``stop`` is set or after ``timeout`` seconds. Drops are stored while this method waits.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
-        drops = await self._claim_late_and_dropped(epoch)
+        drops = await self._build_late_and_rollout_drops(epoch)
         while True:
             # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
@@ -124,7 +124,7 @@ class Batcher:
             has_timed_out = deadline is not None and time.monotonic() >= deadline
             if is_last or has_timed_out or (stop is not None and stop.is_set()):
                 return None
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
@@ -132,7 +132,7 @@ class Batcher:
         """Return the batch that ``step`` would get now, even if too few groups are finished. The store is not
         changed, but the batcher treats the groups as consumed, so it must not be used afterwards."""
         staleness = Staleness(version, step_by_version)
-        drops = await self._claim_late_and_dropped(epoch)
+        drops = await self._build_late_and_rollout_drops(epoch)
         fresh, stale = await self._load_ready(step, epoch, staleness)
         groups = [*fresh, *await self._load_exported(step)]
         return await self._assemble(groups, [*drops, *stale], step, epoch, staleness)
@@ -148,8 +148,8 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Load the unclaimed finished groups that the step needs, or fewer, lowest index first. Groups whose
-        samples are all too stale are skipped; the returned claims drop them."""
+        """Return the unclaimed finished groups that the step needs, or fewer, lowest index first, and drops
+        for the groups that were skipped because all their samples are too stale."""
         needed = self.mixture.count_live_groups(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
@@ -167,21 +167,21 @@ class Batcher:
             for loaded in (self._loaded[group.group_id] for group in chunk):
                 samples = loaded.samples
                 if samples and not any(self._mask_stale_tokens(sample, staleness) for sample in samples):
-                    drops += builder.drop_group(loaded, "stale")
+                    drops += builder.build_group_drops(loaded, "stale")
                     self._consumed.add(loaded, None)
                 else:
                     fresh.append(loaded)
         return fresh, drops
 
-    async def _claim_late_and_dropped(self, epoch: int) -> list[Claim]:
-        """Return claims that drop late sessions and groups dropped by the rollout."""
-        drops = await self._consumed.drop_late_sessions(epoch)
+    async def _build_late_and_rollout_drops(self, epoch: int) -> list[Claim]:
+        """Return drops for late sessions and for groups that the rollout dropped."""
+        drops = await self._consumed.build_late_drops(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.DROPPED, unclaimed_in_epoch=epoch
         )
         for loaded in await self.loader.load(groups):
-            drops += builder.drop_group(loaded, loaded.group.reason or "group_dropped")
+            drops += builder.build_group_drops(loaded, loaded.group.reason or "group_dropped")
             self._consumed.add(loaded, None)
         return drops
 
@@ -192,14 +192,14 @@ class Batcher:
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
         claims: list[Claim] = []
-        zero_signal = 0
+        zero_signal_groups = 0
         for group in groups:
             builder = ClaimBuilder(self.run_id, epoch, staleness)
             if group.epoch is not None:
                 builder = ClaimBuilder(self.run_id, group.epoch)
             advantages = self._estimate_advantages(group.sessions)
             for session in group.untrainable:
-                claims += builder.drop_loaded_session(session, UNTRAINABLE, None)
+                claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)
             call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
             is_useful = self._uses_reference or has_signal(advantages) or any(call_rewards)
             if group.sessions and is_useful:
@@ -207,8 +207,8 @@ class Batcher:
                 samples += selected
                 claims += selected_claims
             else:
-                zero_signal += any(advantage is not None for advantage in advantages)
-                claims += builder.drop_group(group, "zero_signal", advantages)
+                zero_signal_groups += any(advantage is not None for advantage in advantages)
+                claims += builder.build_group_drops(group, "zero_signal", advantages)
             if group.epoch is None:
                 self._consumed.add(group, step)
         claims = [replace(claim, step=step) for claim in claims]
@@ -223,7 +223,7 @@ class Batcher:
         }
         live_samples = [sample for sample in samples if sample.session_id in starts]
         unmasked = {sample.sample_key: sample.trained_tokens for group in live for sample in group.samples}
-        masked = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
+        masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
         reweighted = [reweight_truncated_sampling(s) for s in samples] if reweight else samples
         return StepBatch(
             samples=normalize(reweighted, mode),
@@ -235,9 +235,9 @@ class Batcher:
             is_full=self._has_enough_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
             report=report_groups(groups)
             | report_batch(samples, live_samples, [*claims, *drops], staleness)
-            | {"stale_masked_tokens": masked}
+            | {"stale_masked_tokens": masked_tokens}
             | report_outputs([[session.samples for session in group.sessions] for group in live])
-            | {"zero_signal": zero_signal},
+            | {"zero_signal": zero_signal_groups},
         )
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
@@ -260,19 +260,19 @@ class Batcher:
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
             if advantage is None or not session.samples:
-                claims += builder.drop_loaded_session(session, "no_reward", advantage)
+                claims += builder.build_loaded_session_drops(session, "no_reward", advantage)
                 continue
             for sample in session.samples:
                 fresh = self._mask_stale_tokens(sample, builder.staleness)
                 if fresh is None:
-                    claims.append(builder.drop_sample(session, sample, advantage, "stale"))
+                    claims.append(builder.build_sample_drop(session, sample, advantage, "stale"))
                 elif len(fresh) > self.config.model.max_context:
                     # Exported data may come from a model with a longer context.
-                    claims.append(builder.drop_sample(session, fresh, advantage, "too_long"))
+                    claims.append(builder.build_sample_drop(session, fresh, advantage, "too_long"))
                 else:
-                    claims.append(builder.claim_trained(session, fresh, advantage))
+                    claims.append(builder.build_trained_claim(session, fresh, advantage))
                     samples.append(with_advantage(fresh, advantage, session.call_rewards))
-        claims += builder.drop_superseded(group)
+        claims += builder.build_superseded_drops(group)
         return samples, claims
 
     def _mask_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:

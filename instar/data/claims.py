@@ -1,6 +1,6 @@
 """Builds claims, which record that a step trained on a sample or why the sample was dropped.
 
-Methods such as `drop_sample` only build the claims; the caller stores them.
+A claim for a dropped sample is called a drop. The functions here only build claims; the caller stores them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ClaimBuilder:
     staleness: Staleness | None = None
     """None for exported data, whose claims have no staleness."""
 
-    def claim_trained(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
+    def build_trained_claim(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
             run_id=self.run_id,
             epoch=self.epoch,
@@ -35,50 +35,50 @@ class ClaimBuilder:
             staleness=None if self.staleness is None else self.staleness.of_sample(sample),
         )
 
-    def drop_sample(
+    def build_sample_drop(
         self, session: LoadedSession, sample: Sample, advantage: float | None, reason: str
     ) -> Claim:
-        claim = self.claim_trained(session, sample, advantage)
+        claim = self.build_trained_claim(session, sample, advantage)
         return replace(claim, outcome=ClaimOutcome.DROPPED, reason=reason)
 
-    def drop_loaded_session(
+    def build_loaded_session_drops(
         self, session: LoadedSession, reason: str, advantage: float | None
     ) -> list[Claim]:
-        """Return claims that drop a session: one per sample, or a single one if it has no samples."""
-        # A missing reward or missing tokens are more specific reasons than these two.
+        """Return one drop per sample, or a single one if the session has no samples. The reasons
+        ``zero_signal`` and ``no_reward`` are replaced by a more specific reason if there is one."""
         if reason in ("zero_signal", "no_reward") and session.reward is None:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
-            return [self.drop_sample(session, sample, advantage, reason) for sample in session.samples]
+            return [self.build_sample_drop(session, sample, advantage, reason) for sample in session.samples]
         key = f"{session.session.group_id}/{session.session.slot}/0"
-        claim = self.drop_session(session.session, "no_tokens" if reason == "no_reward" else reason)
+        claim = self.build_session_drop(session.session, "no_tokens" if reason == "no_reward" else reason)
         return [replace(claim, sample_key=key, reward=session.reward, advantage=advantage)]
 
-    def drop_session(self, session: Session, reason: str) -> Claim:
+    def build_session_drop(self, session: Session, reason: str) -> Claim:
         # The key contains the session id, because the keys of the slot belong to a different session.
-        return self._drop(f"{session.session_id}/0", session.session_id, session.group_id, reason)
+        return self._build_drop(f"{session.session_id}/0", session.session_id, session.group_id, reason)
 
-    def drop_group(
+    def build_group_drops(
         self, group: LoadedGroup, reason: str, advantages: Advantages | None = None
     ) -> list[Claim]:
-        """Return claims that drop everything in a group except its untrainable sessions."""
+        """Return drops for everything in a group except its untrainable sessions."""
         values = advantages or [None] * len(group.sessions)
         claims = [
             claim
             for session, advantage in zip(group.sessions, values, strict=True)
-            for claim in self.drop_loaded_session(session, reason, advantage)
+            for claim in self.build_loaded_session_drops(session, reason, advantage)
         ]
-        claims += self.drop_superseded(group)
+        claims += self.build_superseded_drops(group)
         if claims or group.untrainable:
             return claims
         # A group without sessions needs a claim, or every step would load it again.
         group_id = group.group.group_id
-        return [self._drop(f"{group_id}/0", "", group_id, "no_sessions")]
+        return [self._build_drop(f"{group_id}/0", "", group_id, "no_sessions")]
 
-    def drop_superseded(self, group: LoadedGroup) -> list[Claim]:
-        return [self.drop_session(session, "superseded") for session in group.superseded]
+    def build_superseded_drops(self, group: LoadedGroup) -> list[Claim]:
+        return [self.build_session_drop(session, "superseded") for session in group.superseded]
 
-    def _drop(self, sample_key: str, session_id: str, group_id: str | None, reason: str) -> Claim:
+    def _build_drop(self, sample_key: str, session_id: str, group_id: str | None, reason: str) -> Claim:
         dropped = ClaimOutcome.DROPPED
         return Claim(self.run_id, self.epoch, sample_key, session_id, group_id, dropped, reason=reason)
 
@@ -89,10 +89,11 @@ class ConsumedGroup:
     step: int | None
     """The step that consumed the group, or None if the group was dropped without a step."""
     session_ids: set[str]
+    """The sessions that already have a claim."""
 
 
 class ConsumedGroups:
-    """The last ``limit`` consumed groups, used to drop their late sessions. `drop_late_sessions` loads the
+    """The last ``limit`` consumed groups, used to find their late sessions. `build_late_drops` loads the
     groups from the store, so call it before `add`."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
@@ -106,14 +107,14 @@ class ConsumedGroups:
         self._groups = None
 
     def add(self, group: LoadedGroup, step: int | None) -> None:
-        assert self._groups is not None, "call drop_late_sessions before add"
+        assert self._groups is not None, "call build_late_drops before add"
         self._groups[group.group.group_id] = ConsumedGroup(group.group, step, group.session_ids)
         while len(self._groups) > self._limit:
             self._groups.popitem(last=False)
 
-    async def drop_late_sessions(self, epoch: int) -> list[Claim]:
-        """Return claims that drop sessions that ended after their group was consumed. The claims belong to
-        the step that consumed the group, so they are released together with it."""
+    async def build_late_drops(self, epoch: int) -> list[Claim]:
+        """Return drops for sessions that ended after their group was consumed, once per session. They belong
+        to the step that consumed the group, so they are released together with it."""
         groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
@@ -122,7 +123,7 @@ class ConsumedGroups:
             for session in sessions[group_id]:
                 if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:
                     consumed.session_ids.add(session.session_id)
-                    drops.append(replace(builder.drop_session(session, "late"), step=consumed.step))
+                    drops.append(replace(builder.build_session_drop(session, "late"), step=consumed.step))
         return drops
 
     async def _load(self, epoch: int) -> OrderedDict[str, ConsumedGroup]:

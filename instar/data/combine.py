@@ -41,14 +41,13 @@ class RewardCombiner:
         return {call_id: value for call_id, value in combined.items() if value is not None}
 
     def _select_counted(self, rewards: Sequence[Reward]) -> list[Reward]:
-        """Return the rewards to combine. The agent's own rewards are included only if the config section
-        `reward` lists the type ``agent``."""
+        """Leave out the agent's own rewards, unless the config section `reward` lists the type ``agent``."""
         return [r for r in rewards if self.counts_agent_rewards or r.source is not RewardSource.AGENT]
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Return the combined reward of a session or call, or None if no reward counts. ``rewards`` must be
-    sorted by creation time."""
+    """Return the combined reward of a session or call, or None if no reward counts. The result is the veto
+    value if a vetoing scorer's or source's last reward is too low. ``rewards`` must be ordered by time."""
     # A fallback does not count if its scorer also returned a score, earlier or later.
     scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
     rewards = [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]

@@ -20,7 +20,7 @@ from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Float
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """Samples whose advantages are the weights of the tokens in the loss."""
+    """The samples. Their advantages are the weights of the tokens in the loss."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 

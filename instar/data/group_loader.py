@@ -44,8 +44,8 @@ class LoadedGroup:
 
     @property
     def session_ids(self) -> set[str]:
-        final = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
-        return {session.session_id for session in (*final, *self.superseded)}
+        final_sessions = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
+        return {session.session_id for session in (*final_sessions, *self.superseded)}
 
     def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
         """Return a copy with these sessions moved to ``untrainable``, which must be empty."""
@@ -73,6 +73,7 @@ class GroupLoader:
         return result
 
     async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
+        """Return the groups with the sessions that are tagged as untrainable moved to ``untrainable``."""
         ids = [loaded.session.session_id for group in groups for loaded in group.sessions]
         tags = await self.store.tags(ids)
         tag_names = {

@@ -22,7 +22,7 @@ from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Se
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
     """Return the session's samples, with zero advantages, in the order of their last calls.
 
-    Walks without trainable tokens are omitted, but still numbered, so that a sample's key depends only on the
+    Walks that train no token are omitted, but still numbered, so that a sample's key depends only on the
     session's graph. Raises StoreError if a call does not extend its parent as recorded or, with
     ``requires_logprobs``, if a trainable token has no logprob.
     """
@@ -45,8 +45,7 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with advantage ``value`` on every trained token, plus the value for the token's call
-    in ``per_call``, if any."""
+    """Return the sample with advantage ``value`` plus the call's ``per_call`` value on each trained token."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)

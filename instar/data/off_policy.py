@@ -1,9 +1,9 @@
 """Corrects for tokens that were sampled by a policy other than the trained one.
 
-A token has three logprobs. The *behavior* logprob is from the distribution that the token was drawn from,
-which may be an older version, or the same weights in an engine with slightly different numerics. The
-*proximal* logprob is from the trained policy at the start of the step. The *new* logprob is from the policy
-during the update, and is the one that gradients flow through.
+A token has three logprobs. The *behavior* logprob is from the distribution that the token was sampled from,
+by a possibly older policy in an engine with slightly different numerics. The *proximal* logprob is from the
+trained policy at the start of the step. The *new* logprob is from the policy during the update, and is the
+one that gradients flow through.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from instar.config import OffPolicyConfig
 from instar.errors import BackendError
 from instar.types import Floats, Json, Sample
 
-DEFAULT_TRUNCATE = 2.0
+DEFAULT_MAX_WEIGHT = 2.0
 """The maximum importance weight if `truncate` is not set."""
 MAX_LOGPROB_DIFFERENCE = 60.0
 """Logprob differences are clipped to this, because larger ratios carry no information."""
@@ -31,17 +31,18 @@ def get_behavior_logprobs(sample: Sample) -> Floats:
 def apply_decoupled_ppo(
     samples: Sequence[Sample], scales: Sequence[Floats], proximal: Sequence[Floats], config: OffPolicyConfig
 ) -> tuple[list[Sample], list[Floats], Json]:
-    """Apply decoupled PPO. Return the new samples, their new scales, and metrics.
+    """Apply decoupled PPO. Return the corrected samples, their new scales, and metrics.
 
     The proximal logprobs replace the samples' logprobs, so that the loss computes its ratio relative to them.
     The advantages are multiplied by the truncated importance weight from behavior to proximal, and so are the
     ``scales``, for terms that are added later. Tokens with a ratio above ``drop_above`` or below its inverse
-    are masked, but still count in the step's divisor, so that the other tokens keep their weight.
+    are masked, but still count in the step's divisor, so that the other tokens keep their weight. Raises
+    BackendError if the proximal logprob of a trained token is not finite.
     """
     corrected: list[Sample] = []
     weighted: list[Floats] = []
     truncated = dropped = 0
-    max_weight = DEFAULT_TRUNCATE if config.truncate is None else config.truncate
+    max_weight = DEFAULT_MAX_WEIGHT if config.truncate is None else config.truncate
     for sample, scale, logprobs in zip(samples, scales, proximal, strict=True):
         _require_logprobs(sample, logprobs)
         trained = sample.mask > 0
@@ -66,9 +67,9 @@ def apply_decoupled_ppo(
     return corrected, weighted, {"truncated": truncated / max(1, count), "dropped_tokens": dropped}
 
 
-def compute_importance(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
+def compute_importance_metrics(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:
     """Return statistics of the likelihood ratio between the trained and the behavior policy. ``ess`` is the
-    effective sample size divided by the number of tokens. Empty if no token has a logprob."""
+    effective sample size divided by the number of tokens. Empty if no trained token has both logprobs."""
     parts = [
         _compute_likelihood_ratio(new[sample.mask > 0], get_behavior_logprobs(sample)[sample.mask > 0])
         for sample, new in zip(samples, logprobs, strict=True)
@@ -94,5 +95,6 @@ def _require_logprobs(sample: Sample, logprobs: Floats) -> None:
     missing = np.flatnonzero((sample.mask > 0) & ~np.isfinite(logprobs))
     if len(missing):
         raise BackendError(
-            f"sample {sample.sample_key}: the backend returned no finite logprob for token {missing[0]}"
+            f"sample {sample.sample_key}: the backend returned no finite logprob for the trained token at "
+            f"index {missing[0]}"
         )

@@ -15,17 +15,17 @@ NGRAM_LENGTH = 4
 
 
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
-    """Return the mean reward and the number of groups and sessions. Exported sessions are reported
-    separately, because the policy did not sample them; ``groups`` counts all groups."""
+    """Return the mean reward and the numbers of groups, sessions and failed sessions. Exported sessions are
+    reported separately, because the policy did not sample them; ``groups`` counts all groups."""
     live = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
-    data = {"data_reward_mean": _average_reward(exported), "data_sessions": len(exported)} if exported else {}
+    exported_metrics = {"data_reward_mean": _average_reward(exported), "data_sessions": len(exported)}
     return {
         "reward_mean": _average_reward(live),
         "groups": len(groups),
         "sessions": len(live),
         "failed": sum(session.is_failed for session in live),
-        **data,
+        **(exported_metrics if exported else {}),
     }
 
 
@@ -39,7 +39,7 @@ def report_batch(
 ) -> Json:
     """Return the size of the batch, the staleness and versions of its live samples, and drops by reason."""
     versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in live)])
-    by_sample = [staleness.of_sample(sample) for sample in live]
+    sample_staleness = [staleness.of_sample(sample) for sample in live]
     reasons = Counter(claim.reason or "unknown" for claim in claims if claim.outcome is ClaimOutcome.DROPPED)
     return {
         "samples": len(samples),
@@ -49,9 +49,9 @@ def report_batch(
         "dropped": dict(sorted(reasons.items())),
         "stale_dropped": reasons["stale"],
         "late_dropped": reasons["late"],
-        "staleness_mean": float(np.mean(by_sample)) if by_sample else 0.0,
-        "staleness_max": max(by_sample, default=0),
-        "staleness_samples": tally(by_sample),
+        "staleness_mean": float(np.mean(sample_staleness)) if sample_staleness else 0.0,
+        "staleness_max": max(sample_staleness, default=0),
+        "staleness_samples": tally(sample_staleness),
         "staleness_tokens": tally(staleness.of_tokens(versions)),
         "version_shares": {version: count / len(versions) for version, count in tally(versions).items()},
     }
@@ -62,14 +62,14 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     output as another session in their group.
 
     If these values rise with the reward, the policy may be learning something other than the task. ``groups``
-    contains the samples of each session in each group.
+    contains the samples of each session in each group. The result is empty if there are no samples.
     """
-    outputs = [[_get_sampled_tokens(session) for session in group if session] for group in groups]
+    outputs = [[_join_sampled_tokens(session) for session in group if session] for group in groups]
     flat = [output for group in outputs for output in group]
     if not flat:
         return {}
-    counts = [Counter(output.tobytes() for output in group) for group in outputs]
-    identical = sum(count for counter in counts for count in counter.values() if count > 1)
+    counters = [Counter(output.tobytes() for output in group) for group in outputs]
+    identical = sum(count for counter in counters for count in counter.values() if count > 1)
     return {
         "output_tokens_mean": float(np.mean([len(output) for output in flat])),
         "output_repetition": float(np.mean([_compute_repetition(output) for output in flat])),
@@ -77,8 +77,8 @@ def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:
     }
 
 
-def _get_sampled_tokens(samples: Sequence[Sample]) -> Ids:
-    """Concatenate the sampled tokens of a session's calls, without repeating calls shared by samples."""
+def _join_sampled_tokens(samples: Sequence[Sample]) -> Ids:
+    """Concatenate the sampled tokens of a session's calls. A call in several samples is included once."""
     calls = {
         span.call_id: sample.token_ids[span.start : span.start + span.length]
         for sample in samples

@@ -1,1 +1,1 @@
-"""Export recorded sessions to files, import them, and convert them for other trainers."""
+"""Exports recorded sessions to files, imports them, and converts them for other trainers."""

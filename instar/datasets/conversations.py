@@ -58,8 +58,8 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
     0. Human corrections are always added to ``completions``. Untrainable sessions have no rows.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
-    is_good = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
-    if is_good and _is_usable(record):
+    has_min_reward = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
+    if has_min_reward and _is_usable(record):
         for call in _find_last_calls(record.calls):
             messages = _convert_messages([*call.messages, call.reply])
             rows["messages"].append({"messages": messages, **_convert_tools(call.tools)})
@@ -92,8 +92,8 @@ def _make_correction_rows(record: SessionRecord) -> Rows:
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
     """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc.
 
-    The rewards in a pair must differ by more than ``margin``, and the conversations must first differ in a
-    reply. Only completed, trainable sessions with exactly one complete conversation are used.
+    The rewards in a pair must differ by more than ``margin``. The conversations must have the same tools and
+    first differ in a reply. Only completed, trainable sessions with one complete conversation are used.
     """
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
@@ -141,7 +141,7 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each conversation whose last reply is complete. It has all the messages."""
+    """Return the last call, which has all messages, of each conversation whose last reply is complete."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
@@ -176,8 +176,7 @@ def _convert_message(message: Message) -> Json:
 
 
 def _parse_arguments(text: str) -> Any:
-    """Parse the arguments of a tool call, because chat templates expect objects. Text that is not JSON is
-    returned unchanged."""
+    """Parse a tool call's arguments, because chat templates expect objects. Keep text that is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

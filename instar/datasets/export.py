@@ -1,4 +1,4 @@
-"""Export sessions from a store to a folder that is created atomically."""
+"""Exports sessions from a store to a folder that is created atomically."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ProgressCallback = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """Functions from other packages that build a session's samples and combine its rewards."""
+    """Functions of `instar.data`, which this package does not import."""
 
     build_samples: Callable[[Session, Sequence[Call]], list[Sample]]
     combine_rewards: Callable[[SessionRecord], float | None]
@@ -65,7 +65,7 @@ class ExportOptions:
 
 def check_target(folder: Path) -> None:
     if folder.exists():
-        raise ConfigError(f"{folder} already exists; choose another folder")
+        raise ConfigError(f"{folder} already exists; choose a different folder")
 
 
 @contextmanager
@@ -91,7 +91,8 @@ async def export_sessions(
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
     """Write a run's ended sessions that match the filters to a new folder, and return its manifest. Two
-    exports of the same data by the same version of Instar are identical."""
+    exports of the same data by the same version of Instar are identical. Raises ConfigError if the folder
+    exists, and DataError if there is nothing to export."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError("channel: imported training data cannot be exported; use its original dataset")

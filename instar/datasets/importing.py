@@ -1,4 +1,4 @@
-"""Import an exported folder into a store, with its original ids."""
+"""Imports an exported folder into a store, with its original ids."""
 
 from __future__ import annotations
 
@@ -70,11 +70,8 @@ async def import_sessions(
     manifest: DatasetManifest,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Import all groups and sessions into a run, with their original ids, and return the counts.
-
-    Sessions and groups that the store already has are skipped if they are identical. Raises ConflictError if
-    they differ.
-    """
+    """Import all groups and sessions into a run, with their original ids, and return the counts. Groups and
+    sessions that the store already has are skipped. Raises ConflictError if they differ."""
     total, done, unchanged, added_groups = manifest.counts.get("sessions", 0), 0, 0, 0
     existing: dict[Channel, dict[str, Group]] = {}
     for group in read_groups(folder, manifest):
@@ -88,15 +85,15 @@ async def import_sessions(
             _require_same(f"group {group.group_id}", encode_group(stored), encode_group(group), "groups")
     sessions = read_sessions(folder, manifest)
     while records := list(islice(sessions, SESSIONS_PER_TRANSACTION)):
-        new: list[SessionRecord] = []
+        new_records: list[SessionRecord] = []
         for imported in records:
             record = _move_to_run(imported, run_id)
             if await store.session(record.session.session_id) is None:
-                new.append(record)
+                new_records.append(record)
             else:
                 await _require_same_session(store, record)
                 unchanged += 1
-        await store.put_records([], new)
+        await store.put_records([], new_records)
         done += len(records)
         if progress is not None:
             progress(done, total)
@@ -134,6 +131,6 @@ def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: Tabl
         if encode_line({column: column_type}, stored) != encode_line({column: column_type}, imported)
     ]
     raise ConflictError(
-        f"{name} is already in the store with different content: {', '.join(differing)} differ. Import the "
-        "data into a run with a different store"
+        f"{name} is already in the store with different values in these columns: {', '.join(differing)}. "
+        "Import the data into a run with a different store"
     )

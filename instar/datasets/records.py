@@ -1,4 +1,4 @@
-"""Encode groups and sessions as export rows, and decode them."""
+"""Encodes groups and sessions as export rows, and decodes them."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _get_cached_field_types = cache(get_field_types)
 def _decode_value(field_type: FieldType, value: Any) -> Any:
     if value is None:
         return None
-    if is_enum(field_type.python):
-        return field_type.python(value)
+    if is_enum(field_type.python_type):
+        return field_type.python_type(value)
     if field_type.column is ColumnType.IDS and isinstance(value, list):
         return to_id_array(cast(list[int], value))
-    if isinstance(field_type.python, type) and issubclass(field_type.python, msgspec.Struct):
-        return msgspec.convert(value, field_type.python)
+    if isinstance(field_type.python_type, type) and issubclass(field_type.python_type, msgspec.Struct):
+        return msgspec.convert(value, field_type.python_type)
     return value
 
 
@@ -62,7 +62,7 @@ def decode_group(row: ExportRow) -> Group:
 
 
 def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
-    """Return the session row and the call rows."""
+    """Return the session row and the call rows. Raises DataError if a call's base is not in the session."""
     row = _encode_fields(record.session) | {
         "calls": len(record.calls),
         "rewards": [_encode_annotation(reward) for reward in record.rewards],
@@ -95,7 +95,7 @@ def _encode_call(call: Call, calls_by_id: Mapping[str, Call]) -> ExportRow:
 
 
 def decode_record(row: ExportRow, call_rows: Sequence[ExportRow]) -> SessionRecord:
-    """Decode rows returned by `encode_record`."""
+    """Decode rows returned by `encode_record`. Raises DataError if the call rows are inconsistent."""
     session_id = row["session_id"]
     calls_by_id: dict[str, Call] = {}
     for call_row in call_rows:
@@ -126,7 +126,10 @@ def _decode_call(row: ExportRow, calls_by_id: Mapping[str, Call]) -> Call:
     if row["base_id"] is not None:
         base = calls_by_id.get(row["base_id"])
         if base is None:
-            raise DataError(f"call {row['call_id']} is based on call {row['base_id']}, which must precede it")
+            raise DataError(
+                f"call {row['call_id']} is based on call {row['base_id']}, which does not precede it in the "
+                "session; export the data again"
+            )
         prompt = np.concatenate([base.sequence[: row["base_tokens"]], prompt])
         messages = (*base.messages, base.reply)[: row["base_messages"]] + messages
         tools = base.tools if row["tools"] is None else tools

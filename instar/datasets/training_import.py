@@ -1,4 +1,4 @@
-"""Import an exported folder into a run's store as training data."""
+"""Imports an exported folder into a run's store as training data."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ async def import_for_training(
     needs_logprobs: bool = True,
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
-    """Import the sessions as finished groups of the run's data channel, and return the number of groups and
-    sessions. Raises DataError if ``needs_logprobs`` is True and a trainable call lacks logprobs.
+    """Import the sessions as finished groups of the run's data channel, and return the counts. Raises
+    DataError if ``needs_logprobs`` is True and a trainable call lacks logprobs.
 
     Groups and sessions get new ids derived from ``label``, because the store may also contain the original
-    ids. Evaluation sessions and groups that are not ready are skipped. A completed session without a group id
-    becomes a group of one. Groups that the store already has are left unchanged.
+    ids. Skips evaluation sessions, groups that are not ready, groups without trainable sessions, and groups
+    that the store already has. A completed session without a group id becomes a group of one.
     """
     prefix = group_prefix(run_id, label)
     existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}

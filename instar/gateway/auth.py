@@ -30,8 +30,8 @@ MIN_REMOTE_KEY_LENGTH = 32
 
 CallerKind = Literal[KeyKind, "session"]
 
-KEY_HEADER = "x-instar-key"
-KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
+GATEWAY_KEY_HEADER = "x-instar-key"
+SDK_KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
 
 
 def new_key() -> str:
@@ -41,7 +41,7 @@ def new_key() -> str:
 def extract_key(headers: Mapping[str, str]) -> str:
     """Return the caller's key. Raise ApiError (401) if the request has no key. The gateway's own header takes
     precedence over those of OpenAI, Anthropic and Azure, which may contain a provider's key."""
-    if key := headers.get(KEY_HEADER):
+    if key := headers.get(GATEWAY_KEY_HEADER):
         return key.strip()
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and key.strip():
@@ -54,8 +54,7 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. ``agent_id`` is None if the key is not limited to one agent, and
-    ``session_id`` is set only for session keys."""
+    """The sender of a request. ``agent_id`` is None if the key is not limited to one agent."""
 
     kind: CallerKind
     agent_id: str | None = None
@@ -134,7 +133,7 @@ def authorize(
     if caller.agent_id != session.agent_id:
         raise ApiError(403, "This key is for another agent; use the session's key.", code="wrong_agent")
     message = (
-        "Agent keys may only use live sessions, but this session is in the channel "
+        "Agent keys may only use live sessions, but this session is on the channel "
         f"{session.channel.value!r}; use the session's key."
     )
     raise ApiError(403, message, code="wrong_channel")
@@ -154,8 +153,7 @@ def _owns(caller: Caller, session: Session) -> bool:
         return caller.session_id == session.session_id
     if caller.kind == "feedback" and caller.agent_id is None:
         return True
-    # An agent key may not access rollout sessions, because the agent could send rewards that it would then be
-    # trained on.
+    # An agent key may not access rollout sessions: the agent could send the rewards that it is trained on.
     return caller.agent_id == session.agent_id and (
         caller.kind == "feedback" or session.channel is Channel.LIVE
     )

@@ -1,4 +1,4 @@
-"""Wire types of the model, health and session routes, and the error type of all routes.
+"""Wire types of the model, health, statistics and session routes, and the error type of all routes.
 
 ``ControlApi.build_routes`` assigns the types to routes, and ``GET /openapi.json`` describes all of them.
 """

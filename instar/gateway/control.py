@@ -40,10 +40,10 @@ from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
-from instar.gateway.token_api import RecordedCalls, SubmissionBody, SubmissionService, parse_submission
+from instar.gateway.submissions import RecordedCalls, SubmissionBody, SubmissionService, parse_submission
 
 T = TypeVar("T")
-_LAG_SAMPLE_SECONDS = 0.05
+_LAG_INTERVAL_SECONDS = 0.05
 _MAX_LAG_SAMPLES = 6000  # five minutes
 
 
@@ -56,8 +56,8 @@ class LoopLagMonitor:
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            expected = loop.time() + _LAG_SAMPLE_SECONDS
-            await asyncio.sleep(_LAG_SAMPLE_SECONDS)
+            expected = loop.time() + _LAG_INTERVAL_SECONDS
+            await asyncio.sleep(_LAG_INTERVAL_SECONDS)
             self._lags.append(max(0.0, loop.time() - expected))
 
     def p99(self) -> float:

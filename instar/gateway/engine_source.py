@@ -100,8 +100,8 @@ class EngineSource(Source):
     def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the tokens' texts and logprobs, or an empty list if the request does not ask for logprobs.
-        The model's stop tokens are left out, because they are not in the text."""
+        """Return the tokens' texts and logprobs, or an empty list if the request wants no logprobs. The
+        model's stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
         stop_ids = self.renderer.stop_token_ids
@@ -117,7 +117,8 @@ class EngineSource(Source):
         return dialect.format_count(len(ids))
 
     async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
-        """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded."""
+        """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded. Raise
+        ApiError if the engine cannot compute the logprobs (400) or takes too long (504)."""
         self.check_request(request)
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
@@ -151,10 +152,10 @@ class _EngineSamplingRun(SamplingRun):
         self._replies: list[SampledReply] = []
         self._parsers: list[StreamParser] = []
 
-    async def run(self, stream: Responder | None) -> SampledResult:
+    async def run(self, responder: Responder | None) -> SampledResult:
         call, source = self._call, self._source
-        self._prepare_replies(is_streamed=stream is not None and not call.dialect.is_token_level)
-        await _run_all([self._sample_reply(i, reply, stream) for i, reply in enumerate(self._replies)])
+        self._prepare_replies(is_streamed=responder is not None and not call.dialect.is_token_level)
+        await _run_all([self._sample_reply(i, reply, responder) for i, reply in enumerate(self._replies)])
         choices = [
             source.build_choice(call, reply, self.placement, len(reply.ids)) for reply in self._replies
         ]
@@ -190,7 +191,7 @@ class _EngineSamplingRun(SamplingRun):
 
     def _build_params(self) -> SamplingParams:
         """Return the sampling parameters. The session's settings override those of the train channel, which
-        override the agent's. Raise PromptTooLong if the prompt leaves no room for a reply."""
+        override the agent's. Raise ApiError (400) if the prompt is empty, PromptTooLong if it is too long."""
         request, session = self._call.request, self._call.state.session
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
@@ -204,22 +205,22 @@ class _EngineSamplingRun(SamplingRun):
         max_tokens = max_context - prompt_tokens
         if max_tokens < 1:
             raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; at most {max_context - 1} fit into the context"
+                f"the prompt has {prompt_tokens} tokens; at most {max_context - 1} fit in the context"
             )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,
             stop_token_ids=(*self._source.renderer.stop_token_ids, *request.stop_token_ids),
-            score=request.logprobs or session.channel is not Channel.VAL,
+            logprobs=request.logprobs or session.channel is not Channel.VAL,
             **settings,
         )
 
-    async def _sample_reply(self, index: int, reply: SampledReply, stream: Responder | None) -> None:
+    async def _sample_reply(self, index: int, reply: SampledReply, responder: Responder | None) -> None:
         call, source, parser = self._call, self._source, self._parsers[index]
         request = call.request
-        token_stream = stream if call.dialect.is_token_level else None
-        delta_stream = None if call.dialect.is_token_level else stream
+        token_stream = responder if call.dialect.is_token_level else None
+        delta_stream = None if call.dialect.is_token_level else responder
         engine = source.engine.for_session(call.state.session.session_id)
         async with aclosing(engine.generate(self.placement.prompt_ids, reply.params)) as chunks:
             async for chunk in chunks:

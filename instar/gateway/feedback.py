@@ -107,17 +107,17 @@ class FeedbackService:
         *,
         run_id: str,
         renderer: Renderer | None,
-        max_context: Callable[[], int | None],
+        get_max_context: Callable[[], int | None],
         models: Mapping[str, ModelRoute],
         reward_range: tuple[float, float],
     ) -> None:
         """Create a service. ``renderer`` encodes corrections; it is None if the run has no engine.
-        ``max_context`` returns the model's context length in tokens, or None if it is unknown."""
+        ``get_max_context`` returns the model's context length in tokens, or None if it is unknown."""
         self._store = store
         self._redactor = redactor
         self._run_id = run_id
         self._renderer = renderer
-        self._max_context = max_context
+        self._get_max_context = get_max_context
         self._models = models
         self._reward_range = reward_range
 
@@ -141,7 +141,7 @@ class FeedbackService:
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
         if recorded is None or not _has_same_content(recorded, feedback, call):
             message = (
-                f"The id {feedback.feedback_id!r} is already used by different feedback; send another id."
+                f"The id {feedback.feedback_id!r} is already used by different feedback; send a different id."
             )
             raise ApiError(409, message, code="conflict", param="feedback_id")
         return _to_view(recorded, reason), False
@@ -179,8 +179,7 @@ class FeedbackService:
             param, calls = "response_id", await self._store.calls_by_request(body.response_id)
         else:
             return None
-        # Calls that the caller may not use are treated as missing. Some providers use the same id for several
-        # responses.
+        # Calls that the caller may not use are treated as missing. Several responses may have the same id.
         sessions = [await self._get_session(call.session_id) for call in calls]
         pairs = zip(calls, sessions, strict=True)
         calls = [
@@ -212,7 +211,7 @@ class FeedbackService:
         elif body.feedback_id is None and client_key is not None:
             feedback_id = f"{session_id}/{client_key}"
         if redact(feedback_id) != feedback_id:
-            raise bad_request("The feedback id looks like a secret; send another id.", "feedback_id")
+            raise bad_request("The feedback id looks like a secret; send a different id.", "feedback_id")
         ids, reason, correction = None, None, None
         if body.correction is not None:
             correction = redact(body.correction)
@@ -249,7 +248,7 @@ class FeedbackService:
         """Return the correction's tokens, or None and the reason why the model cannot be trained on it."""
         route = match_model_route(self._models, call.model)
         if session.channel is Channel.VAL:
-            return None, "sessions in the val channel are not used for training"
+            return None, "sessions on the val channel are not used for training"
         if route is not None and not route.trainable:
             return None, MODEL_UNTRAINABLE
         if not len(call.prompt_ids):
@@ -257,13 +256,13 @@ class FeedbackService:
         if self._renderer is None:
             return None, "the model's tokenizer is not available"
         try:
-            self._renderer.max_prompt_tokens = max_context = self._max_context()
+            self._renderer.max_prompt_tokens = max_context = self._get_max_context()
             ids = encode_correction(self._renderer, call, text)
         except (RenderError, PromptTooLong) as error:
             return None, str(error)
         length = len(call.prompt_ids) + len(ids)
         if max_context is not None and length > max_context:
-            reason = f"prompt and correction have {length} tokens; the context is {max_context} tokens"
+            reason = f"the prompt and the correction have {length} tokens; the context has {max_context}"
             return None, reason
         return ids, None
 
@@ -295,8 +294,8 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
 
 
 def _has_same_content(recorded: Feedback, feedback: Feedback, call: Call | None) -> bool:
-    """Return True if both have the same content. A correction that names no call also matches one that was
-    recorded for an earlier last call of the session."""
+    """Return True if both have the same content. If the request names no call, its correction may have been
+    recorded for an earlier call, because the session may have made more calls since then."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
         getattr(recorded, name) == getattr(feedback, name)

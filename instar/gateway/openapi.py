@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from instar import __version__
-from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
+from instar.gateway.auth import GATEWAY_KEY_HEADER, SDK_KEY_HEADERS
 from instar.gateway.base import SESSION_HEADER, TokenCount
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.pipeline.parse import SESSION_HEADERS
@@ -25,17 +25,17 @@ PREFIXES = ("/v1", "/s/{session}/v1")
 """The prefixes of the routes that agents use. The second one selects a session."""
 _JSON = "application/json"
 _CALL_HEADERS = (SESSION_HEADER, "idempotency-key", "x-stainless-retry-count", *SESSION_HEADERS)
-_FAILURES = {
+_ERROR_DESCRIPTIONS = {
     "4XX": "The request was rejected.",
     "502": "The engine or the provider failed.",
     "503": "The engine, the provider or the store is not available; retry later.",
     "504": "The model did not reply in time.",
 }
 
-_TEXT: Json = {"type": "string"}
-_OPTIONAL_TEXT: Json = {"type": ["string", "null"]}
-_ERROR_FIELDS: Json = {"message": _TEXT, "type": _TEXT, "param": _OPTIONAL_TEXT, "code": _OPTIONAL_TEXT}
-_ERROR: Json = {
+_STRING: Json = {"type": "string"}
+_NULLABLE: Json = {"type": ["string", "null"]}
+_ERROR_FIELDS: Json = {"message": _STRING, "type": _STRING, "param": _NULLABLE, "code": _NULLABLE}
+_ERROR_SCHEMA: Json = {
     "type": "object",
     "properties": {
         "error": {"type": "object", "properties": _ERROR_FIELDS, "required": ["message", "type"]},
@@ -43,7 +43,7 @@ _ERROR: Json = {
     },
     "required": ["error"],
 }
-"""The error schema of all dialects. Only Anthropic's errors have a ``type`` next to ``error``."""
+"""The schema of errors in all dialects. Only Anthropic's errors have a ``type`` next to ``error``."""
 
 
 class ApiRoute(Route):
@@ -72,9 +72,9 @@ class ApiRoute(Route):
 
 
 def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Json:
-    control = [route for route in routes if isinstance(route, ApiRoute)]
-    types = {TokenCount, *(route.response_type for route in control)}
-    types |= {route.body_type for route in control if route.body_type is not None}
+    control_routes = [route for route in routes if isinstance(route, ApiRoute)]
+    types = {TokenCount, *(route.response_type for route in control_routes)}
+    types |= {route.body_type for route in control_routes if route.body_type is not None}
     types |= {dialect.decoder.type for dialect in dialects} | {dialect.response_type for dialect in dialects}
     ordered = sorted(types, key=lambda type_: (type_.__name__, type_.__module__))
     schemas, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
@@ -83,7 +83,7 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
         name = references[dialect.decoder.type]["$ref"].rpartition("/")[2]
         _add_ranges(components[name]["properties"], dialect.ranges)
     paths: dict[str, Json] = {}
-    for route in control:
+    for route in control_routes:
         path = re.sub(r":\w+}", "}", route.path)
         method = "GET" if route.body_type is None else "POST"
         paths.setdefault(path, {})[method.lower()] = _describe_route(method, path, route, references)
@@ -99,11 +99,11 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
         "security": [{"bearer": []}, *({name: []} for name in keys)],
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": _ERROR},
+            "schemas": {**components, "Error": _ERROR_SCHEMA},
             "parameters": {name: _describe_parameter("header", name) for name in _CALL_HEADERS},
             "responses": {
                 f"Error{status}": _describe_response(text, {_JSON: {"$ref": "#/components/schemas/Error"}})
-                for status, text in _FAILURES.items()
+                for status, text in _ERROR_DESCRIPTIONS.items()
             },
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}, **keys},
         },
@@ -111,7 +111,7 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
 
 
 def _list_key_headers() -> list[str]:
-    return [KEY_HEADER, *sorted(KEY_HEADERS - {"authorization"})]
+    return [GATEWAY_KEY_HEADER, *sorted(SDK_KEY_HEADERS - {"authorization"})]
 
 
 def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping[type, Json]) -> Json:
@@ -138,7 +138,7 @@ def _describe_call(path: str, dialect: Dialect, references: Mapping[type, Json])
     operation = _describe_operation("POST", path, summary)
     operation["parameters"] += [{"$ref": f"#/components/parameters/{name}"} for name in _CALL_HEADERS]
     operation["requestBody"] = _describe_body(references[dialect.decoder.type])
-    operation["responses"] = {"200": success, **_describe_failures(_FAILURES)}
+    operation["responses"] = {"200": success, **_describe_failures(_ERROR_DESCRIPTIONS)}
     return operation
 
 
@@ -152,7 +152,7 @@ def _describe_operation(method: str, path: str, summary: str, query: Sequence[st
 
 
 def _describe_parameter(location: str, name: str) -> Json:
-    return {"name": name, "in": location, "required": location == "path", "schema": _TEXT}
+    return {"name": name, "in": location, "required": location == "path", "schema": _STRING}
 
 
 def _describe_body(schema: Json) -> Json:
@@ -169,8 +169,8 @@ def _describe_failures(statuses: Iterable[str]) -> Json:
 
 def _add_ranges(properties: dict[str, Json], ranges: Mapping[str, tuple[float, float]]) -> None:
     for name, (low, high) in ranges.items():
-        for variant in properties[name].get("anyOf", [properties[name]]):
-            if variant.get("type") in ("integer", "number"):
-                variant["minimum"] = low
+        for schema in properties[name].get("anyOf", [properties[name]]):
+            if schema.get("type") in ("integer", "number"):
+                schema["minimum"] = low
                 if high != math.inf:
-                    variant["maximum"] = high
+                    schema["maximum"] = high

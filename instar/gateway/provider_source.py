@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from instar.config import SamplingConfig
-from instar.gateway.auth import KEY_HEADER, KEY_HEADERS
+from instar.gateway.auth import GATEWAY_KEY_HEADER, SDK_KEY_HEADERS
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
@@ -69,7 +69,7 @@ class _ProviderSamplingRun(SamplingRun):
         )
         self._first_chunk_at: float | None = None
 
-    async def run(self, stream: Responder | None) -> SampledResult:
+    async def run(self, responder: Responder | None) -> SampledResult:
         async with aclosing(self._response.chunks) as chunks:
             async for chunk in chunks:
                 self._first_chunk_at = self._first_chunk_at or time.time()
@@ -80,12 +80,12 @@ class _ProviderSamplingRun(SamplingRun):
                         self._call.meta.request_id = response_id
                     replies = self._build_replies(chunk.choices)
                     return SampledResult(replies, chunk.choices, chunk.deltas, chunk.raw, chunk.content_type)
-                assert stream is not None, "only streamed responses have several chunks"
+                assert responder is not None, "only streamed responses have several chunks"
                 if chunk.raw:
-                    await stream.send_raw(chunk.raw, chunk.content_type)
+                    await responder.send_raw(chunk.raw, chunk.content_type)
                 else:
-                    await stream.send_indexed_deltas(chunk.deltas)
-        raise AssertionError("a response ends with its choices, or raises")
+                    await responder.send_indexed_deltas(chunk.deltas)
+        raise AssertionError("the response ended without choices")
 
     def partial_replies(self) -> list[SampledReply]:
         return self._build_replies(self._response.partial_choices())
@@ -125,5 +125,5 @@ class _ProviderSamplingRun(SamplingRun):
 
 def _remove_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers without the gateway's own key, which a provider must not receive."""
-    key_headers = {KEY_HEADER} if KEY_HEADER in headers else KEY_HEADERS
+    key_headers = {GATEWAY_KEY_HEADER} if GATEWAY_KEY_HEADER in headers else SDK_KEY_HEADERS
     return {name: value for name, value in headers.items() if name not in key_headers}

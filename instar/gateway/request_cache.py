@@ -76,7 +76,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _find_message_offsets(rest) if parsed.unsupported_error is None else None
-        # If "messages" occurs twice, the decoder keeps the last one, so the offsets may be of another list.
+        # If "messages" occurs twice, the decoder keeps the last one, so the offsets may be of the wrong list.
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)

@@ -37,7 +37,8 @@ class SessionService:
         self._states = states
 
     async def open(self, caller: Caller, body: base.OpenSession) -> tuple[Session, str]:
-        """Open a session and return it with its key."""
+        """Open a session and return it with its key. Raise ApiError if a sampling setting is invalid (400) or
+        the caller may not set a field (403)."""
         for name in ("channel", "group_id", "slot", "attempt"):
             if getattr(body, name) != getattr(_DEFAULTS, name):
                 authorize(caller, Action.PLACE_SESSION, param=name)
@@ -68,7 +69,7 @@ class SessionService:
         """End a session and store its rewards. If the session has already ended, nothing is stored."""
         state = await self._states.get(session_id, caller, Action.END_SESSION)
         if state.unsaved_session is not None:
-            message = "The session's first call is still in progress; end the session after it."
+            message = "The session's first call is still in progress; retry after it has finished."
             raise ApiError(409, message, code="conflict")
         scores = [] if isinstance(body, FailSession) else body.scores
         for name, values in (("rewards", body.rewards), ("scores", scores)):
@@ -99,9 +100,9 @@ class SessionService:
             status = session.status if session else status
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
-    async def close_idle(self, seconds: float) -> int:
-        """Complete live sessions that had no call in the last ``seconds``. Return how many were closed."""
-        closed = 0
+    async def end_idle(self, seconds: float) -> int:
+        """Complete live sessions that had no call in the last ``seconds``. Return their number."""
+        ended = 0
         for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)
             if state is None or state.in_flight or state.used_at > time.time() - seconds:
@@ -110,13 +111,13 @@ class SessionService:
             # The status is set before the write, so that a call during the write opens a new session.
             state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
             if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
-                closed += 1
+                ended += 1
             self._states.remove(session_id)
-        return closed
+        return ended
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
         state = await self._states.get(session_id, caller, Action.READ_SESSION)
-        # A live session is stored together with its first call.
+        # A session that a model call created is not stored until that call is recorded.
         session = await self._store.session(session_id) or state.session
         view = msgspec.convert(session, SessionView, from_attributes=True)
         view.calls = [_to_call_view(call) for call in await self._store.calls(session_id)]

@@ -29,7 +29,7 @@ class PendingRequest:
 
 @dataclass(slots=True)
 class SessionState:
-    """A session in memory. Its message graph is loaded by the first call."""
+    """A session in memory. The first call loads its message graph."""
 
     session: Session
     unsaved_session: Session | None = None
@@ -82,8 +82,7 @@ class SessionStates:
         return len(self._states)
 
     async def get(self, session_id: str, caller: Caller, action: Action) -> SessionState:
-        """Return the session. Raise ApiError if it is not a session of the run (404), or if the caller may
-        not perform the action on it (403)."""
+        """Return the session. Raise ApiError if it is not in the run (404) or access is denied (403)."""
         if (state := await self.find(session_id)) is None:
             raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
         authorize(caller, action, state.session)
@@ -118,7 +117,7 @@ class SessionStates:
         return state
 
     def create(self, agent_id: str, external_id: str | None) -> SessionState:
-        """Return a new live session. The session is stored together with its first call."""
+        """Create a live session, which is stored together with its first call."""
         session = Session(
             session_id=new_id("sess"),
             run_id=self._identity.run_id,
@@ -134,8 +133,8 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call as in flight. On exit, it drops a new session that no
-        call has stored."""
+        """Return a context manager that counts a call as in flight. On exit, it drops the session if that is
+        not stored and has no other calls in flight."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:

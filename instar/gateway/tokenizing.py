@@ -32,7 +32,7 @@ class TokenizerPool:
         """Run the function in a thread. ``key`` is the caller's API key; each key uses one thread at a time.
         Raise ApiError (429) if too many of its prompts are waiting, and ApiError (504) after the timeout."""
         if self._pending[key] >= self._max_per_key:
-            message = f"{self._max_per_key} large prompts of this API key are already waiting; retry later."
+            message = f"{self._max_per_key} large prompts from this API key are already waiting; retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._pending[key] += 1
         try:

@@ -41,7 +41,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(eq=False, kw_only=True)
 class HttpClient:
-    """An HTTP client. The first request opens its aiohttp session.
+    """Sends requests in an aiohttp session, which the first request opens.
 
     ``secret`` is replaced with ``***`` in error messages. An idle connection stays open for
     ``keep_alive`` seconds; with 0, each connection is closed after its response.
@@ -64,8 +64,8 @@ class HttpClient:
     ) -> HttpResponse:
         """Send a request and return its response. Redirects are not followed.
 
-        Raises NoResponse if no complete response arrives within ``timeout`` seconds (default: the client's),
-        or if the response is longer than ``max_bytes`` (default: no limit).
+        Raises NoResponse if the server cannot be reached, if no complete response arrives within ``timeout``
+        seconds (default: the client's), or if the body exceeds ``max_bytes`` (default: no limit).
         """
         timeout = options.get("timeout")
         seconds = self.timeout if timeout is None else timeout

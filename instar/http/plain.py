@@ -1,8 +1,8 @@
 """A small HTTP/1.1 client without TLS for engines and providers on the same network, such as vLLM and Ollama.
 
-The HTTP client accounts for most of the time that the gateway takes to forward a request, and this client is
-several times faster than aiohttp. Failed responses raise aiohttp's exceptions, so callers can treat both
-clients alike. Failed connection attempts raise OSError or TimeoutError.
+It is several times faster than aiohttp, which would account for most of the gateway's time per request.
+Incomplete or invalid responses raise aiohttp's exceptions, so callers can treat both clients alike. Failed
+connection attempts raise OSError or TimeoutError.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ MAX_UNREAD_BYTES = 1 << 18
 
 
 class PlainClient:
-    def __init__(self, host: str, port: int, *, idle_seconds: float, connect_seconds: float) -> None:
+    def __init__(self, host: str, port: int, *, idle_timeout: float, connect_timeout: float) -> None:
         self._host, self._port = host, port
-        self._idle_seconds = idle_seconds
-        self._connect_seconds = connect_seconds
+        self._idle_timeout = idle_timeout
+        self._connect_timeout = connect_timeout
         name = f"[{host}]" if ":" in host else host
         self._host_header = name if port == 80 else f"{name}:{port}"
         self._idle_connections: list[_Connection] = []
@@ -51,14 +51,14 @@ class PlainClient:
     def _pop_idle(self) -> _Connection | None:
         while self._idle_connections:
             connection = self._idle_connections.pop()
-            if time.monotonic() - connection.idle_since < self._idle_seconds and connection.is_usable:
+            if time.monotonic() - connection.idle_since < self._idle_timeout and connection.is_usable:
                 return connection
             connection.transport.abort()
         return None
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(self._connect_seconds):
+        async with asyncio.timeout(self._connect_timeout):
             _, connection = await loop.create_connection(
                 lambda: _Connection(self._idle_connections, self._open_connections), self._host, self._port
             )

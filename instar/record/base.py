@@ -51,7 +51,7 @@ class Renderer(ABC):
     """Converts messages and tools to tokens, and tokens to replies, for one model."""
 
     max_prompt_tokens: int | None = None
-    """If set, a prompt that certainly has more tokens raises PromptTooLong before it is tokenized."""
+    """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that are certainly longer."""
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
@@ -101,7 +101,7 @@ class Renderer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Tokenize text without adding start or end tokens. May raise PromptTooLong."""
+        """Tokenize text without adding start or end tokens."""
 
     def parse(
         self,
@@ -129,7 +129,7 @@ class Placement:
     link: Link
     parent_id: str | None = None
     base_id: str | None = None
-    """The recorded call with which the request shares ``base_tokens`` and ``base_messages``, or None."""
+    """The call that begins with the same ``base_tokens`` tokens and ``base_messages`` messages, or None."""
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""

@@ -24,7 +24,7 @@ _HISTORY_COUNT = 6
 """The number of placeholder histories: zero to two earlier turns, with or without a system message."""
 
 
-class TokenRenderer(Protocol):
+class RenderFunction(Protocol):
     def __call__(
         self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
     ) -> list[int]: ...
@@ -33,7 +33,7 @@ class TokenRenderer(Protocol):
 class TemplateBridge:
     def __init__(
         self,
-        render: TokenRenderer,
+        render: RenderFunction,
         encode: Callable[[str], list[int]],
         stop_ids: Collection[int],
         *,
@@ -120,7 +120,7 @@ class TemplateBridge:
 
     def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
         probes = _build_probes(role)
-        outcomes = [self._is_history_independent(new, tools) for new in probes]
+        outcomes = [self._is_history_independent(messages, tools) for messages in probes]
         # A template must accept the first probe, but it may reject the others.
         if outcomes[0] is None or False in outcomes:
             return False

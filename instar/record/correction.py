@@ -14,7 +14,7 @@ _REASONING_END = "\n</think>\n\n"
 
 def encode_correction(renderer: Renderer, call: Call, text: str) -> Ids:
     """Encode ``text`` as a reply to the call's prompt, including the end-of-reply token. Raises RenderError
-    unless the tokens are parsed as this text or as tool calls."""
+    if the format has no such token, or if the tokens are parsed as neither this text nor tool calls."""
     prompt, end = call.prompt_ids.tolist(), _find_end_token(renderer, call)
     # If the prompt opens a reasoning block, the block must be closed before the text.
     for prefix in ("", _REASONING_END):

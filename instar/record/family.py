@@ -301,7 +301,7 @@ class FamilyRenderer(TokenizerRenderer):
             return self._render([Message(role="system", content=text), *messages[count:]], tools)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        self._check_messages(messages)
+        self._check_message_lengths(messages)
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
             return list(
@@ -310,7 +310,7 @@ class FamilyRenderer(TokenizerRenderer):
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
-    def _check_messages(self, messages: Sequence[Message]) -> None:
+    def _check_message_lengths(self, messages: Sequence[Message]) -> None:
         # A format may trim messages and omit parts of replies, so only these texts are sure to be rendered.
         self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
@@ -325,7 +325,7 @@ class FamilyRenderer(TokenizerRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        self._check_messages(new_messages)
+        self._check_message_lengths(new_messages)
         prefix = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)

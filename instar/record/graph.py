@@ -45,7 +45,7 @@ class MessageGraph:
 
     @property
     def next_request_number(self) -> int:
-        """The number of requests that succeeded or are in flight."""
+        """The number for the next request: how many requests succeeded or are in flight."""
         return self.finished_requests + self._in_flight.total()
 
     @property
@@ -65,8 +65,7 @@ class MessageGraph:
         return known
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Restore the recorded digests of replies to which the agent added arguments, so that the request
-        still matches the recorded calls."""
+        """Restore the recorded digests of replies to which the agent added arguments, so that they match."""
         known = self._count_recorded(chain)
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
@@ -114,8 +113,7 @@ class MessageGraph:
         return replace(placement, prompt_ids=prompt_ids, link=link, base_tokens=shared)
 
     def register(self, placement: Placement) -> Placement:
-        """Count a placed request as in flight until `release`. If an equal request is already in flight, the
-        new one becomes its sibling."""
+        """Count a request as in flight until `release`. It becomes a sibling if an equal one is in flight."""
         if self._in_flight[placement.key]:
             placement = replace(placement, link=Link.SIBLING)
         self._in_flight[placement.key] += 1
@@ -214,8 +212,8 @@ class MessageGraph:
         return list(islice(reversed(self._nodes.values()), count))
 
     def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
-        """Return how well a request matches this session: True if the session made the request's latest tool
-        call, and the number of leading messages that are identical."""
+        """Return how well a request matches this session: True if one of the request's latest tool calls was
+        made in the session, and the number of identical leading messages."""
         ids = map(normalize_call_id, hashing.latest_tool_call_ids(messages))
         has_tool_call = any(call_id in self._by_tool_call for call_id in ids)
         for prefix in reversed(chain.canonical[1:]):
@@ -225,7 +223,7 @@ class MessageGraph:
 
     def find_recorded(self, key: bytes) -> list[str]:
         """Return the call ids of the newest successful request with this key, ordered by choice index."""
-        return _newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
+        return _select_newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
 
     def has_call(self, call_id: str) -> bool:
         return call_id in self._nodes
@@ -245,7 +243,9 @@ class MessageGraph:
 
     def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
         matching = self._by_request.get(key, ())
-        return _newest_request(node for node in matching if node.is_ok and node.client_key == client_key)
+        return _select_newest_request(
+            node for node in matching if node.is_ok and node.client_key == client_key
+        )
 
     def mark_undelivered(self, key: bytes) -> None:
         """Record that a client disconnected before it received the reply to a request with this key."""
@@ -377,6 +377,6 @@ def _stored_prefix_length(node: CallNode, prompt: Ids) -> int:
     return common_prefix_length(node.sequence(), prompt) if node.is_stored else 0
 
 
-def _newest_request(recorded: Iterable[CallNode]) -> list[str]:
+def _select_newest_request(recorded: Iterable[CallNode]) -> list[str]:
     finished = list(recorded)
     return [node.call_id for node in finished if node.request_id == finished[-1].request_id]

@@ -26,8 +26,7 @@ _PROMPT_DIGEST = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 @dataclass(frozen=True, slots=True)
 class HashChain:
-    """The hashes of all prefixes of a request's messages. ``canonical[k]`` and ``exact[k]`` are hashes of the
-    first k messages."""
+    """The hashes of all request prefixes: ``canonical[k]`` and ``exact[k]`` cover the first k messages."""
 
     tools_digest: bytes
     canonical: list[bytes]
@@ -108,7 +107,7 @@ class MessageHasher:
     def hash_text(self, text: str) -> bytes:
         return self.hash_bytes(text.encode("utf-8", "surrogatepass"))
 
-    def pack_prompt(self, prompt: str, reply: str) -> bytes:
+    def pack_prompt_digest(self, prompt: str, reply: str) -> bytes:
         """Return the value of ``Call.digests`` for a prompt that was sent as text."""
         prompt_and_reply = prompt + reply
         length, digest = len(prompt_and_reply), self.hash_text(prompt_and_reply)

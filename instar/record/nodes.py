@@ -13,8 +13,8 @@ from instar.record.hashing import normalize_call_id, parse_arguments, tool_call_
 from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
-_BRIDGE_TOKENS = 1024
-"""A renderer needs at most this many tokens from the end of a prompt to continue it."""
+_MAX_BRIDGE_TOKENS = 1024
+"""The maximum number of tokens from the end of a prompt that a renderer needs to continue it."""
 
 
 @dataclass(slots=True)
@@ -27,6 +27,7 @@ class CallNode:
     client_key: str | None
     is_ok: bool
     has_tokens: bool
+    """True if the tokens of the prompt are known."""
     is_stored: bool
     """True if the tokens are in the store, so that other calls can refer to them."""
     base: CallNode | None
@@ -40,8 +41,7 @@ class CallNode:
     agents may add arguments to its calls."""
     message_count: int
     first_redacted_message: int | None
-    """The index of the first redacted message (0 for tools), or None. The reply has the index
-    ``message_count``."""
+    """The index of the first redacted message, or None. Tools have index 0, the reply ``message_count``."""
     tools_digest: bytes = b""
     reply_digest: bytes = b""
     exact: list[bytes] = field(default_factory=list[bytes])
@@ -140,14 +140,14 @@ def extend_prompt(
     if not parent.has_tokens:
         return None
     tokens = parent.sequence()
-    end = tokens[: len(tokens) - len(parent.sampled)][-_BRIDGE_TOKENS:].tolist()
+    prompt_end = tokens[: len(tokens) - len(parent.sampled)][-_MAX_BRIDGE_TOKENS:].tolist()
     sampled = parent.sampled.tolist()
-    extended = renderer.extend(end, sampled, messages[count:], tools)
+    extended = renderer.extend(prompt_end, sampled, messages[count:], tools)
     if extended is not None:
-        added = np.asarray(extended[len(end) + len(sampled) :], np.int32)
+        added = np.asarray(extended[len(prompt_end) + len(sampled) :], np.int32)
         prompt = np.concatenate([tokens, added])
     elif any(message["role"] == "assistant" for message in messages[count:]):
-        return None  # the agent wrote a reply of its own
+        return None  # the agent wrote one of the replies itself
     else:
         # The rendered conversation may still begin with exactly these tokens.
         prompt = np.asarray(renderer.render(messages, tools), np.int32)

@@ -102,7 +102,6 @@ class Redactor:
         return Redactor(SECRET_PATTERNS if config.secrets else (), patterns)
 
     def redact_text(self, text: str) -> str:
-        """Replace the secrets in a text."""
         if self._has_marker(text):
             for secret in self.secret_patterns:
                 if any(marker in text for marker in secret.markers):

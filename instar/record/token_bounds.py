@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 _CHUNK_BYTES = 1024 * 1024
-_COMPOSED_CHARACTERS = 4
+_MAX_COMPOSED_CHARACTERS = 4
 """NFC composes at most this many characters into one."""
 _LOSSLESS_PRE_TOKENIZERS = {"ByteLevel", "Digits", "Punctuation", "Split"}
 
@@ -36,17 +36,17 @@ class TokenBound:
             if character in vocabulary:  # the tokenizer drops unknown bytes
                 self._weights[byte] = 1 / longest[character]
 
-    def count(self, text: str) -> int:
+    def compute(self, text: str) -> int:
         """Return a lower bound on the number of tokens in the text."""
         data = np.frombuffer(text.encode("utf-8", "replace"), np.uint8)
-        bound = 0.0
+        nfc_bound = 0.0
         if self._is_nfc and not text.isascii():
-            bound = self._weights.min() * len(text) / _COMPOSED_CHARACTERS
+            nfc_bound = self._weights.min() * len(text) / _MAX_COMPOSED_CHARACTERS
             # NFC composes an ASCII character only with non-ASCII characters that follow it.
             data = data[:-1][(data[:-1] | data[1:]) < 128]
         chunks = (data[start : start + _CHUNK_BYTES] for start in range(0, len(data), _CHUNK_BYTES))
-        weight = sum(float(self._weights[chunk].sum()) for chunk in chunks)
-        return int(max(bound, weight) * (1 - 1e-9))  # the sum may have been rounded up
+        byte_bound = sum(float(self._weights[chunk].sum()) for chunk in chunks)
+        return int(max(nfc_bound, byte_bound) * (1 - 1e-9))  # the sum may have been rounded up
 
 
 def _is_lossless(backend: Any) -> bool:

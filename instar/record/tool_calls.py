@@ -12,7 +12,8 @@ they were generated::
     <tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>
 
 A result is a message with the role `tool` if the template supports that role, or else a user message
-`<tool_response>...</tool_response>`. A malformed call is treated as plain text.
+`<tool_response>...</tool_response>`. A malformed call is treated as plain text. `PartialToolCall` parses a
+call that is still being generated.
 """
 
 from __future__ import annotations
@@ -78,8 +79,7 @@ def format_call(call: ToolCall) -> str:
 
 
 def parse_call(body: str) -> ToolCall | None:
-    """Parse the text between the markers of a call. Return None if it is invalid. The arguments are kept as
-    they were generated."""
+    """Parse the text between a call's markers; the arguments stay text. Return None if it is invalid."""
     try:
         members = _split_members(body.strip())
         name = parse_call_name(members["name"])
@@ -112,8 +112,7 @@ def can_encode(text: str) -> bool:
 def to_generic_messages(
     messages: Sequence[Message], tools: Sequence[Tool], *, has_tool_role: bool
 ) -> list[Message]:
-    """Convert the tool list, tool calls and tool results to plain text. With ``has_tool_role``, tool results
-    keep the role `tool`."""
+    """Convert tools, calls and results to plain text. With ``has_tool_role``, results keep their role."""
     plain = [_to_plain_message(message, has_tool_role) for message in messages]
     if not tools:
         return plain
@@ -196,8 +195,7 @@ class JsonObjectTracker:
         self._hex_digits_left = 0
 
     def feed(self, text: str) -> int:
-        """Process text and return the number of processed characters. The caller must pass the rest again,
-        followed by more text."""
+        """Return how many characters were processed. Pass the rest again, followed by more text."""
         position = 0
         while position < len(text) and not (self.is_complete or self.is_broken):
             read = self._read_string if self._is_in_string else self._read_token

@@ -30,7 +30,7 @@ RETRY_POLICY = RetryPolicy(first_delay=0.25, max_delay=8.0, jitter=(0.75, 1.25))
 PROBE_TEXT = "The answer to 615 plus 278 is 893."
 
 
-class TeacherOverloaded(Exception):
+class RetryableResponse(Exception):
     """The response has status 429 or a server error. ``retry_after`` is the requested delay in seconds."""
 
     def __init__(self, message: str, retry_after: float | None) -> None:
@@ -104,12 +104,12 @@ class CompletionsReference(PerSequenceReference):
         try:
             return await RETRY_POLICY.run(
                 lambda: self._attempt(body, deadline - time.monotonic()),
-                retry_on=(NoResponse, TeacherOverloaded),
+                retry_on=(NoResponse, RetryableResponse),
                 seconds=timeout,
             )
-        except (NoResponse, TeacherOverloaded) as error:
+        except (NoResponse, RetryableResponse) as error:
             raise EngineUnavailable(
-                f"the teacher at {self._url} is unavailable after {timeout:g} s "
+                f"the teacher at {self._url} is still unavailable after {timeout:g} s "
                 f"(trainer.reference.timeout): {error}"
             ) from error
 
@@ -117,7 +117,7 @@ class CompletionsReference(PerSequenceReference):
         response = await self._client.post(self._url, body, timeout=timeout)
         excerpt = self._client.redact(response.excerpt())
         if response.status == 429 or response.status >= 500:
-            raise TeacherOverloaded(f"{response.status}: {excerpt}", response.retry_after)
+            raise RetryableResponse(f"{response.status}: {excerpt}", response.retry_after)
         if response.status in (400, 422):
             raise PromptLogprobsUnsupported(f"{response.status}: {excerpt}")
         if response.status != 200:

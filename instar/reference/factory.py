@@ -1,4 +1,4 @@
-"""Creates the reference that a run's config describes."""
+"""References that use the backend or an engine, and the factory for a run's reference penalty."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class EngineReference(PerSequenceReference):
 
 def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) -> ReferencePenalty | None:
     """Create the penalty, or return None if the reference's weight is 0. ``teacher`` is only used for an
-    engine reference. Raises ConfigError if the environment variable of the API key is not set."""
+    engine reference. Raises ConfigError if the environment variable with the API key is not set."""
     section = config.trainer.reference
     if section.weight == 0:
         return None

@@ -32,7 +32,8 @@ class ReferencePenalty:
 
     async def apply(self, samples: Sequence[Sample], scales: Sequence[Floats]) -> tuple[list[Sample], Json]:
         """Add the penalty, multiplied by the tokens' ``scales``, to the advantages. Return the new samples
-        and the metrics. Raises InstarError if a trained token has no finite logprob."""
+        and the metrics. Raises InstarError if the reference returns the wrong number of logprobs, or if a
+        trained token has no finite logprob."""
         started = time.monotonic()
         scored = list(zip(samples, await self._reference.logprobs(samples), strict=True))
         for sample, logprobs in scored:

@@ -12,7 +12,7 @@ import numpy as np
 from instar.errors import EngineError
 from instar.types import Floats, Ids, Json
 
-ZERO_PROBABILITY = -9999.0
+ZERO_PROBABILITY_LOGPROB = -9999.0
 """The logprob that vLLM returns for a probability of 0."""
 
 
@@ -56,7 +56,7 @@ class VllmFormat(PromptLogprobsFormat):
             if position == 0:
                 continue
             if candidates is None or (candidate := candidates.get(str(token))) is None:
-                raise _make_wrong_token_error(token, position, ", ".join(candidates or ()) or "nothing")
+                raise _make_wrong_token_error(token, position, *(candidates or ()))
             values[position] = _parse_logprob(candidate.get("logprob"))
             texts[position] = candidate.get("decoded_token")
         return ScoredPrompt(values, texts)
@@ -128,12 +128,11 @@ def _parse_token_texts(tokens: Any, ids: Ids) -> list[str | None]:
     return texts
 
 
-def _make_wrong_token_error(token: int, position: int, actual: str) -> EngineError:
-    return EngineError(
-        f"the teacher returned the logprob of {actual} instead of token {token} at index {position}"
-    )
+def _make_wrong_token_error(token: int, position: int, *returned: str) -> EngineError:
+    others = f", only for {', '.join(returned)}" if returned else ""
+    return EngineError(f"the teacher returned no logprob for token {token} at index {position}{others}")
 
 
 def _parse_logprob(value: Any) -> float:
     """Return the logprob, or NaN if the value is missing or means a probability of 0."""
-    return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY else np.nan
+    return float(value) if isinstance(value, int | float) and value > ZERO_PROBABILITY_LOGPROB else np.nan

@@ -1,4 +1,4 @@
-"""Queries for session annotations (rewards, scores, tags, feedback) and for a judge's answers."""
+"""Queries for annotations (rewards, scores, tags, feedback), ended sessions and a judge's answers."""
 
 from __future__ import annotations
 
@@ -64,21 +64,23 @@ def get_unscored_sessions(
 ) -> list[UnscoredSession]:
     """Return completed sessions that this scorer has not scored and whose ``seq`` is greater than ``after``,
     oldest first. ``pending_only`` excludes sessions in groups that are ready or dropped, and sessions that
-    another version of the scorer has scored."""
+    a different version of the scorer has scored."""
     channel_list = ", ".join(f"'{channel.value}'" for channel in channels)
-    same_scorer, values = "scorer = ?", list[Any]([scorer])
-    pending = ""
+    scorer_condition, values = "scorer = ?", list[Any]([scorer])
+    group_condition = ""
     if pending_only:
         name_prefix = scorer.partition("@")[0] + "@"
-        same_scorer = f"(scorer = ? OR substr(scorer, 1, {len(name_prefix)}) = ?)"
+        scorer_condition = f"(scorer = ? OR substr(scorer, 1, {len(name_prefix)}) = ?)"
         values = [scorer, name_prefix]
-        pending = "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
+        group_condition = (
+            "AND NOT EXISTS (SELECT 1 FROM groups WHERE group_id = s.group_id AND status IN (?, ?))"
+        )
         values += [GroupStatus.READY.value, GroupStatus.DROPPED.value]
     rows = db.execute(
         f"SELECT * FROM sessions s WHERE run_id = ? AND channel IN ({channel_list}) AND status = ? "
         "AND seq > ? AND NOT EXISTS "
-        f"(SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {same_scorer}) "
-        f"{pending} ORDER BY seq LIMIT ?",
+        f"(SELECT 1 FROM scores WHERE scores.session_id = s.session_id AND {scorer_condition}) "
+        f"{group_condition} ORDER BY seq LIMIT ?",
         (run_id, SessionStatus.COMPLETED.value, after, *values, limit),
     )
     return [UnscoredSession(row["seq"], SESSION_ROWS.decode(row)) for row in rows]
@@ -119,9 +121,12 @@ def end_session(
     scores: Sequence[Score] = (),
 ) -> bool:
     """End an open session with its rewards and scores, and return True. ``metadata`` is merged into the
-    session's metadata. If the session has already ended, return False and change nothing."""
+    session's metadata. If the session has already ended, return False and change nothing. Raises StoreError
+    if the session does not exist or ``status`` is open."""
     if status is SessionStatus.OPEN:
-        raise StoreError(f"cannot end session {session_id} as open; use completed, failed or abandoned")
+        raise StoreError(
+            f"cannot end session {session_id} with status open; use completed, failed or abandoned"
+        )
     row = db.execute(
         f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
     ).fetchone()
@@ -188,8 +193,7 @@ def get_tags(db: Database, session_ids: Sequence[str]) -> dict[str, list[Tag]]:
 
 
 def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = ()) -> bool:
-    """Add feedback and the rewards derived from it, and return True. If feedback with the same id exists,
-    return False and change nothing."""
+    """Add feedback and its rewards, and return True. If the id exists, return False and change nothing."""
     existing = db.execute("SELECT 1 FROM feedback WHERE feedback_id = ?", (feedback.feedback_id,))
     if existing.fetchone() is not None:
         return False

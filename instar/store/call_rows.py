@@ -78,7 +78,7 @@ _encode_row = _make_row_encoder(
 
 
 def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
-    _check_lengths(call)
+    _check_call(call)
     prompt, sampled, base_tokens = call.prompt_ids, call.sampled_ids, call.base_tokens
     tail = prompt[base_tokens:]
     prefix_crc = checksum(prompt[:base_tokens]) if base_tokens else 0
@@ -93,7 +93,7 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
     return EncodedCall(call, prefix_crc, summary, tools, values)
 
 
-def _check_lengths(call: Call) -> None:
+def _check_call(call: Call) -> None:
     sampled = len(call.sampled_ids)
     for name, values in (
         ("logprobs", call.logprobs),
@@ -116,8 +116,7 @@ def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
     """Raise StoreError if the call does not fit its base.
 
     The base must exist, have at least as many tokens and messages as the call takes from it and, if the call
-    takes all of its tokens, have the same checksum. A call that takes only some of the tokens can only be
-    verified when it is read.
+    takes all of its tokens, have the same checksum. A shorter prefix is verified when the call is read.
     """
     call = encoded.call
     if base is None:

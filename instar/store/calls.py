@@ -40,10 +40,10 @@ TAIL_KEY_BYTES = 16
 MAX_SESSIONS_PER_TAIL = 8
 _MAX_CALLS_PER_TAIL = 64
 
+_OPEN_LIVE_CONDITION = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
+        AND s.channel = :live AND s.status = :open"""
 # The keys are passed as one value, so that the statement is the same for any number of keys. The newest call
 # with a key has the highest row number, and the tail key index is in that order.
-_IS_OPEN_LIVE = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
-        AND s.channel = :live AND s.status = :open"""
 _BY_TAIL_SQL = f"""
     WITH RECURSIVE requested (idx, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
@@ -56,8 +56,8 @@ _BY_TAIL_SQL = f"""
       WHERE calls.tail_key = (
         SELECT tail_key FROM requested WHERE EXISTS (
           SELECT 1 FROM calls CROSS JOIN sessions s
-          WHERE calls.tail_key = requested.tail_key AND {_IS_OPEN_LIVE})
-        ORDER BY idx LIMIT 1) AND {_IS_OPEN_LIVE}
+          WHERE calls.tail_key = requested.tail_key AND {_OPEN_LIVE_CONDITION})
+        ORDER BY idx LIMIT 1) AND {_OPEN_LIVE_CONDITION}
       ORDER BY calls.seq DESC LIMIT {_MAX_CALLS_PER_TAIL}) AS newest
     GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
@@ -91,10 +91,10 @@ class AddCalls(BatchableWrite):
         new_session: Session | None,
         key_hash: str | None,
         tail_keys: Mapping[str, bytes],
-        bases: BaseCallCache,
+        cache: BaseCallCache,
     ) -> None:
         self._inputs = (calls, new_session, key_hash, tail_keys)
-        self._bases = bases
+        self._cache = cache
         self._calls: list[EncodedCall] = []
         self._new_session: dict[str, Any] | None = None
 
@@ -104,7 +104,7 @@ class AddCalls(BatchableWrite):
         self._new_session = None if new_session is None else encode_session(new_session, key_hash)
 
     def on_committed(self) -> None:
-        self._bases.add(self._calls)
+        self._cache.add(self._calls)
 
     def __call__(self, db: Database) -> None:
         self._write(db, [self], check_sessions=True)
@@ -121,7 +121,7 @@ class AddCalls(BatchableWrite):
         calls = [call for write in writes for call in write._calls]
         for encoded in calls:
             if (base_id := encoded.call.base_id) is not None:
-                if (base := self._bases.get(base_id)) is None:
+                if (base := self._cache.get(base_id)) is None:
                     return False
                 check_base(encoded, base)
         # If a session or its tools are missing, the foreign keys reject the statement.
@@ -134,16 +134,17 @@ class AddCalls(BatchableWrite):
         db.insert(SESSIONS, [SESSIONS.to_values(row) for row in new_sessions])
         if check_sessions:
             _lock_sessions(db, calls, {row["session_id"] for row in new_sessions})
-        _check_bases(db, calls, writes[0]._bases)
+        _check_bases(db, calls, writes[0]._cache)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
         db.insert(CALLS, [encoded.values for encoded in calls])
 
 
 def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
-    """Lock the calls' sessions, except those just ``opened``, so that calls are numbered in commit order."""
-    call_ids = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
-    session_ids = sorted(call_ids.keys() - opened)
+    """Lock the calls' sessions, except those just ``opened``, so that calls are numbered in commit order.
+    Raises StoreError if a session does not exist."""
+    call_id_by_session = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
+    session_ids = sorted(call_id_by_session.keys() - opened)
     if not session_ids:
         return
     rows = db.execute(
@@ -153,7 +154,9 @@ def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str])
     )
     if missing := set(session_ids) - {row["session_id"] for row in rows}:
         session_id = min(missing)
-        raise StoreError(f"cannot store call {call_ids[session_id]}: there is no session {session_id}")
+        raise StoreError(
+            f"cannot store call {call_id_by_session[session_id]}: there is no session {session_id}"
+        )
 
 
 def _check_bases(db: Database, calls: Sequence[EncodedCall], cache: BaseCallCache) -> None:
@@ -176,7 +179,7 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
 
 
 class PutRecords:
-    """Stores imported groups and sessions."""
+    """Stores imported groups and sessions. Raises ConflictError if one of the ids is taken."""
 
     def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         self._groups = groups

@@ -1,6 +1,6 @@
-"""Encodes arrays as bytes and values as JSON text.
+"""Encodes arrays as bytes and values as JSON text, and decodes them.
 
-Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` reads them. Versions are
+Token ids are int32 and logprobs float32, little endian, so ``np.frombuffer`` can read them. Versions are
 stored as runs of (version, length), because nearly all tokens of a reply have the same version.
 """
 
@@ -67,9 +67,9 @@ def unpack_runs(data: bytes) -> Ids:
     return np.repeat(runs[:, 0], runs[:, 1]).astype(np.int32)
 
 
-def checksum(ids: Ids, start: int = 0) -> int:
-    """Return the CRC-32 of the packed ids. ``start`` is the checksum of the preceding ids."""
-    return zlib.crc32(np.ascontiguousarray(ids, _INT).data, start)
+def checksum(ids: Ids, preceding_crc: int = 0) -> int:
+    """Return the CRC-32 of the packed ids. ``preceding_crc`` is the checksum of the ids before them."""
+    return zlib.crc32(np.ascontiguousarray(ids, _INT).data, preceding_crc)
 
 
 _encode_unicode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

@@ -4,8 +4,7 @@ A query is written once, in the SQL that SQLite and PostgreSQL share, with param
 Where the two differ, the query takes the SQL from its `Database`.
 
 Several processes may run transactions concurrently, so a write that reads something and then changes it must
-lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer at a time and needs
-neither.
+lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer and needs neither.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Database(Protocol):
         """Insert rows whose values are in the order of `Table.insert_columns`."""
 
     def insert_autocommit(self, table: Table, rows: Sequence[Sequence[Any]]) -> bool:
-        """Insert the rows in one autocommitted statement and return True. Return False and insert nothing if
-        this is not possible."""
+        """Insert the rows in one autocommitted statement. Return False if this is not possible."""
         ...
 
     def lock_name(self, name: str) -> None:
@@ -78,7 +76,7 @@ class Database(Protocol):
     def rollback_savepoint(self) -> None:
         """Undo the changes since the savepoint ``job``."""
 
-    def on_committed(self) -> None:
+    def on_batch_finished(self) -> None:
         """Called after each batch of writes is committed or rolled back, before its callers are notified."""
 
     def is_rolled_back(self, error: Exception) -> bool:

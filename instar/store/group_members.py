@@ -1,5 +1,4 @@
-"""Decides which sessions belong to a group. A session's group id is not enough: its run, channel, slot and
-agent must match too."""
+"""Decides which sessions belong to a group: the group id, run, channel, slot and agent must match."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from instar.types import Channel, RewardSource, Session, SessionStatus
 MAX_START_SESSIONS = 2000
 """If at most this many sessions meet a condition, the search starts from those sessions."""
 
-_DETAILS = """
+_DETAILS_SQL = """
     SELECT s.*,
       (SELECT COUNT(*) FROM calls WHERE calls.session_id = s.session_id) AS calls,
       (SELECT CAST(COALESCE(SUM(sampled_tokens), 0) AS BIGINT) FROM calls
@@ -46,7 +46,7 @@ def get_sessions(
     where = where or SessionFilter()
     where = replace(where, channel=channel or where.channel, status=status or where.status)
     query = _PageQuery(run_id, group_id, where, before, after, limit)
-    rows = db.execute(_DETAILS.format(query.build_sql(db)), query.values)
+    rows = db.execute(_DETAILS_SQL.format(query.build_sql(db)), query.values)
     return [
         SessionRow(
             SESSION_ROWS.decode(row),
@@ -92,31 +92,30 @@ class _PageQuery:
     def build_sql(self, db: Database) -> str:
         if self.group_id is not None or self.where.ids or self.limit is None:
             return self._limit_page(f"SELECT x.seq FROM sessions x WHERE {self._condition}")
-        for start in self.start_queries:
-            count = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({start}) AS d LIMIT :limit) AS counted"
-            limit = {"limit": MAX_START_SESSIONS + 1}
-            if db.execute(count, self.values | limit).fetchone()["n"] <= MAX_START_SESSIONS:
-                source = f"(SELECT DISTINCT session_id FROM ({start}) AS d) AS few CROSS JOIN sessions x"
+        for query in self.start_queries:
+            count_sql = f"SELECT COUNT(*) AS n FROM (SELECT 1 FROM ({query}) AS d LIMIT :limit) AS counted"
+            values = self.values | {"limit": MAX_START_SESSIONS + 1}
+            if db.execute(count_sql, values).fetchone()["n"] <= MAX_START_SESSIONS:
+                joined = f"(SELECT DISTINCT session_id FROM ({query}) AS d) AS few CROSS JOIN sessions x"
                 return self._limit_page(
-                    f"SELECT x.seq FROM {source} WHERE x.session_id = few.session_id AND {self._condition}"
+                    f"SELECT x.seq FROM {joined} WHERE x.session_id = few.session_id AND {self._condition}"
                 )
         if self.run_id is None or self.where.task is not None:
             return self._limit_page(f"SELECT x.seq FROM sessions x WHERE {self._condition}")
-        return self._limit_page(" UNION ALL ".join(self._make_slices()))
+        return self._limit_page(" UNION ALL ".join(self._build_slice_queries()))
 
-    def _make_slices(self) -> list[str]:
-        """Return one page query per channel and status, because the index is ordered by ``seq`` only within
-        a channel and status."""
+    def _build_slice_queries(self) -> list[str]:
+        """Return one page query per channel and status. Only within these is the index ordered by ``seq``."""
         where = self.where
-        slices: list[str] = []
+        queries: list[str] = []
         for channel in [where.channel] if where.channel else Channel:
             for status in [where.status] if where.status else SessionStatus:
-                in_slice = f"x.channel = '{channel.value}' AND x.status = '{status.value}'"
-                part = self._limit_page(
-                    f"SELECT x.seq FROM sessions x WHERE {self._condition} AND {in_slice}"
+                slice_condition = f"x.channel = '{channel.value}' AND x.status = '{status.value}'"
+                page_sql = self._limit_page(
+                    f"SELECT x.seq FROM sessions x WHERE {self._condition} AND {slice_condition}"
                 )
-                slices.append(f"SELECT seq FROM ({part}) AS {channel.value}_{status.value}")
-        return slices
+                queries.append(f"SELECT seq FROM ({page_sql}) AS {channel.value}_{status.value}")
+        return queries
 
     def _limit_page(self, sql: str) -> str:
         if self.limit is None:
@@ -135,7 +134,7 @@ class _PageQuery:
 
     def _add_column_conditions(self) -> None:
         where = self.where
-        equal = {
+        required_values = {
             "run_id": self.run_id,
             "group_id": self.group_id,
             "channel": where.channel and where.channel.value,
@@ -143,12 +142,12 @@ class _PageQuery:
             "task_id": where.task,
             "agent_id": where.agent,
         }
-        for column, value in equal.items():
+        for column, value in required_values.items():
             if value is not None:
                 self._add_condition(f"x.{column} = :{column}", **{column: value})
         if where.ids:
-            names = {f"id{number}": session_id for number, session_id in enumerate(where.ids)}
-            self._add_condition(f"x.session_id IN ({', '.join(f':{name}' for name in names)})", **names)
+            ids = {f"id{number}": session_id for number, session_id in enumerate(where.ids)}
+            self._add_condition(f"x.session_id IN ({', '.join(f':{name}' for name in ids)})", **ids)
         self._add_range(before=("x.seq <", self.before), after=("x.seq >", self.after))
         self._add_start_query(
             self._add_range(since=("x.created_at >=", where.since), until=("x.created_at <", where.until))
@@ -177,8 +176,8 @@ class _PageQuery:
             values = {"name": name} if value is None else {"name": name, "value": value}
             self._add_exists("tags", f"tag{number}", values, "")
         for number, name in enumerate(where.without):
-            tag = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
-            self._add_condition(f"NOT EXISTS ({tag})", **{f"no{number}": name})
+            subquery = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
+            self._add_condition(f"NOT EXISTS ({subquery})", **{f"no{number}": name})
         if where.scorer is not None or where.source is not None:
             self._add_reward_condition(where)
 
@@ -201,10 +200,10 @@ class _PageQuery:
 
     def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
         values = {f"{prefix}_{column}": value for column, value in columns.items()}
-        rows = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
-        matching = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {rows}"
-        self._add_condition(f"EXISTS ({matching})", **values)
+        condition = " AND ".join(f"{table}.{column} = :{prefix}_{column}" for column in columns) + extra
+        subquery = f"SELECT 1 FROM {table} WHERE {table}.session_id = x.session_id AND {condition}"
+        self._add_condition(f"EXISTS ({subquery})", **values)
         if self.run_id is not None:
             self.start_queries.append(
-                f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {rows}"
+                f"SELECT session_id FROM {table} WHERE {table}.run_id = :run_id AND {condition}"
             )

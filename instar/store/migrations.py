@@ -19,8 +19,7 @@ from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, c
 
 
 def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
-    """Return the statements that add this version's columns and tables, then ``statements``, then the
-    statements that add its indexes."""
+    """Return SQL that adds this version's columns and tables, runs ``statements``, and adds its indexes."""
     changes = [statement for table in TABLES for statement in table.build_migration_sql(version)]
     return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
 
@@ -76,9 +75,10 @@ def create_or_migrate(
 
 
 def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERSION) -> None:
+    """Raise StoreError unless the file contains a store of this version."""
     current = _read_version(connection, path, version)
     if current == 0:
-        raise StoreError(f"{path} is empty: no run has written to it")
+        raise StoreError(f"{path} is empty; check the path, or start the run")
     require_migrated(str(path), current, version)
     _check_tables(connection, path)
 
@@ -92,8 +92,7 @@ def require_migrated(name: str, current: int, version: int) -> None:
 
 
 def require_not_newer(name: str, current: int, version: int, setting: str) -> None:
-    """Raise StoreTooNew if ``current`` is newer than ``version``. The message suggests changing the config
-    setting ``setting``."""
+    """Raise StoreTooNew if ``current`` is newer than ``version``; ``setting`` is the config key to change."""
     if current > version:
         raise StoreTooNew(
             f"{name} was written by a newer version of Instar: it has schema version {current}, and this "
@@ -112,7 +111,7 @@ def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
         return 0
     if application_id != APPLICATION_ID:
         raise StoreError(
-            f"{path} is a SQLite file of another program; set store.path to a different file. The file was "
+            f"{path} is another program's SQLite file; set store.path to a different file. The file was "
             "not changed"
         )
     require_not_newer(str(path), current, version, "store.path")

@@ -81,7 +81,7 @@ class PostgresDatabase:
     def rollback_savepoint(self) -> None:
         self.execute("ROLLBACK TO job")
 
-    def on_committed(self) -> None: ...
+    def on_batch_finished(self) -> None: ...
 
     def is_rolled_back(self, error: Exception) -> bool:
         return self.is_connection_lost(error) or is_transient(error)
@@ -100,22 +100,21 @@ class PostgresDatabase:
 
 
 class PostgresWriteDatabase(PostgresDatabase):
-    """A PostgreSQL connection for writing. If the network fails during a commit, it checks whether the
-    transaction was committed."""
+    """A PostgreSQL connection for writing, which detects whether an interrupted commit succeeded."""
 
-    def __init__(self, server: PostgresServer, connection: PostgresConnection, writer: str) -> None:
+    def __init__(self, server: PostgresServer, connection: PostgresConnection, writer_name: str) -> None:
         super().__init__(server, connection)
-        self._writer = writer
+        self._writer_name = writer_name
         self._transaction_number = 0
 
     @classmethod
     def open(cls, server: PostgresServer) -> PostgresWriteDatabase:
         """Connect, create or migrate the tables, and return the connection. Does not translate errors."""
-        writer = f"instar {secrets.token_hex(8)}"
-        connection = server.connect(writer)
+        writer_name = f"instar {secrets.token_hex(8)}"
+        connection = server.connect(writer_name)
         try:
             create_or_migrate(connection, server)
-            db = cls(server, connection, writer)
+            db = cls(server, connection, writer_name)
             db.register()
         except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
@@ -127,7 +126,7 @@ class PostgresWriteDatabase(PostgresDatabase):
         Rows of writers that exited without `close` are removed after a day."""
         self.execute(
             WRITERS.insert_sql,
-            {"writer": self._writer, "number": self._transaction_number, "at": time.time()},
+            {"writer": self._writer_name, "number": self._transaction_number, "at": time.time()},
         )
         self.execute(
             "DELETE FROM writers WHERE at < ? "
@@ -142,7 +141,7 @@ class PostgresWriteDatabase(PostgresDatabase):
         # One message, so one round trip. Formatting is safe: we generate the name, and the rest are numbers.
         begin = (
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; INSERT INTO writers (writer, number, at) "
-            f"VALUES ('{self._writer}', {self._transaction_number}, {time.time()}) "
+            f"VALUES ('{self._writer_name}', {self._transaction_number}, {time.time()}) "
             "ON CONFLICT (writer) DO UPDATE SET number = excluded.number, at = excluded.at"
         )
         self._connection.execute(begin.encode(), prepare=False)
@@ -161,16 +160,16 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     def close(self) -> None:
         with contextlib.suppress(psycopg.Error):  # another writer removes the row later
-            self.execute("DELETE FROM writers WHERE writer = ?", (self._writer,))
+            self.execute("DELETE FROM writers WHERE writer = ?", (self._writer_name,))
         super().close()
 
     def _reconnect(self) -> None:
         self._connection.close()
-        self._connection = self._server.connect(self._writer)
+        self._connection = self._server.connect(self._writer_name)
         self.execute(
             "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
             "WHERE application_name = ? AND datname = current_database() AND pid != pg_backend_pid()",
-            (self._writer,),
+            (self._writer_name,),
         )
 
     def _was_committed(self, cause: psycopg.Error) -> bool:
@@ -181,7 +180,7 @@ class PostgresWriteDatabase(PostgresDatabase):
             try:
                 self._reconnect()
                 row = self.execute(
-                    "SELECT number FROM writers WHERE writer = ? FOR UPDATE", (self._writer,)
+                    "SELECT number FROM writers WHERE writer = ? FOR UPDATE", (self._writer_name,)
                 ).fetchone()
                 return row is not None and row["number"] == self._transaction_number
             except psycopg.Error as error:
@@ -189,7 +188,7 @@ class PostgresWriteDatabase(PostgresDatabase):
                     raise StoreError(
                         f"the connection to {self._server.name} was lost during a commit "
                         f"({format_error(cause)}) and could not be reopened ({format_error(error)}): "
-                        "it is unknown whether the last writes are stored"
+                        "the last writes may or may not have been stored"
                     ) from error
 
 

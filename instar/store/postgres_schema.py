@@ -80,10 +80,13 @@ def create_or_migrate(
 
 
 def check_version(connection: PostgresConnection, server: PostgresServer, *, version: int = VERSION) -> None:
+    """Raise StoreError unless the schema contains a store of this version."""
     _check_server(connection, server)
     current = _read_version(connection, server, version)
     if current == 0:
-        raise StoreError(f"there is no store in {server.name}: no run has written to it")
+        raise StoreError(
+            f"no store found in {server.name}; check store.url and store.db_schema, or start the run"
+        )
     require_migrated(server.name, current, version)
     _check_tables(connection, server)
 
@@ -128,7 +131,7 @@ def _read_version(connection: PostgresConnection, server: PostgresServer, versio
         return 0
     if VERSION_TABLE not in tables:
         raise StoreError(
-            f"{server.name} contains tables of another program; set store.db_schema to a different schema. "
+            f"{server.name} contains another program's tables; set store.db_schema to a different schema. "
             "The schema was not changed"
         )
     row = connection.execute(f"SELECT version FROM {VERSION_TABLE}".encode()).fetchone()

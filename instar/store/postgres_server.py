@@ -32,7 +32,7 @@ _PERMANENT_FAILURE = re.compile(
 )
 _DISCONNECT_CODES = ("08000", "08001", "08003", "08004", "08006", "57P01", "57P02", "57P03", "57P05", "25P03")
 _TRANSIENT_CODES = ("40001", "40P01")
-_DISK_FULL_CODES = ("53000", "53100", "53200", "53400")
+_OUT_OF_RESOURCES_CODES = ("53000", "53100", "53200", "53400")
 _CORRUPT_CODES = ("XX001", "XX002", "42P01", "42703")
 
 
@@ -58,7 +58,7 @@ class PostgresConnection(psycopg.Connection[DictRow]):
 
 
 def _wait_until(gen: PQGen[T], deadline: float) -> PQGen[T]:
-    """Run psycopg's generator, which polls the socket, with a deadline."""
+    """Run psycopg's generator, which polls the socket. Raises ServerTimeout after the deadline."""
     steps = cast(Generator[Any, Any, T], gen)
     try:
         wait_for = next(steps)
@@ -78,7 +78,7 @@ class PostgresServer:
     url: str
     schema: str
     timeout: float
-    """Timeout in seconds for a statement, and for all connection attempts. One attempt takes up to half."""
+    """Timeout in seconds for a statement, and for connecting. One attempt to connect may take half of it."""
     password: str | None = field(default=None, repr=False)
 
     @property
@@ -134,11 +134,8 @@ class PostgresServer:
         return connection
 
     def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
-        """Set the options of the database session.
-
-        Commits wait for the disk, even if the server is configured otherwise. If a client disappears, its
-        locks are released after the timeout.
-        """
+        """Set the options of the database session. Commits always wait for the disk. If a client disappears,
+        its locks are released after the timeout."""
         milliseconds = str(round(self.timeout * 1000))
         connection.execute(
             """
@@ -156,13 +153,12 @@ class PostgresServer:
         )
 
     def translate(self, error: Exception) -> StoreError:
-        """Map a PostgreSQL error to a StoreError."""
         code, text = _get_sqlstate(error), format_error(error)
         if code == "23505":
             return ConflictError(f"the row already exists: {text}")
         if code.startswith(("22", "23")) or isinstance(error, psycopg.DataError):
             return StoreError(f"the database rejected the row: {text}")
-        if code in _DISK_FULL_CODES:
+        if code in _OUT_OF_RESOURCES_CODES:
             return StoreFull(
                 f"{self.name} has no disk space or memory left ({text}): free some on the server. Earlier "
                 "writes are stored; the failed write was rolled back"
@@ -189,7 +185,7 @@ class PostgresServer:
     def corrupt_error(self, detail: str) -> StoreCorrupt:
         return StoreCorrupt(
             f"{self.name} is damaged or not a store ({detail}): restore it from a backup, or set "
-            "store.db_schema to another schema"
+            "store.db_schema to a different schema"
         )
 
 

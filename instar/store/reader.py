@@ -47,8 +47,7 @@ class ReaderPool:
         self._connections.clear()
 
     def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read whose statements all see the same snapshot. Must be called from a function passed to
-        `submit`."""
+        """Run a read whose statements all see the same snapshot. Call this only from a submitted function."""
 
         def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
@@ -60,8 +59,7 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read that consists of a single statement. Must be called from a function passed to
-        `submit`."""
+        """Run a read that consists of a single statement. Call this only from a submitted function."""
         deadline: float | None = None
         while True:
             db = self._get_connection()

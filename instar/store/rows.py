@@ -92,7 +92,7 @@ def make_converters(field_type: FieldType) -> Converters | None:
 
 
 def _make_converters(field_type: FieldType) -> Converters | None:
-    python_type = field_type.python
+    python_type = field_type.python_type
     if is_enum(python_type):
         # Much faster than accessing `value` and calling the enum.
         return attrgetter("_value_"), {member.value: member for member in python_type}.__getitem__

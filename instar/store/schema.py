@@ -16,8 +16,7 @@ from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
 VERSION = 4
-"""The schema version. SQLite stores it in ``PRAGMA user_version``. Increment it with every change to the
-declarations here."""
+"""The schema version, in SQLite's ``PRAGMA user_version``. Increment it with every change here."""
 
 APPLICATION_ID = 0x494E5354
 """The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
@@ -60,8 +59,7 @@ class Table:
 
     @property
     def insert_for_session_sql(self) -> str:
-        """An INSERT that takes the run, agent and policy from the row's session. It inserts nothing if the
-        session does not exist."""
+        """An INSERT that copies the run, agent and policy from the session. Without one, it has no effect."""
         inherited = ("session_id", "run_id", "agent_id", "policy_id")
         values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
         return (

@@ -85,8 +85,7 @@ def get_datasets(db: Database) -> list[DatasetRow]:
 
 
 def remove_dataset(db: Database, name: str, version: int | None = None) -> int:
-    """Remove one version of a dataset, by default all versions, and return the number of removed versions.
-    The files are not deleted."""
+    """Remove one or all versions of a dataset, but not its files. Return the number of removed versions."""
     if version is None:
         return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
     return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount

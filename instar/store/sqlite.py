@@ -1,8 +1,7 @@
 """The embedded store: one SQLite file, shared by all processes of a run.
 
 The file uses a write-ahead log with ``synchronous=FULL``, so that a write is on disk when it returns. Each
-process has one writer, which groups concurrent writes into one commit, and readers that never wait for the
-writer.
+process has one writer, which groups concurrent writes into one commit, and readers that never wait for it.
 """
 
 from __future__ import annotations
@@ -74,6 +73,6 @@ def _open_for_reading(path: Path) -> SqliteDatabase:
 
 def _check_readable(path: Path) -> None:
     if not path.is_file():
-        raise StoreError(f"there is no store at {path}: no run has written to it")
+        raise StoreError(f"no store found at {path}; check the path, or start the run")
     with _translate_errors(path), closing(connect(path, read_only=True)) as connection:
         migrations.check_version(connection, path)

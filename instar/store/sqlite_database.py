@@ -1,4 +1,4 @@
-"""Configures SQLite connections for the store and translates SQLite errors."""
+"""SQLite connections that implement `Database`, the counter of acknowledged calls, and error translation."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ class CallCounter:
             os.close(file)
         self._acknowledged_row_number = self._read()
 
-    def check(self, last_row_number: int) -> None:
-        """Log a warning if the database has lost acknowledged calls. ``last_row_number`` is the row number of
-        the last call in the database, read after this object was created, because other processes may be
-        writing."""
+    def report_lost_calls(self, last_row_number: int) -> None:
+        """Log a warning if the database has lost acknowledged calls, and lower the counter, so that they are
+        reported once. ``last_row_number`` is the row number of the last call in the database. It must be read
+        after this object was created, because other processes may be writing."""
         if self._acknowledged_row_number > last_row_number:
             logger.warning(
-                "%s acknowledged calls are missing from %s (row numbers %s to %s), and other writes from "
+                "%s acknowledged call(s) are missing from %s (row numbers %s to %s), and other writes from "
                 "that time may be missing too: the write-ahead log was truncated or damaged, or an older "
                 "copy of the file was restored. To recover them, restore the store's files from a backup",
                 self._acknowledged_row_number - last_row_number,
@@ -106,12 +106,12 @@ class SqliteDatabase(sqlite3.Connection):
         """Log a warning if acknowledged calls are missing, and start recording acknowledged calls."""
         try:
             counter = CallCounter(self.path)
-            counter.check(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
+            counter.report_lost_calls(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
             self._counter = counter
         except OSError as error:  # the store works without the counter
             logger.warning("cannot count the acknowledged calls of %s: %s", self.path, error)
 
-    def on_committed(self) -> None:
+    def on_batch_finished(self) -> None:
         if self._last_call_row is not None and self._counter is not None:
             self._counter.record(self._last_call_row)
         self._last_call_row = None
@@ -123,8 +123,7 @@ class SqliteDatabase(sqlite3.Connection):
         super().close()
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert the rows in statements of 32, 16, 8, … rows, so that only a few statements are ever
-        compiled."""
+        """Insert the rows in statements of 32, 16, 8, … rows, so that few statements are compiled."""
         start, size = 0, MAX_INSERT_ROWS
         while start < len(rows):
             while size > len(rows) - start:
@@ -222,7 +221,6 @@ def is_busy(error: Exception) -> bool:
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:
-    """Map a SQLite error to a StoreError."""
     code, primary = getattr(error, "sqlite_errorcode", 0), get_primary_code(error)
     if code in _UNIQUE_CODES:
         return ConflictError(f"the row already exists: {error}")
@@ -245,5 +243,5 @@ def translate_error(error: Exception, path: Path) -> StoreError:
 def corrupt_file_error(path: Path, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"{path} is damaged or not a store ({detail}): stop all processes that use it, keep a copy, then try "
-        f"`sqlite3 {path.name} .recover`, restore a backup, or set store.path to another file"
+        f"`sqlite3 {path.name} .recover`, restore a backup, or set store.path to a different file"
     )

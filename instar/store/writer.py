@@ -44,8 +44,7 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Perform this write and then ``others``, which have the same type. If this raises an error, the
-        writes are repeated one by one."""
+        """Perform this write and then ``others``. If this raises an error, they are repeated one by one."""
 
     @abstractmethod
     def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
@@ -75,7 +74,7 @@ class _WriteJob:
                 self.error = error
 
     def resolve(self) -> None:
-        """Set the result of the future. Must run on the caller's event loop."""
+        """Set the future's result or exception. Must run on the caller's event loop."""
         if self.future.done():
             return
         if self.error is None:
@@ -88,8 +87,7 @@ class Writer:
     """A thread that executes writes on its own connection."""
 
     def __init__(self, db: Database, name: str, *, retry_timeout: float = 0.0) -> None:
-        """``name`` identifies the store in errors. Transient failures are retried for ``retry_timeout``
-        seconds."""
+        """``name`` appears in errors. Transient failures are retried for ``retry_timeout`` seconds."""
         self.commit_count = 0
         self.lease_check: WriteFunction[None] | None = None
         """A check that runs first in every transaction. If it raises StoreError, nothing is written."""
@@ -131,7 +129,7 @@ class Writer:
             except Exception as error:  # noqa: BLE001 any error: if the writer thread died, all callers would hang
                 self._db.rollback()
                 _set_error(jobs, error)
-            self._db.on_committed()
+            self._db.on_batch_finished()
             _notify_callers(jobs)
             # The callers have already been notified, so this does not delay them.
             self._previous_batch_size = len(jobs)
@@ -197,7 +195,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # batches of two writers may deadlock; single writes do not
+                    raise  # batches of two writers may deadlock; individual writes do not
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:

@@ -1,9 +1,4 @@
-"""JSON types of Anthropic's Messages API.
-
-Request bodies declare every known field and reject unknown ones, so that no setting is silently ignored. Most
-objects inside a body, such as messages and tools, ignore unknown fields. Response types declare only the
-fields that are read. Most of these are optional, because providers omit some.
-"""
+"""JSON types of Anthropic's Messages API. They treat unknown fields like the types in ``openai.py``."""
 
 from __future__ import annotations
 

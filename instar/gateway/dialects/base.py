@@ -152,8 +152,8 @@ class Dialect(ABC):
     """The type of a complete response. It may lack some fields of the gateway's responses."""
     stream_content_type: str = "text/event-stream"
     is_token_level: bool = False
-    """True if clients exchange token ids. Such calls are always sampled by the run's engine, and they are not
-    matched to sessions by content."""
+    """True if clients exchange token ids. The run's engine samples all such calls, and their sessions are not
+    found by content."""
     count_path: str | None = None
     """The route below ``/v1`` that counts the tokens of a prompt, or None if the API has none."""
     parses_messages_independently: bool = False

@@ -156,7 +156,7 @@ def _format_choice(index: int, choice: ReplyChoice, *, has_logprobs: bool) -> Js
     }
 
 
-class ChatStreamWriter(common.CompletionStreamWriter):
+class ChatStreamWriter(common.ChunkStreamWriter):
     object_name = "chat.completion.chunk"
     empty_content: ClassVar[Json] = {"delta": {}}
 
@@ -202,29 +202,29 @@ class ChatDialect(Dialect):
     response_type = ChatResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = common.decode_body(self.decoder, body)
-        common.check_ranges(wire, self.ranges)
-        if not wire.messages:
+        parsed = common.decode_body(self.decoder, body)
+        common.check_ranges(parsed, self.ranges)
+        if not parsed.messages:
             raise invalid_value("'messages' is empty; send at least one message.", "messages")
-        errors = _find_unsupported(wire)
+        errors = _find_unsupported(parsed)
         messages = tuple(
-            _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(wire.messages)
+            _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(parsed.messages)
         )
         return ModelRequest(
-            model=wire.model,
+            model=parsed.model,
             messages=messages,
-            tools=_parse_tools(wire),
-            session_hints=common.parse_session_hints(wire, wire.metadata),
-            n=wire.n or 1,
-            max_tokens=wire.max_completion_tokens or wire.max_tokens,
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            top_k=wire.top_k,
-            seed=wire.seed,
-            stop=common.parse_stop(wire.stop),
-            stream=bool(wire.stream),
-            include_usage=bool(wire.stream_options and wire.stream_options.include_usage),
-            logprobs=bool(wire.logprobs),
+            tools=_parse_tools(parsed),
+            session_hints=common.parse_session_hints(parsed, parsed.metadata),
+            n=parsed.n or 1,
+            max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            top_k=parsed.top_k,
+            seed=parsed.seed,
+            stop=common.parse_stop(parsed.stop),
+            stream=bool(parsed.stream),
+            include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
+            logprobs=bool(parsed.logprobs),
             unsupported_error=errors[0] if errors else None,
         )
 

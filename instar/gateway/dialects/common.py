@@ -165,7 +165,7 @@ def format_finish_reason(choice: ReplyChoice) -> str:
     return "length" if choice.finish_reason == "length" else "stop"
 
 
-class CompletionStreamWriter(StreamWriter):
+class ChunkStreamWriter(StreamWriter):
     """Formats streams of chat completions and completions. Each chunk has one choice or the usage."""
 
     object_name: str
@@ -198,7 +198,6 @@ class CompletionStreamWriter(StreamWriter):
 
 
 def split_reply(message: Message) -> list[ReplyDelta]:
-    """Split a complete reply into deltas."""
     reasoning = message.get("reasoning")
     deltas = [ReplyDelta(reasoning=reasoning)] if reasoning else []
     deltas += [ReplyDelta(text=message["content"])] if message["content"] else []

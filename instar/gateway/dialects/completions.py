@@ -58,7 +58,7 @@ def _parse_token_ids(token_ids: list[Any], path: str) -> tuple[int, ...]:
     return tuple(token_ids)
 
 
-class CompletionsStreamWriter(common.CompletionStreamWriter):
+class CompletionsStreamWriter(common.ChunkStreamWriter):
     object_name = "text_completion"
     empty_content: ClassVar[Json] = {"text": ""}
 
@@ -90,8 +90,8 @@ class CompletionsDialect(Dialect):
         is_scoring = (
             bool(parsed.echo) and parsed.max_tokens == 0 and parsed.logprobs == 0 and not parsed.stream
         )
-        checked = [name for name in self.ranges if not (is_scoring and name == "max_tokens")]
-        common.check_ranges(parsed, {name: self.ranges[name] for name in checked})
+        checked_fields = [name for name in self.ranges if not (is_scoring and name == "max_tokens")]
+        common.check_ranges(parsed, {name: self.ranges[name] for name in checked_fields})
         errors = common.find_unsupported_values(parsed, _SUPPORTED_VALUES)
         if parsed.echo and not is_scoring:
             message = "'echo' is supported only with 'max_tokens': 0 and 'logprobs': 0, without 'stream'."

@@ -115,8 +115,7 @@ def _format_stop(choice: ReplyChoice, *, has_calls: bool) -> Json:
 
 
 def _format_usage(choice: ReplyChoice | None) -> Json:
-    """Return the ``usage`` object, in which ``input_tokens`` excludes cached tokens. Without a choice, all
-    counts are 0."""
+    """Return the ``usage`` object, with zeros if ``choice`` is None. Cached input is counted separately."""
     cached = choice.cached_tokens or 0 if choice else 0
     return {
         "input_tokens": choice.prompt_tokens - cached if choice else 0,

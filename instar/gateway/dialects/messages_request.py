@@ -48,12 +48,11 @@ from instar.wire.anthropic import (
 )
 
 BLOCK_SEPARATOR = "\n\n"
-BILLING_LINE = "x-anthropic-billing-header:"
+BILLING_PREFIX = "x-anthropic-billing-header:"
 """The start of a line that Claude Code puts before its system prompt. The line differs in each request, so it
 is removed. Otherwise, no request would continue an earlier one."""
-IGNORED_TOOL_TYPES = ("tool_search_tool_",)
-"""The prefixes of ignored tool types. The model is offered all tools that a tool search could find, so it
-does not need the search."""
+IGNORED_TOOL_TYPE_PREFIXES = ("tool_search_tool_",)
+"""The model is offered all tools that a tool search could find, so it does not need the search."""
 
 DECODER = msgspec.json.Decoder(MessagesRequestBody)
 _encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # Models also write spaces after , and :
@@ -65,7 +64,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, 1 << 31),
 }
 _UNSUPPORTED_FIELDS = ("compaction", "container", "mcp_servers", "output_format", "thread")
-_HARMLESS_EDITS = ("clear_thinking_",)
+_IGNORED_EDIT_PREFIXES = ("clear_thinking_",)
 _CLAUDE_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
 
@@ -73,7 +72,7 @@ def parse_request(body: bytes) -> ModelRequest:
     parsed = _decode(body)
     if parsed.max_tokens is None:
         raise common.missing_parameter("max_tokens")
-    return _build_request(parsed, [*_find_unsupported(parsed), *_find_unanswerable(parsed)])
+    return _build_request(parsed, [*_find_unsupported(parsed), *_find_reply_errors(parsed)])
 
 
 def parse_count_request(body: bytes) -> ModelRequest:
@@ -133,17 +132,17 @@ def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
         errors.append(common.unsupported_value(message, "output_config.format"))
     edits = body.context_management.edits if body.context_management else None
     for i, edit in enumerate(edits or ()):
-        if not edit.type.startswith(_HARMLESS_EDITS):
+        if not edit.type.startswith(_IGNORED_EDIT_PREFIXES):
             message = f"The context edit {edit.type!r} is not supported; leave it out."
             errors.append(common.unsupported_value(message, f"context_management.edits[{i}].type"))
     return errors
 
 
-def _find_unanswerable(body: MessagesRequestBody) -> list[ApiError]:
-    """Return the errors that rule out a reply, but not a token count."""
+def _find_reply_errors(body: MessagesRequestBody) -> list[ApiError]:
+    """Return the errors that prevent a reply, but not a token count."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
-        message = "'max_tokens' is 0; it must be at least 1, because there is no cache to fill."
+        message = "'max_tokens' is 0; it must be at least 1, because prompt caching is not supported."
         errors.append(common.unsupported_value(message, "max_tokens"))
     last_index = len(body.messages) - 1
     if body.messages[last_index].role == "assistant":
@@ -160,7 +159,7 @@ def _parse_tools(body: MessagesRequestBody, errors: list[ApiError]) -> tuple[Too
 
 def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool | None:
     if tool.type not in (None, "custom"):
-        if not tool.type.startswith(IGNORED_TOOL_TYPES):
+        if not tool.type.startswith(IGNORED_TOOL_TYPE_PREFIXES):
             message = f"Unsupported tool type {tool.type!r}; supported: 'custom'."
             errors.append(common.unsupported_value(message, f"{path}.type"))
         return None
@@ -196,7 +195,7 @@ def _parse_session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:
     texts = [system] if isinstance(system, str) else _parse_blocks(system or (), "system", errors)
-    content = _join(text.partition("\n")[2] if text.startswith(BILLING_LINE) else text for text in texts)
+    content = _join(text.partition("\n")[2] if text.startswith(BILLING_PREFIX) else text for text in texts)
     return [Message(role="system", content=content)] if content else []
 
 
@@ -265,7 +264,7 @@ def _parse_assistant(blocks: list[MessagesContentBlock], path: str, errors: list
             case "redacted_thinking":
                 pass
             case _:
-                errors.append(_unsupported_block(block, block_path))
+                errors.append(_unsupported_block_error(block, block_path))
     message = Message(role="assistant", content="".join(texts))
     if reasoning := "".join(thinking):
         message["reasoning"] = reasoning
@@ -283,7 +282,7 @@ def _parse_blocks(blocks: Sequence[MessagesContentBlock], path: str, errors: lis
 
 def _parse_block(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> str:
     if block.type != "text":
-        errors.append(_unsupported_block(block, path))
+        errors.append(_unsupported_block_error(block, path))
         return common.format_placeholder(block, block.type)
     if block.text is None:
         raise common.missing_parameter(f"{path}.text")
@@ -294,6 +293,6 @@ def _join(texts: Iterable[str]) -> str:
     return BLOCK_SEPARATOR.join(filter(None, texts))
 
 
-def _unsupported_block(block: MessagesContentBlock, path: str) -> ApiError:
+def _unsupported_block_error(block: MessagesContentBlock, path: str) -> ApiError:
     message = f"Content blocks of type {block.type!r} are not supported here; leave the block out."
     return common.unsupported_value(message, path)

@@ -134,7 +134,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
 
 
 def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) -> tuple[Json, list[Json]]:
-    """End the output. Return the finished response and the last output events."""
+    """Finish the output. Return the complete response and the last output events."""
     is_truncated = choice.finish_reason == "length"
     status = "incomplete" if is_truncated else "completed"
     events = output.close(status)
@@ -201,37 +201,37 @@ class ResponsesDialect(Dialect):
     response_type = ResponsesResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
-        wire = common.decode_body(self.decoder, body)
-        common.check_ranges(wire, self.ranges)
-        errors = _find_unsupported(wire)
-        instructions = [Message(role="system", content=wire.instructions)] if wire.instructions else []
-        if isinstance(wire.input, str):
-            messages = [Message(role="user", content=wire.input)]
-        elif not wire.input and wire.previous_response_id is None:
+        parsed = common.decode_body(self.decoder, body)
+        common.check_ranges(parsed, self.ranges)
+        errors = _find_unsupported(parsed)
+        instructions = [Message(role="system", content=parsed.instructions)] if parsed.instructions else []
+        if isinstance(parsed.input, str):
+            messages = [Message(role="user", content=parsed.input)]
+        elif not parsed.input and parsed.previous_response_id is None:
             raise common.missing_parameter("input")
         else:
-            messages = parse_items(wire.input or (), errors)
-        tools = parse_tools(wire.tools or (), errors)
-        choice = wire.tool_choice
+            messages = parse_items(parsed.input or (), errors)
+        tools = parse_tools(parsed.tools or (), errors)
+        choice = parsed.tool_choice
         if choice == "required" and not tools.offered:
             raise common.no_tools_error()
         if isinstance(choice, ResponsesToolChoice) and choice.type in ("function", "custom"):
             common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
         return ModelRequest(
-            model=wire.model,
+            model=parsed.model,
             messages=(*instructions, *messages),
             tools=() if choice == "none" else tools.offered,
-            previous_response_id=wire.previous_response_id,
+            previous_response_id=parsed.previous_response_id,
             instruction_count=len(instructions),
-            session_hints=common.parse_session_hints(wire, wire.metadata, wire.client_metadata),
-            max_tokens=wire.max_output_tokens,
-            temperature=wire.temperature,
-            top_p=wire.top_p,
-            stream=bool(wire.stream),
+            session_hints=common.parse_session_hints(parsed, parsed.metadata, parsed.client_metadata),
+            max_tokens=parsed.max_output_tokens,
+            temperature=parsed.temperature,
+            top_p=parsed.top_p,
+            stream=bool(parsed.stream),
             include_usage=True,
-            logprobs=_LOGPROBS in (wire.include or ()),
+            logprobs=_LOGPROBS in (parsed.include or ()),
             unsupported_error=errors[0] if errors else None,
-            parsed_body=ParsedResponsesRequest(wire, tools),
+            parsed_body=ParsedResponsesRequest(parsed, tools),
         )
 
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:

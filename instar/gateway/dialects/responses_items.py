@@ -1,8 +1,8 @@
 """Parse the input items and tools of a Responses API request.
 
 The items of one model turn (reasoning, message, calls) become one message. Items are grouped into turns by
-the gateway response id in their item ids. Items without one join the previous item, unless both are messages.
-Items and tools that only a provider can handle are reported in ``errors``.
+the gateway response id in their item ids. An item without one joins the turn of the previous item, unless
+that is a tool output or both are messages. Items and tools that only a provider can handle go to ``errors``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from instar.types import Json, Message, Tool, ToolCall
 from instar.wire.openai import ResponsesContentPart, ResponsesInputItem, ResponsesTool
 
 T = TypeVar("T")
-
 
 _CALLABLE_TOOL_TYPES = ("function", "custom")
 IGNORED_TOOLS = {
@@ -86,14 +85,14 @@ def _parse_tool(
     name = build_model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
         raise invalid_value(f"Two tools are named {name!r}; rename one of them.", f"{path}.name")
-    parameters = _custom_parameters(spec) if client.is_custom else spec.parameters or {}
+    parameters = _build_custom_parameters(spec) if client.is_custom else spec.parameters or {}
     if not isinstance(parameters.get("properties", {}), dict):
         path = f"{path}.parameters.properties"
         raise bad_request(f"'{path}' is not an object; send a JSON schema.", path, "invalid_type")
     return Tool(name=name, description=spec.description or "", parameters=parameters)
 
 
-def _custom_parameters(spec: ResponsesTool) -> Json:
+def _build_custom_parameters(spec: ResponsesTool) -> Json:
     schema = {"type": "string"}
     if spec.format and (grammar := spec.format.get("definition")):
         syntax = spec.format.get("syntax")

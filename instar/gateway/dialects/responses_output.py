@@ -48,7 +48,7 @@ class ResponseOutput:
         return events
 
     def close(self, status: str = "completed") -> Events:
-        """End the reply and return the last events. An empty reply becomes an empty message."""
+        """Finish the reply and return the last events. An empty reply becomes an empty message."""
         events: Events = []
         if not self.items and self._open_item is None:
             item, events = self._begin_text("message")
@@ -246,7 +246,7 @@ _HIGH_SURROGATE_END = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}$")
 
 
 def _is_other_json(arguments: str) -> bool:
-    """Return True if ``arguments`` is complete JSON but not an object with ``input`` as its only key."""
+    """Return True if ``arguments`` is complete JSON, but has keys other than ``input`` or cannot be sent."""
     try:
         value = json.loads(arguments)
         orjson.dumps(value)
@@ -266,8 +266,7 @@ class JsonStringReader:
         self._has_ended = False
 
     def feed(self, piece: str) -> str:
-        """Return the decoded text up to the closing quote. An incomplete escape sequence is held back until
-        the next piece."""
+        """Return the decoded text up to the closing quote. An incomplete escape waits for the next piece."""
         if self._has_ended:
             return ""
         self._rest += piece

@@ -17,7 +17,7 @@ from instar.types import Call, Message
 
 
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Place the call, and set its number and hash chain. The caller must release the returned placement. It
+    """Place the call, and set its number and hash chain. The caller must release the placement, which
     has no tokens if a provider tokenizes the prompt."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     size = len(call.body)
@@ -27,14 +27,14 @@ async def place(call: ModelCall, graph: MessageGraph) -> Placement:
         compute = partial(graph.place_prompt, prompt, renderer)
         size = len(prompt) if isinstance(prompt, str) else 0
     else:
-        assert meta.chain is not None, "requests without a prompt have a chain"
+        assert meta.chain is not None, "a call that is placed by its messages has a chain"
         meta.chain = graph.match_replies(meta.chain, request.messages)
         compute = partial(graph.place, meta.chain, request.messages, request.tools, renderer)
         if size >= MIN_LARGE_PROMPT and (known_count := graph.count_known(meta.chain)):
             size = sum(map(_count_characters, request.messages[known_count:]))
     is_large = renderer is not None and size >= MIN_LARGE_PROMPT
     placement = await call.source.tokenize(call.headers, compute) if is_large else compute()
-    # There must be no await between these lines, or concurrent requests could share a number and a seed.
+    # No await may come between the next two lines, or concurrent requests could share a number and a seed.
     call.number = graph.next_request_number
     return graph.register(placement)
 
@@ -73,14 +73,14 @@ class ReplayLookup:
     def register(self) -> Generator[PendingRequest]:
         """Make retries of this request wait until the ``with`` block ends."""
         pending = PendingRequest(self._retry.client_key, asyncio.get_running_loop().create_future())
-        same_key = self._pending.setdefault(self._key, [])
-        same_key.append(pending)
+        requests_with_key = self._pending.setdefault(self._key, [])
+        requests_with_key.append(pending)
         try:
             yield pending
         finally:
             pending.done.set_result(None)
-            same_key.remove(pending)
-            if not same_key:
+            requests_with_key.remove(pending)
+            if not requests_with_key:
                 del self._pending[self._key]
 
     def _find_pending(self) -> PendingRequest | None:

@@ -126,7 +126,7 @@ class _RedactedContent:
     tools: tuple[Tool, ...]
     reply: Message
     first_redacted_message: int | None
-    """The index of the first redacted message or reply; 0 for tools and token ids; None if nothing is."""
+    """The index of the first redacted message or reply, 0 for redacted tools or token ids, else None."""
 
 
 class Recorder:
@@ -284,7 +284,7 @@ class Recorder:
         if chain is not None:
             return chain.pack(start)
         prompt = meta.request.prompt
-        return self._hasher.pack_prompt(prompt, reply["content"]) if isinstance(prompt, str) else b""
+        return self._hasher.pack_prompt_digest(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
     def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
         """Return True if the prompt was sent as token ids and its new tokens contain a secret."""

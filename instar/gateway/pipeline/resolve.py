@@ -101,7 +101,7 @@ class SessionResolver:
     async def expand_previous(
         self, caller: Caller, request: ModelRequest, chain: HashChain, *, allow_unknown: bool
     ) -> tuple[ModelRequest, HashChain, str | None]:
-        """Insert the messages and the reply of the previous response after the request's instructions.
+        """Insert the messages and reply of the previous response, if any, after the request's instructions.
 
         Return the request, the hash chain of all its messages, and the session id of the previous response.
         If that response is not recorded, raise ApiError (404) or, if ``allow_unknown`` is True, return the
@@ -224,8 +224,8 @@ class SessionResolver:
     async def _choose(
         self, states: Sequence[SessionState], chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState | None:
-        """Return the session that the request continues best. Return None if several match equally well,
-        because a new session does less harm than mixing two conversations."""
+        """Return the session that matches the request best, or None if there is none or several match equally
+        well, because a new session does less harm than mixing two conversations."""
         if len(states) < 2 or chain is None:
             return states[0] if len(states) == 1 else None
         graphs = [await self._states.load_graph(state) for state in states]
@@ -261,14 +261,13 @@ class SessionIndex:
 
     def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
         """Return the sessions that made the tool call with the first known id. If there are as many as the
-        table can hold, return none, because some providers use the same call ids in every session."""
+        table keeps per id, return none, because some providers use the same call ids in every session."""
         matches = (self._tool_calls.get((agent_id, normalize_call_id(call_id))) for call_id in ids)
         session_ids = next(filter(None, matches), ())
         return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()
 
     def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[tuple[str, ...]]:
-        """Yield the sessions whose tool calls the messages mention, latest call first. Some agents write tool
-        call ids into the text."""
+        """Yield the sessions whose tool calls the messages (or their texts) mention, latest call first."""
         for message in reversed(messages):
             ids = [*tool_call_ids(message)]
             if message["role"] != "system":

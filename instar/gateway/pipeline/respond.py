@@ -27,7 +27,7 @@ JSON = "application/json"
 
 
 def to_api_error(error: Exception) -> ApiError:
-    """Convert a failure to the error that the client receives."""
+    """Convert a failure to the error that the client receives. An unexpected failure is logged."""
     match error:
         case ApiError():
             return error

@@ -1,4 +1,4 @@
-"""The interface of the sources that sample replies: the run's engine and providers."""
+"""The interface of the sources that sample replies (the run's engine and providers), and their deadline."""
 
 from __future__ import annotations
 
@@ -58,13 +58,12 @@ class SamplingRun(ABC):
     """Samples the replies of one call."""
 
     placement: Placement
-    """The call's placement. If the source tokenizes prompts itself, the placement has the prompt's tokens
-    only after the run."""
+    """The call's placement. A source that tokenizes prompts itself adds the prompt tokens during the run."""
 
     @abstractmethod
-    async def run(self, stream: Responder | None) -> SampledResult:
-        """Sample all replies and return them. If ``stream`` is set, also stream them as they are sampled, but
-        without telling the client that a reply has ended, because the call is not recorded yet."""
+    async def run(self, responder: Responder | None) -> SampledResult:
+        """Sample all replies and return them. If ``responder`` is set, also stream them to the client, but
+        without telling it that a reply has ended, because the call is not recorded yet."""
 
     @abstractmethod
     def partial_replies(self) -> Sequence[SampledReply]:

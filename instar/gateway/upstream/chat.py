@@ -123,13 +123,13 @@ class ChatReader(ReplyReader):
         return build_choices(self.drafts, self.usage, self._prompt_ids)
 
 
-def build_chat_request(request: ModelRequest, model: str, *, limit_name: str = "max_tokens") -> Json:
-    """Return a chat completions body. ``limit_name`` is the provider's field for ``max_tokens``."""
+def build_chat_request(request: ModelRequest, model: str, *, max_tokens_field: str = "max_tokens") -> Json:
+    """Return a chat completions body. ``max_tokens_field`` is the provider's name for ``max_tokens``."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
     settings: Json = {
-        limit_name: request.max_tokens,
+        max_tokens_field: request.max_tokens,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "top_k": request.top_k,

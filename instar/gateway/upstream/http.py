@@ -1,8 +1,8 @@
 """Send calls to a provider, which serves models behind its own API.
 
 Requests and responses in one of the provider's dialects are passed on with few changes (`rewrite`); others
-are translated. Calls to a provider are recorded like all other calls. They are trainable only if the provider
-returns the sampled token ids and their logprobs, because text is never tokenized again.
+are translated. All calls are recorded, but they are trainable only if the provider returns the sampled token
+ids and their logprobs, because text is never tokenized again.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ _FORWARDED_HEADERS = frozenset(
 _FORWARDED_PREFIXES = ("anthropic-", "openai-", "x-stainless-")
 _ANTHROPIC_VERSION = "2023-06-01"
 
-_KEEPALIVE_SECONDS = 4.0  # uvicorn, and therefore vLLM, closes idle connections after 5 seconds.
+_KEEPALIVE_TIMEOUT_SECONDS = 4.0  # uvicorn, and therefore vLLM, closes idle connections after 5 seconds.
 _CONNECT_TIMEOUT_SECONDS = 30.0
-_MAX_BYTES_BODY = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
+_MAX_BODY_AS_BYTES = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
 
 
 class HttpUpstream:
@@ -68,7 +68,7 @@ class HttpUpstream:
         self._fixed_headers = {dialect: self._build_fixed_headers(dialect) for dialect in self._dialects}
         # OpenAI's newer models reject 'max_tokens'.
         is_openai = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
-        self._limit_name = "max_completion_tokens" if is_openai else "max_tokens"
+        self._max_tokens_field = "max_completion_tokens" if is_openai else "max_tokens"
         self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
         self._plain = None if self._proxy else _create_plain_client(self._base)
         self._session: aiohttp.ClientSession | None = None
@@ -108,9 +108,9 @@ class HttpUpstream:
         )
 
     async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Return the response of the provider's token count API. Raise ApiError (404) if it has none."""
+        """Return the response of the provider's token count API. Raise ApiError (404) if there is none."""
         if "messages" not in self._dialects:
-            message = "This model's provider does not count tokens; only Anthropic's Messages API does."
+            message = "This model's provider cannot count tokens, because it lacks Anthropic's Messages API."
             raise ApiError(404, message, code="not_found")
         if self._config.model is not None:
             body = rewrite.set_fields(body, {"model": self._config.model})
@@ -146,12 +146,12 @@ class HttpUpstream:
             return self._plain.post(url.raw_path_qs, headers, body)
         if self._session is None:
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_TIMEOUT_SECONDS),
                 cookie_jar=aiohttp.DummyCookieJar(),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_SECONDS),
                 proxy=self._proxy,
             )
-        data = body if len(body) < _MAX_BYTES_BODY else io.BytesIO(body)
+        data = body if len(body) < _MAX_BODY_AS_BYTES else io.BytesIO(body)
         return self._session.post(url, data=data, headers=headers, allow_redirects=False)
 
     def _choose_dialect(self, dialect: str) -> str:
@@ -173,7 +173,8 @@ class HttpUpstream:
         model = self._config.model or request.model
         if target == "messages":
             return msgspec.json.encode(messages.build_messages_request(request, model))
-        return msgspec.json.encode(chat.build_chat_request(request, model, limit_name=self._limit_name))
+        chat_request = chat.build_chat_request(request, model, max_tokens_field=self._max_tokens_field)
+        return msgspec.json.encode(chat_request)
 
     def _build_fixed_headers(self, dialect: str) -> CIMultiDict[str]:
         headers = CIMultiDict(
@@ -240,8 +241,8 @@ def _create_plain_client(base: URL) -> PlainClient | None:
     return PlainClient(
         base.raw_host or "",
         base.port or 80,
-        idle_seconds=_KEEPALIVE_SECONDS,
-        connect_seconds=_CONNECT_TIMEOUT_SECONDS,
+        idle_timeout=_KEEPALIVE_TIMEOUT_SECONDS,
+        connect_timeout=_CONNECT_TIMEOUT_SECONDS,
     )
 
 

@@ -63,8 +63,7 @@ class HttpUpstreamResponse:
         self.chunks = self._read_chunks()
 
     def partial_choices(self) -> list[ReplyChoice]:
-        """Return the partial replies with the finish reason ``aborted``, or an empty list if nothing was
-        received."""
+        """Return the partial replies, all ``aborted``, or an empty list if nothing was received."""
         return self._reader.partial_choices()
 
     async def _read_chunks(self) -> AsyncGenerator[UpstreamChunk]:
@@ -90,7 +89,7 @@ class HttpUpstreamResponse:
                 error.raw, error.content_type = b"", None
             raise
         finally:
-            # The connection of a response that was not read to its end must not be reused.
+            # The connection of a response that was not read completely must not be reused.
             if response is not None and not response.closed:
                 response.close()
 

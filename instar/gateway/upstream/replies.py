@@ -65,7 +65,7 @@ class ReplyDraft:
             self.deltas.append((self.index, ReplyDelta(call=ToolCallDelta(call_index, arguments=text))))
 
     def add_tokens(self, token_ids: Sequence[int], logprobs: Sequence[float | None]) -> None:
-        """Add sampled tokens. Unless there is one logprob per token, all logprobs are treated as missing."""
+        """Add sampled tokens. Unless each has a logprob, all their logprobs are treated as missing."""
         if self.token_ids is None:
             self.token_ids = []
         self.token_ids += token_ids

@@ -58,8 +58,7 @@ def _parse_usage(usage: ResponsesUsage | None) -> TokenUsage:
 
 
 class ResponsesReader(ReplyReader):
-    """Reads a Responses API response. A streamed reply is built from its deltas until the last event, which
-    repeats the complete output."""
+    """Reads a Responses API response. The last event of a stream replaces the reply built from deltas."""
 
     def __init__(self, *, emit_deltas: bool = False) -> None:
         super().__init__(emit_deltas=emit_deltas)
