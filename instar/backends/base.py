@@ -1,7 +1,7 @@
 """The training backend interface. Every backend must pass tests/unit/backends/conformance.py.
 
-Losses are plain sums over tokens. Normalization and weights are part of the samples' ``advantages``, so that
-every backend computes the same number:
+Losses are plain sums over tokens. Normalization and weighting are part of the samples' ``advantages``, so
+that every backend computes the same value:
 
     cross_entropy        -Σ mask · A · lp
     importance_sampling  -Σ mask · A · r                       r = exp(lp - logprobs)
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
-NO_GRADIENT = "optim_step has no gradient to apply; call forward_backward with a trained token first"
+NO_GRADIENT = "optim_step has no gradient to apply; call forward_backward first, with a trained token"
 ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"})
 
 
 @dataclass(frozen=True, slots=True)
 class BackendCapabilities:
-    """The features that a backend supports. A run that needs others is rejected at startup."""
+    """The features that a backend supports. A run that needs any other feature is rejected at startup."""
 
     losses: frozenset[str]
     artifacts: frozenset[ArtifactKind]
     """The kinds of artifacts that ``publish`` can create."""
     supports_full_finetuning: bool = False
-    optimizer: frozenset[str] = ADAM_FIELDS
+    optimizer_settings: frozenset[str] = ADAM_FIELDS
     """The supported optimizer settings. All other settings must have their neutral value."""
     has_reference: bool = False
     """True if ``reference_logprobs`` is supported."""
@@ -102,7 +102,7 @@ class OptimStepResult:
 
 
 class Backend(ABC):
-    """A model in training.
+    """A model in training. A cloud backend trains on a service such as Tinker, MinT or Weaver.
 
     Calls may be pipelined: they take effect in the order they were made, even if earlier calls have not been
     awaited. Any call may raise BackendUnavailable when its retries are exhausted, or BackendLost if the
@@ -116,7 +116,7 @@ class Backend(ABC):
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
         """Start a new session with the base model and a new adapter, and abandon the current session, if any.
-        Call this or `load_state` before any other method. The local backend is ready once it is created."""
+        Call this or `load_state` before any other method. The local backend ignores this call."""
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return every token's logprob under the initial weights without an adapter (NaN at index 0)."""
@@ -129,23 +129,23 @@ class Backend(ABC):
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Accumulate the gradient of the loss. Raises BackendError if a sample is invalid, and NonFiniteError
-        if the loss is not finite. Both leave the gradient unchanged, unless a service has already added the
-        non-finite gradient; later calls then raise BackendLost."""
+        if the loss is not finite. Both leave the gradient unchanged, unless a cloud backend has already added
+        the non-finite gradient; later calls then raise BackendLost."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it.
 
         Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. Both leave the
-        weights and moments unchanged, unless a service may have applied the gradient; later calls then raise
-        BackendLost. The local and verl backends also raise NonFiniteError if a weight is not finite after the
-        step. They refuse to save or publish such weights; use `load_state` to recover.
+        weights and moments unchanged, unless a cloud backend may have applied the gradient; later calls then
+        raise BackendLost. The local and verl backends also raise NonFiniteError if a weight is not finite
+        after the step. They refuse to save or publish such weights; use `load_state` to recover.
         """
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:
         """Export the current weights for engines. ``path`` is the folder for the adapter or the full weights.
-        A service stores the weights itself, under a name derived from ``path``."""
+        A cloud backend stores the weights on the service, under a name derived from ``path``."""
 
     def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         """Yield the weights for an engine to serve, in the compute dtype and with the names and shapes of the
@@ -157,13 +157,13 @@ class Backend(ABC):
     async def save_state(self, path: Path) -> None:
         """Save the weights, optimizer and RNG state, so that training after ``load_state`` is bit-identical.
         Some backends do not save an unapplied gradient. ``path`` is created atomically, once its content is
-        on disk. A service stores the state itself, and ``path`` contains only a reference to it."""
+        on disk. A cloud backend stores the state on the service, and only a reference to it in ``path``."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         """Restore a saved state. Any gradient accumulated since then is dropped. If ``optimizer`` is False,
-        only the weights are loaded, and the optimizer moments are reset. A service starts a new session,
-        which is not affected by calls from earlier processes."""
+        only the weights are loaded, and the optimizer moments are reset. A cloud backend starts a new
+        session, so that calls from earlier processes cannot affect it."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
         """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""

@@ -1,4 +1,4 @@
-"""Validate samples and select the ones that a backend has to compute."""
+"""Validate samples, and select the ones that a backend has to process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def make_nan_logprobs(samples: Sequence[Sample]) -> list[Floats]:
 
 
 def select_trained(samples: Sequence[Sample]) -> list[int]:
+    """Return the indices of the samples with at least one trained token."""
     return [index for index, sample in enumerate(samples) if (sample.mask > 0).any()]
 
 

@@ -1,7 +1,7 @@
 """Create a run's backend and reject settings that the backend does not support.
 
 An unsupported loss or setting is an error, because a warning is easy to miss and the run would not train as
-configured. To accept another loss, set `trainer.loss_fallback`.
+configured. To allow a different loss, set `trainer.loss_fallback`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
         )
     if getattr(config.backend, "lora", ...) is None and not capabilities.supports_full_finetuning:
         raise ConfigError(
-            "backend.lora: null trains all weights, which this backend does not support; set a rank"
+            "backend.lora: null trains all weights, which this backend does not support; set a LoRA rank"
         )
     if loss is config.trainer.loss:
         return config, warnings
@@ -143,10 +143,10 @@ def _check_loss_settings(loss: LossConfig) -> None:
 def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> None:
     for name, field in AdamConfig.model_fields.items():
         neutral = NEUTRAL_VALUES.get(name, field.default)
-        if name not in capabilities.optimizer and (value := getattr(adam, name)) != neutral:
+        if name not in capabilities.optimizer_settings and (value := getattr(adam, name)) != neutral:
             raise ConfigError(
                 f"trainer.adam.{name}: must be {neutral}, got {value}; this backend supports only "
-                f"{', '.join(sorted(capabilities.optimizer))}"
+                f"{', '.join(sorted(capabilities.optimizer_settings))}"
             )
 
 

@@ -1,6 +1,6 @@
-"""Compute the losses of `instar.backends.base` and their metrics from the logprobs of a service or verl.
+"""Compute the losses of `instar.backends.base`, and their metrics, from a service's or verl's logprobs.
 
-Services and verl report different metrics, or none. The metrics computed here mean the same for all backends.
+Services and verl report different metrics, or none. The metrics computed here are the same for all backends.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ def make_non_finite_error(
     logprobs: Sequence[Floats],
     dtype: type[np.floating] = np.float64,
 ) -> NonFiniteError:
-    """Return an error that names the samples whose loss is not finite in ``dtype``, or all samples if each
-    loss is finite."""
+    """Return an error that names the samples with a non-finite loss in ``dtype``, or all if none has one."""
     with np.errstate(over="ignore"):
         values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
     all_keys = [sample.sample_key for sample in samples]
     keys = [key for key, value in zip(all_keys, values, strict=True) if not np.isfinite(value)] or all_keys
     names = ", ".join(keys[:MAX_SAMPLES_IN_ERROR]) + (", ..." if len(keys) > MAX_SAMPLES_IN_ERROR else "")
-    return NonFiniteError(f"the {loss.name} loss is not finite; check the logprobs and advantages of {names}")
+    return NonFiniteError(
+        f"non-finite {loss.name} loss; check the logprobs and advantages of samples {names}"
+    )
 
 
 def _compute_token_objective(

@@ -29,32 +29,32 @@ class PackageRequirement:
     version_specifier: str = ""
     conflicts_with: str | None = None
     """A package that cannot be installed in the same environment."""
-    needs_own_environment: bool = False
+    prefers_own_environment: bool = False
     """True if the package has so many dependencies that a separate environment is recommended."""
 
 
 CONFLICTS = {"tinker": "mindlab-toolkit", "mint": "tinker"}
-"""A conflicting package for each backend: MinT requires an older version of tinker than Instar does."""
+"""The package that each backend conflicts with. MinT requires an older version of tinker than Instar does."""
 REQUIREMENTS: dict[str, PackageRequirement] = {
     "local": PackageRequirement("torch", "'instar[local]'"),
     **{
         name: PackageRequirement(service.package, f"'instar[{service.name}]'", "", CONFLICTS.get(name))
         for name, service in SERVICES.items()
     },
-    "verl": PackageRequirement("verl", "'instar[local,verl]'", ">=0.9.1,<0.10", needs_own_environment=True),
+    "verl": PackageRequirement("verl", "'instar[local,verl]'", ">=0.9.1,<0.10", prefers_own_environment=True),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class InstalledPackage:
+class PackageStatus:
     version: str | None
     problem: str | None
     """Why the backend cannot run in the environment, or None if it can."""
 
 
-def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
+def inspect_packages(python: str | None = None) -> dict[str, PackageStatus]:
     """Inspect the package of each built-in backend in the environment of ``python``, or in the current one
-    if it is None. Raises ConfigError if ``python`` cannot be run, times out or does not have Instar."""
+    if it is None. Raises ConfigError if ``python`` cannot be run, times out or fails."""
     if python is None:
         return {name: inspect_package(name, requirement) for name, requirement in REQUIREMENTS.items()}
     command = [python, "-m", "instar.backends.packages"]
@@ -66,7 +66,7 @@ def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
         raise ConfigError(f"backend.python: cannot run {python!r}: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"backend.python: {python!r} did not finish within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
+            f"backend.python: {python!r} did not list its packages within {INTERPRETER_TIMEOUT_SECONDS:.0f} s"
         ) from error
     if completed.returncode != 0:
         last_line = (completed.stderr.strip().splitlines() or ["no output"])[-1]
@@ -77,7 +77,7 @@ def inspect_packages(python: str | None = None) -> dict[str, InstalledPackage]:
             )
         raise ConfigError(f"backend.python: {python!r} failed to list its packages: {last_line}")
     packages: dict[str, Any] = json.loads(completed.stdout)
-    return {name: InstalledPackage(**package) for name, package in packages.items()}
+    return {name: PackageStatus(**package) for name, package in packages.items()}
 
 
 def check_installed(section: BackendConfig) -> None:
@@ -100,18 +100,18 @@ def find_installed_version(package: str) -> str | None:
         return None
 
 
-def inspect_package(name: str, requirement: PackageRequirement) -> InstalledPackage:
+def inspect_package(name: str, requirement: PackageRequirement) -> PackageStatus:
     version = find_installed_version(requirement.package)
     if version is None:
         problem = f"{name} needs {requirement.package}{requirement.version_specifier}, which is not installed"
-        return InstalledPackage(None, f"{problem}; {_format_install_advice(requirement)}")
+        return PackageStatus(None, f"{problem}; {_format_install_advice(requirement)}")
     for needed in _iterate_required_versions(name, requirement):
         actual = find_installed_version(needed.name)
         if actual is None or not needed.specifier.contains(actual, prereleases=True):
             state = "it is not installed" if actual is None else f"{actual} is installed"
             problem = f"{name} needs {needed.name}{needed.specifier}, but {state}"
-            return InstalledPackage(version, f"{problem}; {_format_install_advice(requirement)}")
-    return InstalledPackage(version, None)
+            return PackageStatus(version, f"{problem}; {_format_install_advice(requirement)}")
+    return PackageStatus(version, None)
 
 
 def _iterate_required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
@@ -135,8 +135,8 @@ def _iterate_required_versions(name: str, requirement: PackageRequirement) -> It
 def _format_install_advice(requirement: PackageRequirement) -> str:
     other = requirement.conflicts_with
     version = find_installed_version(other) if other else None
-    conflict = f" (it cannot share an environment with {other} {version})" if version else ""
-    if not conflict and not requirement.needs_own_environment:
+    conflict = f" ({requirement.package} conflicts with the installed {other} {version})" if version else ""
+    if not conflict and not requirement.prefers_own_environment:
         return f"run {sys.executable} -m pip install {requirement.pip_arguments}"
     folder = f"{requirement.package}-env"
     return (

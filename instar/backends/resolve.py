@@ -1,8 +1,8 @@
 """Resolve a run's backend and engine, and remove the secrets from its config.
 
 `backend: auto` selects the service that the settings identify, or else the one that the environment
-identifies. If there is a URL or key, but its service is unknown, it selects the only installed service.
-Otherwise, it selects `local`.
+identifies. If a URL or key is set but does not identify a service, exactly one service's SDK must be
+installed, and that service is selected. Without a URL or key, `local` is selected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from instar.config import (
 )
 from instar.errors import ConfigError
 
-SECTIONS: dict[str, type[CloudConfig]] = {
+CLOUD_CONFIG_CLASSES: dict[str, type[CloudConfig]] = {
     "tinker": TinkerBackendConfig,
     "mint": MintBackendConfig,
     "weaver": WeaverBackendConfig,
@@ -54,8 +54,8 @@ def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, l
     if isinstance(backend, AutoBackendConfig):
         detection = detect_backend(backend, env)
         settings = {name: getattr(backend, name) for name in backend.model_fields_set - {"type"}}
-        section = SECTIONS.get(detection.name)
-        backend = section(**settings) if section is not None else _make_local_backend(settings)
+        config_class = CLOUD_CONFIG_CLASSES.get(detection.name)
+        backend = config_class(**settings) if config_class else _make_local_backend(settings)
         notes = [f"backend: {detection.name} ({detection.reason})"]
     if isinstance(backend, CloudConfig):
         _check_url(backend.base_url)
@@ -168,12 +168,12 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
     for name in ENVIRONMENT_ORDER:
         service = SERVICES[name]
         variables = [variable for variable in (service.key_env, service.url_env) if env.get(variable)]
-        if variables and not (name == "tinker" and _are_copied_from_mint(env)):
+        if variables and not (name == "tinker" and _are_tinker_variables_from_mint(env)):
             evidence[name] = [f"{' and '.join(variables)} in the environment"]
     return evidence
 
 
-def _are_copied_from_mint(env: Mapping[str, str]) -> bool:
+def _are_tinker_variables_from_mint(env: Mapping[str, str]) -> bool:
     """Return True if Tinker's variables are unset or equal to MinT's, which MinT's package copies to them."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
@@ -226,13 +226,14 @@ class RunSecrets:
     """The secrets of the trainer and the sampler. They are never stored or exposed to agents."""
 
     env: dict[str, str] = field(repr=False)
-    """The service's key and URL, under its own variable names, and the key of a completions reference."""
+    """The service's key and URL, under its SDK's variable names, and the key of a completions reference."""
     withheld_variables: frozenset[str]
     """Variables that other roles must not inherit, because they contain a key or could redirect the service's
     SDK to another address."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:
+    """Return the config without keys, and the secrets from the config and the environment."""
     secret_env: dict[str, str] = {}
     withheld: set[str] = set()
     backend = config.backend

@@ -20,16 +20,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from instar.backends.base import DEFAULT_BETA, DEFAULT_CLIP, OptimStepResult
-from instar.backends.loss_values import compute_loss, get_clip_bounds, make_non_finite_error
-from instar.backends.service import (
+from instar.backends.cloud import (
     NO_SESSION,
+    CloudBackend,
     GradientCounter,
-    ServiceBackend,
     read_state,
     start_session,
     translate_error,
     write_state,
 )
+from instar.backends.loss_values import compute_loss, get_clip_bounds, make_non_finite_error
 from instar.clouds.base import CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import TinkerTrainingSession
@@ -41,7 +41,7 @@ from instar.types import Artifact, Floats, Ids, Sample
 T = TypeVar("T")
 
 
-class TinkerBackend(ServiceBackend):
+class TinkerBackend(CloudBackend):
     def __init__(
         self, model: ModelConfig, config: TinkerBackendConfig | MintBackendConfig, *, seed: int = 0
     ) -> None:
@@ -68,7 +68,7 @@ class TinkerBackend(ServiceBackend):
         await self._start_session("creating the model", create)
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        saved_path = self._read_state(path)
+        saved_path = self._read_saved_path(path)
 
         def create(connection: TinkerConnection) -> Any:
             if optimizer:
@@ -105,7 +105,7 @@ class TinkerBackend(ServiceBackend):
         return TinkerTrainingSession(connection, client)
 
     async def close(self) -> None:
-        """Close the connection. The service ends the session when it receives no more requests."""
+        """Close the connection. The session then expires, because its heartbeats stop."""
         self._is_closed = True
         if self._session is not None:
             session, self._session = self._session, None
@@ -152,7 +152,7 @@ class TinkerBackend(ServiceBackend):
             raise translate_error(error) from None
         if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
             # The service has already added the gradient and cannot remove it.
-            session.lost_reason = "the service has added the gradient of a loss that is not finite"
+            session.lost_reason = "the service has added the gradient of a non-finite loss"
             raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
@@ -168,7 +168,7 @@ class TinkerBackend(ServiceBackend):
             if not np.isin(sample.mask, (0, 1)).all():
                 raise BackendError(
                     f"sample {sample.sample_key}: the mask has values other than 0 and 1, which services "
-                    "do not support with the dro loss; use another loss"
+                    "do not support with the dro loss; use a different loss"
                 )
         current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
         pairs = zip(samples, current, strict=True)
@@ -185,7 +185,7 @@ class TinkerBackend(ServiceBackend):
         if grad_norm is None:
             return OptimStepResult.from_norm(adam, math.nan, metrics)
         if not math.isfinite(grad_norm):
-            session.lost_reason = "the service may have applied a gradient that is not finite"
+            session.lost_reason = "the service may have applied a non-finite gradient"
             raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
         return OptimStepResult.from_norm(adam, grad_norm, metrics)
 
@@ -200,12 +200,13 @@ class TinkerBackend(ServiceBackend):
         return Artifact("remote", sampler_path, expires_at)
 
     async def save_state(self, path: Path) -> None:
-        name = await self._save("saving the state", lambda client: client.save_state(_make_unique_name(path)))
+        name = _make_unique_name(path)
+        saved_path = await self._save("saving the state", lambda client: client.save_state(name))
         settings = self._get_state_settings() | {"train_unembed": self._config.train_unembed}
-        await write_state(path, {"state": name, **settings, "saved_at": time.time()})
+        await write_state(path, {"state": saved_path, **settings, "saved_at": time.time()})
 
     async def discard_state(self, path: Path) -> None:
-        connection, saved_path = self._require_session().connection, self._read_state(path)
+        connection, saved_path = self._require_session().connection, self._read_saved_path(path)
         try:
             deletion = connection.create_rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
             await connection.await_result(f"deleting {saved_path}", deletion)
@@ -217,7 +218,7 @@ class TinkerBackend(ServiceBackend):
             result = self._require_session().send(action, submit)
         return str((await _await_result(result)).path)
 
-    def _read_state(self, path: Path) -> str:
+    def _read_saved_path(self, path: Path) -> str:
         return read_state(path, "state", self._get_state_settings())
 
     def _get_state_settings(self) -> dict[str, Any]:

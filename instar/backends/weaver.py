@@ -19,19 +19,19 @@ from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClien
 from weaver.types import AdamParams, Datum, LoraConfig
 
 from instar.backends.base import OptimStepResult
-from instar.backends.loss_values import compute_loss, make_non_finite_error
-from instar.backends.service import (
+from instar.backends.cloud import (
     NO_SESSION,
+    CloudBackend,
     GradientCounter,
-    ServiceBackend,
     read_state,
     start_session,
     translate_error,
     write_state,
 )
+from instar.backends.loss_values import compute_loss, make_non_finite_error
 from instar.clouds.base import CloudAccess, CloudError, resolve_access
 from instar.clouds.weaver import (
-    WeaverCallPolicy,
+    WeaverCaller,
     WeaverClient,
     WeaverError,
     build_forward_datum,
@@ -52,17 +52,17 @@ END_TIMEOUT_SECONDS = 5.0
 
 
 class WeaverModel:
-    def __init__(
-        self, service: WeaverClient, client: AsyncTrainingClient, call_policy: WeaverCallPolicy
-    ) -> None:
+    """A model in training on the service. Calls keep their order."""
+
+    def __init__(self, service: WeaverClient, client: AsyncTrainingClient, caller: WeaverCaller) -> None:
         self.service = service
         self.client = client
-        self._call_policy = call_policy
+        self._caller = caller
         self._submission_lock = asyncio.Lock()
         self._results_received = asyncio.Event()
         """Set when the last submitted call and all earlier calls have their results."""
         self._results_received.set()
-        self._end_reason: str | None = None
+        self._lost_reason: str | None = None
         self._gradient = GradientCounter()
         self._name_count = 0
 
@@ -74,14 +74,14 @@ class WeaverModel:
         """Submit a call after all earlier calls and return its result. The timeout for the result starts when
         the previous result arrives."""
         async with self._submission_lock:
-            self._check_open()
+            self._check_not_lost()
             handle = await self._submit(method, submit)
             previous, received = self._results_received, asyncio.Event()
             self._results_received = received
         try:
             await previous.wait()
             with self._handle_errors():
-                return await self._call_policy.await_operation(method, handle)
+                return await self._caller.await_operation(method, handle)
         finally:
             received.set()
 
@@ -97,9 +97,9 @@ class WeaverModel:
         is submitted."""
         async with self._submission_lock:
             await self._results_received.wait()
-            self._check_open()
+            self._check_not_lost()
             with self._handle_errors():
-                return await self._call_policy.call(method, call)
+                return await self._caller.call(method, call)
 
     async def load(self, saved_path: str, *, optimizer: bool) -> None:
         load = self.client.load_state_with_optimizer if optimizer else self.client.load_state
@@ -107,7 +107,7 @@ class WeaverModel:
             await self.call_exclusively("load_state", lambda: load(saved_path))
         except BackendLost as error:
             try:
-                await self._call_policy.call("list_checkpoints", self.client.list_checkpoints)
+                await self._caller.call("list_checkpoints", self.client.list_checkpoints)
             except WeaverError:
                 raise error from None
             # The session is alive, so the service has lost only the saved state.
@@ -125,13 +125,13 @@ class WeaverModel:
             raise
 
     def consume_gradient(self) -> None:
-        if self._end_reason is None:
+        if self._lost_reason is None:
             self._gradient.require_gradient()
         self._gradient = GradientCounter()
 
-    def end(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Make all later calls raise BackendLost."""
-        self._end_reason = self._end_reason or reason
+        self._lost_reason = self._lost_reason or reason
 
     async def _submit(
         self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
@@ -143,9 +143,9 @@ class WeaverModel:
 
         try:
             with self._handle_errors():
-                return await self._call_policy.call(method, submit_once)
+                return await self._caller.call(method, submit_once)
         except asyncio.CancelledError:
-            self.end(f"{method} was cancelled while it was being sent, so the service may have executed it")
+            self.mark_lost(f"{method} was cancelled while being sent, so the service may have executed it")
             raise
 
     @contextmanager
@@ -154,25 +154,25 @@ class WeaverModel:
             yield
         except WeaverError as error:
             if error.kind != "refused":
-                self.end(str(error))
+                self.mark_lost(str(error))
             raise translate_error(error) from None
 
-    def _check_open(self) -> None:
-        if self._end_reason is not None:
-            raise BackendLost(self._end_reason)
+    def _check_not_lost(self) -> None:
+        if self._lost_reason is not None:
+            raise BackendLost(self._lost_reason)
 
 
-class WeaverBackend(ServiceBackend):
+class WeaverBackend(CloudBackend):
     def __init__(self, model: ModelConfig, config: WeaverBackendConfig, *, seed: int = 0) -> None:
         super().__init__("weaver", model)
         self._config = config
         self._seed = seed
         self._access: CloudAccess = resolve_access(config, model)
-        self._call_policy = WeaverCallPolicy(self._access)
+        self._caller = WeaverCaller(self._access)
         self._session_lock = asyncio.Lock()
         """Held while the session is replaced. It is acquired in FIFO order, so calls keep their order."""
         self._model: WeaverModel | None = None
-        self._reference: AsyncSamplingClient | None = None
+        self._base_sampler: AsyncSamplingClient | None = None
 
     async def start(self) -> None:
         async with self._session_lock:
@@ -189,18 +189,18 @@ class WeaverBackend(ServiceBackend):
         with model.count_gradient():
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
-            model.end("the service has added the gradient of a loss that is not finite")
+            model.mark_lost("the service has added the gradient of a non-finite loss")
             raise make_non_finite_error(loss, samples, logprobs)
         return logprobs
 
     async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:
         service = (await self._get_model()).service
-        if self._reference is None:
-            self._reference = await self._call(
+        if self._base_sampler is None:
+            self._base_sampler = await self._call(
                 "reference_logprobs",
                 lambda: service.create_sampling_client(base_model=self._access.base_model),
             )
-        client, slots = self._reference, asyncio.Semaphore(MAX_CONCURRENT_SCORE_REQUESTS)
+        client, slots = self._base_sampler, asyncio.Semaphore(MAX_CONCURRENT_SCORE_REQUESTS)
 
         async def score(sample: Sample) -> Floats:
             async with slots:
@@ -222,7 +222,7 @@ class WeaverBackend(ServiceBackend):
         result = await model.call("optim_step", lambda: model.client.optim_step(params, wait=False))
         grad_norm = extract_metrics(result).get("grad_norm", math.nan)
         if math.isinf(grad_norm):
-            model.end("the service may have applied a gradient that is not finite")
+            model.mark_lost("the service may have applied a non-finite gradient")
             raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
         return OptimStepResult.from_norm(adam, grad_norm)
 
@@ -276,7 +276,7 @@ class WeaverBackend(ServiceBackend):
 
     async def _replace_model(self) -> WeaverModel:
         self._check_open()
-        previous, self._model, self._reference = self._model, None, None
+        previous, self._model, self._base_sampler = self._model, None, None
         if previous is not None:
             await _end_model(previous)
         return await start_session(self._create_model)
@@ -294,7 +294,7 @@ class WeaverBackend(ServiceBackend):
             )
 
         try:
-            return WeaverModel(service, await self._call("start", create), self._call_policy)
+            return WeaverModel(service, await self._call("start", create), self._caller)
         except BaseException:  # including cancellation: the connection must not stay open
             await service.aclose()
             raise
@@ -310,7 +310,7 @@ class WeaverBackend(ServiceBackend):
 
     async def _call(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
         try:
-            return await self._call_policy.call(method, call)
+            return await self._caller.call(method, call)
         except CloudError as error:
             raise error.to_backend_error() from None
 

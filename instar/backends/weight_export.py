@@ -1,4 +1,4 @@
-"""Export the weights of a model in training for engines. The model may be sharded or have an adapter."""
+"""Export the weights of a trained model for engines. The model may be sharded or have an adapter."""
 
 # torch has no public API for persistent buffers.
 # pyright: reportPrivateUsage=false

@@ -1,1 +1,1 @@
-"""Clients for the SDKs of training services. Backends train and engines sample through them."""
+"""Wrappers around the SDKs of training services, for backends and engines."""

@@ -113,15 +113,15 @@ class CloudAccess:
     """The service's URL, or None for the SDK's default."""
     api_key: str = field(repr=False)
     base_model: str = ""
-    deadline: float = 600.0
+    call_timeout: float = 600.0
     """The maximum duration of a call in seconds, including retries."""
 
 
 def resolve_access(
     section: CloudConfig, model: ModelConfig, env: Mapping[str, str] = os.environ
 ) -> CloudAccess:
-    """Return how to access a service. The URL and the key come from the config, or else from the service's
-    environment variables. Raises ConfigError if there is no key."""
+    """Return a service's URL, key and base model. The URL and key come from the config, or else from the
+    service's environment variables. Raises ConfigError if there is no key."""
     service = SERVICES[section.type]
     key = get_configured_key(section, env) or env.get(service.key_env)
     if not key:
@@ -130,7 +130,7 @@ def resolve_access(
         base_url=section.base_url or env.get(service.url_env) or None,
         api_key=key,
         base_model=section.base_model or model.name,
-        deadline=section.deadline,
+        call_timeout=section.deadline,
     )
 
 

@@ -1,9 +1,9 @@
-"""A connection to Tinker or MinT, with deadlines and classified errors.
+"""A connection to Tinker or MinT, with timeouts and classified errors.
 
 MinT's SDK is an older version of tinker under a different module name. The SDK itself retries transient
 errors (no connection, 408, 409, 429, 5xx) with backoff: for five minutes when it sends a request, without a
 limit when it waits for a result, and for two hours when it samples. Every wait here is therefore limited by
-the deadline in the config.
+`backend.deadline`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from instar.types import Floats, Ids
 T = TypeVar("T")
 
 FINISH_TIMEOUT_SECONDS = 5.0
-_GONE_PATTERN = re.compile(r"\b(unknown|not found|no such|expired|no longer|ended|terminated|gone)\b", re.I)
+_GONE_PATTERN = re.compile(
+    r"\b(unknown|not found|no such|expired|no longer|ended|closed|terminated|gone)\b", re.I
+)
 _SESSION_PATTERN = re.compile(r"\b(session|model|run)\b", re.I)
 _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
@@ -59,7 +61,7 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
 @cache
 def _import_mint(module: str) -> tuple[Any, str]:
     """Import MinT's module and return it with its default address, which the import stores only in
-    TINKER_BASE_URL. It also overwrites TINKER_API_KEY. Both variables are restored for child processes."""
+    TINKER_BASE_URL. The import also overwrites TINKER_API_KEY. Both are restored for child processes."""
     variables = {name: os.environ.pop(name, None) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
     try:
         return import_module(module), os.environ["TINKER_BASE_URL"]
@@ -72,7 +74,7 @@ def _import_mint(module: str) -> tuple[Any, str]:
 
 def _describe_conflict(service: CloudService, installed: str) -> str:
     return (
-        f"backend.type: {service.name} cannot run in this environment, which has {installed}; create another "
+        f"backend.type: {service.name} cannot run in this environment, which has {installed}; create a new "
         f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install_command}) "
         "and set backend.python to its interpreter"
     )
@@ -115,9 +117,9 @@ class TinkerConnection:
         return client
 
     async def await_result(self, action: str, response: Awaitable[T]) -> T:
-        """Await the SDK's response. Raises CloudError if the call fails or the deadline passes."""
+        """Await the SDK's response. Raises CloudError if the call fails or times out."""
         try:
-            async with asyncio.timeout(self.access.deadline):
+            async with asyncio.timeout(self.access.call_timeout):
                 return await response
         except Exception as error:  # noqa: BLE001 - every SDK error is classified
             raise self.to_cloud_error(action, error) from None
@@ -125,9 +127,9 @@ class TinkerConnection:
     async def run_in_thread(
         self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Run a blocking SDK call in a thread, with the deadline, and return its result. A result that
-        arrives after the deadline or a cancellation is passed to ``discard``. The thread is a daemon, because
-        the SDK may retry for minutes."""
+        """Run a blocking SDK call in a thread and return its result. A result that arrives after the timeout
+        or a cancellation is passed to ``discard``. The thread is a daemon, because the SDK may retry for
+        minutes."""
         result_future: Future[T] = Future()
         result_future.set_running_or_notify_cancel()
         abandoned = threading.Event()
@@ -178,13 +180,13 @@ class TinkerConnection:
         status = _find_status(error)
         if status in (401, 403) or "api_key must start with" in str(error):
             key = f"{self.service.key_env} (or backend.api_key)"
-            return CloudError("settings", f"backend: {name} rejects the key from {key}: {text}")
+            return CloudError("settings", f"backend: {name} rejected the key from {key}: {text}")
         if status in (404, 410) or type(error).__name__ == "RetryableException":
             return CloudError("lost", f"{name} no longer has the session or checkpoint for {action}: {text}")
         if isinstance(error, self.sdk.RequestFailedError):
             return self._request_failed_error(action, error, text)
         if isinstance(error, TimeoutError):
-            seconds = self.access.deadline
+            seconds = self.access.call_timeout
             return CloudError("unavailable", f"{name} at {address}: {action} took longer than {seconds:g} s")
         is_transient = status is not None and (status in _TRANSIENT_STATUSES or status >= 500)
         if is_transient or isinstance(error, self.sdk.APIConnectionError | OSError):

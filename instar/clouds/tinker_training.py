@@ -17,13 +17,13 @@ from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
 """Loss inputs by the service's names for them. Each array has one value per token."""
-MAX_CONCURRENT_SCORES = 16
+MAX_CONCURRENT_SCORE_REQUESTS = 16
 GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 
 
 class TinkerTrainingSession:
-    """A training session on the service. Calls raise CloudError. If an ordered call fails with an error other
-    than ``refused``, its effect is unknown, and ``lost_reason`` says why the session is unusable."""
+    """A session whose calls raise CloudError. If an ordered call fails with an error other than ``refused``,
+    its effect is unknown, and ``lost_reason`` says why the session is unusable."""
 
     def __init__(self, connection: TinkerConnection, client: Any) -> None:
         self.connection = connection
@@ -59,7 +59,7 @@ class TinkerTrainingSession:
         self.lost_reason = self.lost_reason or reason
 
     async def _await_response(self, action: str, future: Any, previous: asyncio.Future[None] | None) -> Any:
-        """Await the response. The deadline starts when the service has finished the previous call."""
+        """Await the response. The timeout starts when the service has finished the previous call."""
         try:
             if previous is not None:
                 await asyncio.shield(previous)
@@ -108,6 +108,7 @@ class TinkerTrainingSession:
         return aligned
 
     def _lost_error(self, message: str) -> CloudError:
+        """Mark the session as lost and return the error."""
         self._mark_lost(message)
         return CloudError("lost", message)
 
@@ -145,7 +146,7 @@ class TinkerTrainingSession:
                 name = self.connection.access.base_model
                 opening = self.connection.client.create_sampling_client_async(base_model=name)
                 self._base_sampler = await self.connection.await_result("opening the base model", opening)
-            return await map_concurrently(score, sequences, MAX_CONCURRENT_SCORES)
+            return await map_concurrently(score, sequences, MAX_CONCURRENT_SCORE_REQUESTS)
         except CloudError as failure:
             if failure.kind == "lost":
                 self._mark_lost(str(failure))

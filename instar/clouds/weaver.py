@@ -1,8 +1,8 @@
-"""Weaver's SDK with deadlines, retries where they are safe, and classified errors.
+"""Weaver's SDK with timeouts, retries where they are safe, and classified errors.
 
 The SDK itself sends a request up to three times if the connection fails, and polls an operation up to ten
-times after errors. It does not retry a submission that the service rejects temporarily. All attempts share
-the deadline in the config.
+times after errors. It does not retry a submission that the service rejects temporarily. All attempts
+together are limited by `backend.deadline`.
 """
 
 from __future__ import annotations
@@ -39,17 +39,16 @@ from instar.types import Floats, Ids, Sample
 T = TypeVar("T")
 
 RETRY_POLICY = RetryPolicy(first_delay=0.25, max_delay=10.0, jitter=(0.5, 1.5))
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.02, 2.0
+MIN_POLL_INTERVAL_SECONDS, MAX_POLL_INTERVAL_SECONDS = 0.02, 2.0
 LONG_POLL_SECONDS = 0.2
-"""A poll that takes longer was held open by the service, so the next poll is sent without a delay."""
+"""A poll that takes longer was held open by the service, so the next one follows without a backoff."""
 MAX_MALFORMED_ATTEMPTS = 3
 """The maximum number of attempts if responses are malformed, for example truncated in transit."""
 TRANSIENT_STATUSES = frozenset({408, 425, 429})
 LOST_STATUSES = frozenset({404, 409, 410})
 LOST_CODES = ("not_found", "expired", "terminated", "gone")
 TRANSPORT_ENV = "WEAVER_TENSOR_TRANSPORT"
-"""The SDK's environment variable that selects whether tensors are sent as JSON (`default`) or as bytes
-(`http-binary`)."""
+"""Selects whether the SDK sends tensors as JSON (`default`) or as bytes (`http-binary`)."""
 
 
 class WeaverClient(AsyncServiceClient):
@@ -61,9 +60,7 @@ class WeaverClient(AsyncServiceClient):
         try:
             super().__init__(base_url=access.base_url, api_key=access.api_key, default_tags=["instar"])
         except ValueError as error:
-            raise ConfigError(
-                f"the Weaver SDK rejects its settings, such as {TRANSPORT_ENV}: {error}"
-            ) from None
+            raise ConfigError(f"invalid Weaver SDK settings: {error} (check {TRANSPORT_ENV})") from None
         self._transports: Sequence[str] = ()
         self._last_seq: int | None = None
         self._unused_seq: int | None = None
@@ -99,7 +96,7 @@ class WeaverClient(AsyncServiceClient):
         self._last_seq = None
         try:
             yield
-        except BaseException:  # including cancellation: the service did not accept the call
+        except BaseException:  # including cancellation, after which the caller sends no more calls
             if self._last_seq is not None:
                 self._unused_seq = self._last_seq
             raise
@@ -118,16 +115,16 @@ def make_malformed_error(detail: str) -> WeaverError:
     return WeaverError("broken", f"malformed response from Weaver: {detail}")
 
 
-class WeaverCallPolicy:
-    """Calls the service and retries each call within the deadline."""
+class WeaverCaller:
+    """Calls the service, retries calls that fail, and polls operations until they are done."""
 
     def __init__(self, access: CloudAccess) -> None:
         self._access = access
 
     async def call(self, action: str, function: Callable[[], Awaitable[T]]) -> T:
         """Call ``function`` and return its result. Retry after transient errors and malformed responses.
-        Raises WeaverError for other errors, after too many malformed responses, and at the deadline."""
-        deadline = _now() + self._access.deadline
+        Raises WeaverError for other errors, after too many malformed responses, and after the timeout."""
+        deadline = _now() + self._access.call_timeout
         for attempt in count(1):
             try:
                 return await self._call_once(action, function, deadline)
@@ -139,12 +136,12 @@ class WeaverCallPolicy:
                 if _now() + delay >= deadline:
                     raise WeaverError(error.kind, f"{error}; gave up after {attempt} attempts") from None
             await asyncio.sleep(delay)
-        raise AssertionError("the loop ends with a result or an error")
+        raise AssertionError("unreachable")
 
     async def await_operation(self, action: str, handle: AsyncOperationHandle) -> Any:
         """Poll the operation until it is done and return its result. The polling interval doubles, unless the
-        service holds the requests open. Raises WeaverError if the operation fails or the deadline passes."""
-        deadline, interval = _now() + self._access.deadline, MIN_POLL_SECONDS
+        service holds the requests open. Raises WeaverError if the operation fails or times out."""
+        deadline, interval = _now() + self._access.call_timeout, MIN_POLL_INTERVAL_SECONDS
         while not handle.done():
             await asyncio.sleep(interval)
             polled_at, retry_after = _now(), 0.0
@@ -155,7 +152,8 @@ class WeaverCallPolicy:
                     raise
                 retry_after = error.retry_after
             was_held = _now() - polled_at > LONG_POLL_SECONDS
-            interval = MIN_POLL_SECONDS if was_held else max(min(2 * interval, MAX_POLL_SECONDS), retry_after)
+            backoff = max(min(2 * interval, MAX_POLL_INTERVAL_SECONDS), retry_after)
+            interval = MIN_POLL_INTERVAL_SECONDS if was_held else backoff
         return await self._call_once(action, handle.result, deadline)
 
     async def _call_once(self, action: str, function: Callable[[], Awaitable[T]], deadline: float) -> T:
@@ -164,7 +162,7 @@ class WeaverCallPolicy:
                 return await function()
         except TimeoutError:
             failure = WeaverError(
-                "unavailable", f"{action}: Weaver did not respond within {self._access.deadline:g} s"
+                "unavailable", f"{action}: Weaver did not respond within {self._access.call_timeout:g} s"
             )
         except (WeaverAPIError, WeaverOperationError, httpx.HTTPError, OSError) as error:
             failure = _classify_error(error, self._redact(f"{action}: {str(error) or type(error).__name__}"))

@@ -24,7 +24,7 @@ LiveRoute = Literal["ipc", "nccl", "ray"]
 
 
 class WeightTransfer(msgspec.Struct, frozen=True):
-    """A message about a policy's weights (where they are or how they will arrive), or a test of the route."""
+    """A message that tells an engine how to get a policy's weights, or that tests whether the route works."""
 
     policy: Policy
     route: LiveRoute
@@ -68,7 +68,7 @@ class EngineStatus(msgspec.Struct):
 class Engine(ABC):
     _info: EngineInfo | None = None
 
-    async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
+    async def start(self, log_path: Path, report: Callable[[str], None]) -> None:  # noqa: B027 - optional
         """Start the engine. The process that owns it calls this before any other method. ``report`` writes a
         log line. ``log_path`` is this process's log file; a child process logs to a file next to it."""
 
@@ -108,14 +108,14 @@ class Engine(ABC):
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        """Receive a message about a policy's weights without affecting requests, and return the response for
-        the sender. Weights that arrive replace the staged weights of other policies."""
+        """Handle a transfer message without affecting requests, and return the response for the sender.
+        Staging weights for one policy discards the staged weights of other policies."""
         raise EngineError(f"The {self.info.kind} engine does not accept weights over {transfer.route}.")
 
     async def commit(self, policy: Policy) -> None:
         """Serve the staged weights, as ``load`` does. After a failure, the engine serves the previous policy,
         or no policy (version -1) if the previous weights were overwritten."""
-        raise EngineError(f"The {self.info.kind} engine does not accept live weights.")
+        raise EngineError(f"The {self.info.kind} engine does not support live weight updates.")
 
     @abstractmethod
     async def status(self) -> EngineStatus: ...

@@ -1,4 +1,4 @@
-"""Request checks that all engines share."""
+"""Request validation shared by all engines."""
 
 from __future__ import annotations
 

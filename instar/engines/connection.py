@@ -12,7 +12,7 @@ from instar.http.client import HttpClient, HttpResponse, NoResponse
 from instar.http.plain import PlainClient, PlainResponse
 from instar.http.retry import RetryPolicy
 
-CONNECT_TIMEOUT = 10.0
+CONNECT_TIMEOUT_SECONDS = 10.0
 CONNECT_RETRY = RetryPolicy(first_delay=0.05, max_delay=1.0, jitter=(1.0, 1.0))
 STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
@@ -36,11 +36,14 @@ class EngineConnection:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         # Streams use a client with less overhead per request.
         self._streams = PlainClient(
-            address.hostname, address.port or 80, idle_seconds=idle_seconds, connect_seconds=CONNECT_TIMEOUT
+            address.hostname,
+            address.port or 80,
+            idle_timeout=idle_seconds,
+            connect_timeout=CONNECT_TIMEOUT_SECONDS,
         )
         self._calls = HttpClient(
             headers=self._headers,
-            connect_timeout=CONNECT_TIMEOUT,
+            connect_timeout=CONNECT_TIMEOUT_SECONDS,
             keep_alive=keep_alive_seconds,
             secret=token,
         )

@@ -13,7 +13,7 @@ from instar.types import Json
 
 
 def create_engine(config: RunConfig) -> Engine:
-    """Create the engine. The caller must start it with ``bring_up``."""
+    """Create the engine. The caller must call ``start``."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
     section = (
@@ -25,7 +25,7 @@ def create_engine(config: RunConfig) -> Engine:
 
 
 def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEngineConfig:
-    """Fill in unset settings that follow from the rest of the run's config."""
+    """Fill in unset and `auto` settings that follow from the rest of the run's config."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
     if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
@@ -54,7 +54,7 @@ async def connect_engines(
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)
     try:
-        await pool.start(timeout)
+        await pool.connect(timeout)
     except BaseException:  # including cancellation: no one else can close the pool
         await pool.close()
         raise

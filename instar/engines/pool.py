@@ -87,7 +87,7 @@ class PoolMember:
 
 
 class EnginePool(Engine):
-    """Distributes requests over several engines. Call ``start`` first. ``close`` also closes the engines.
+    """Distributes requests over several engines. Call ``connect`` first. ``close`` also closes the engines.
 
     If other processes load policies, ``newest_policy`` returns the policy (or None) that a new or recovered
     engine must load. A health check fails if it takes longer than ``check_timeout`` seconds.
@@ -109,13 +109,14 @@ class EnginePool(Engine):
         self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
 
-    async def start(self, timeout: float = 60.0) -> None:
-        """Wait until an engine responds. Raises EngineUnavailable if none accepts requests after ``timeout``
-        seconds, and ConfigError if two engines differ in the model, the vocabulary or the context."""
+    async def connect(self, timeout: float = 60.0) -> None:
+        """Wait until an engine responds, and start health checks. Raises EngineUnavailable if none accepts
+        requests after ``timeout`` seconds, and ConfigError if the engines differ in model, vocabulary or
+        context."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
-        self._pick(())  # raises EngineUnavailable if no engine accepts requests
+        self._pick(())  # raises if no engine accepts requests
         self._watchers = {member: asyncio.create_task(self._watch(member)) for member in self.members}
 
     async def _check_all(self) -> None:
@@ -179,7 +180,7 @@ class EnginePool(Engine):
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
                 self._policy = previous
                 raise outcome
-        self._pick(())  # raises EngineUnavailable if no engine accepts requests
+        self._pick(())  # raises if no engine accepts requests
 
     async def replace(self, engines: Sequence[Engine]) -> None:
         """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed,
@@ -246,7 +247,7 @@ class EnginePool(Engine):
         except TimeoutError:
             if not timeout.expired():
                 raise
-            raise EngineUnavailable(member.unhealthy_reason) from None  # reported if no engine can answer
+            raise EngineUnavailable(member.unhealthy_reason) from None
         except StopAsyncIteration:
             raise EngineUnavailable("ended a reply without a token") from None
         finally:
@@ -261,7 +262,7 @@ class EnginePool(Engine):
             for m in self.members
             if not m.can_accept_requests
         )
-        return EngineUnavailable(f"No engine can answer ({reasons or 'every engine has failed'}).")
+        return EngineUnavailable(f"No engine is available ({reasons or 'every engine has failed'}).")
 
     async def _watch(self, member: PoolMember) -> None:
         while True:

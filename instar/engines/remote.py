@@ -20,9 +20,9 @@ from instar.http.plain import PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
 
 T = TypeVar("T")
-LOAD_TIMEOUT = 600.0
-SCORE_TIMEOUT = 600.0
-STATUS_TIMEOUT = 30.0
+LOAD_TIMEOUT_SECONDS = 600.0
+SCORE_TIMEOUT_SECONDS = 600.0
+STATUS_TIMEOUT_SECONDS = 30.0
 IDLE_SECONDS = 30.0
 """Idle connections are reused for this many seconds. The server keeps them open longer."""
 
@@ -46,7 +46,7 @@ class RemoteEngine(Engine):
         return engine
 
     async def refresh(self) -> EngineInfo:
-        self._info = self._decode(await self._call("GET", "/info", STATUS_TIMEOUT), EngineInfo)
+        self._info = self._decode(await self._call("GET", "/info", STATUS_TIMEOUT_SECONDS), EngineInfo)
         return self._info
 
     @property
@@ -84,11 +84,11 @@ class RemoteEngine(Engine):
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = to_ids(token_ids)
-        body = await self._call("POST", "/logprobs", SCORE_TIMEOUT, pack_ids(ids))
+        body = await self._call("POST", "/logprobs", SCORE_TIMEOUT_SECONDS, pack_ids(ids))
         return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:
-        await self._call("POST", "/load", LOAD_TIMEOUT, msgspec.json.encode({"policy": policy}))
+        await self._call("POST", "/load", LOAD_TIMEOUT_SECONDS, msgspec.json.encode({"policy": policy}))
 
     async def upload_files(self, policy: Policy) -> Policy:
         if policy.artifact.kind not in ("adapter", "weights"):
@@ -99,24 +99,25 @@ class RemoteEngine(Engine):
         except OSError:
             return policy  # the folder is not on this machine; the engine will report the error
         check = msgspec.json.encode(uploads.FolderCheck(str(folder), files))
-        response = await self._call("POST", "/seen", STATUS_TIMEOUT, check)
+        response = await self._call("POST", "/seen", STATUS_TIMEOUT_SECONDS, check)
         if self._decode(response, uploads.FolderCheckResult).seen:
             return policy
-        response = await self._call("POST", "/upload", LOAD_TIMEOUT, uploads.encode_folder(folder, files))
+        content = uploads.encode_folder(folder, files)
+        response = await self._call("POST", "/upload", LOAD_TIMEOUT_SECONDS, content)
         artifact = msgspec.structs.replace(
             policy.artifact, path=self._decode(response, uploads.UploadResult).path
         )
         return msgspec.structs.replace(policy, artifact=artifact)
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        body = await self._call("POST", "/stage", LOAD_TIMEOUT, msgspec.json.encode(transfer))
+        body = await self._call("POST", "/stage", LOAD_TIMEOUT_SECONDS, msgspec.json.encode(transfer))
         return self._decode(body, Json)
 
     async def commit(self, policy: Policy) -> None:
-        await self._call("POST", "/commit", LOAD_TIMEOUT, msgspec.json.encode({"policy": policy}))
+        await self._call("POST", "/commit", LOAD_TIMEOUT_SECONDS, msgspec.json.encode({"policy": policy}))
 
     async def status(self) -> EngineStatus:
-        return self._decode(await self._call("GET", "/status", STATUS_TIMEOUT), EngineStatus)
+        return self._decode(await self._call("GET", "/status", STATUS_TIMEOUT_SECONDS), EngineStatus)
 
     async def close(self) -> None:
         """Close the connections, which cancels their requests. The engine itself keeps running."""
@@ -138,12 +139,11 @@ class RemoteEngine(Engine):
 
     def _malformed_response_error(self, error: msgspec.DecodeError) -> EngineUnavailable:
         # Not a plain EngineError, because a proxy may have sent the response while the engine was down.
-        return EngineUnavailable(f"The server at {self._url} did not respond like an engine: {error}")
+        return EngineUnavailable(f"The server at {self._url} did not send a valid engine response: {error}")
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Join the lines into one chunk, or None if there are none. Also return the error in the last line, if
-    any."""
+    """Join the lines into one chunk (None without lines), and return the error in the last line, if any."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:

@@ -126,7 +126,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return how many replies occur in the prompt one after the other, in order. Token ids are 4 bytes."""
+    """Return how many of the replies the prompt contains, in order. Token ids are 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]

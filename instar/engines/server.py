@@ -46,7 +46,7 @@ JSONL_HEADERS = [(b"content-type", b"application/x-ndjson")]
 T = TypeVar("T")
 
 
-class LoadRequest(msgspec.Struct, forbid_unknown_fields=True):
+class PolicyRequest(msgspec.Struct, forbid_unknown_fields=True):
     policy: Policy
 
 
@@ -80,11 +80,10 @@ class DrainGate:
 
 
 def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
-    """Create the HTTP app for an engine. If ``token`` is set, every route except /healthz requires it as a
-    bearer token."""
+    """Create the HTTP app. If ``token`` is set, every route except /healthz requires it as a bearer token."""
     gate = gate or DrainGate()
     handlers = _Handlers(engine, gate, UploadStore())
-    posts = [
+    post_handlers = [
         handlers.logprobs,
         handlers.load,
         handlers.stage,
@@ -92,12 +91,12 @@ def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate 
         handlers.seen,
         handlers.upload,
     ]
-    gets = [handlers.info, handlers.status, handlers.healthz]
+    get_handlers = [handlers.info, handlers.status, handlers.healthz]
     return Starlette(
         routes=[
             Route("/generate", _GenerateEndpoint(engine, gate), methods=["POST"]),
-            *(Route(f"/{handler.__name__}", handler, methods=["POST"]) for handler in posts),
-            *(Route(f"/{handler.__name__}", handler) for handler in gets),
+            *(Route(f"/{handler.__name__}", handler, methods=["POST"]) for handler in post_handlers),
+            *(Route(f"/{handler.__name__}", handler) for handler in get_handlers),
         ],
         middleware=[Middleware(_RequireToken, token=token)] if token else [],
         exception_handlers={InstarError: _handle_error},
@@ -201,7 +200,7 @@ class _Handlers:
     uploads: UploadStore
 
     async def load(self, request: Request) -> Response:
-        policy = (await _decode_body(request, LoadRequest)).policy
+        policy = (await _decode_body(request, PolicyRequest)).policy
         try:
             check_artifact(self.engine.info, policy)
         except EngineError as error:
@@ -214,7 +213,7 @@ class _Handlers:
         return _json_response(await self.engine.stage(await _decode_body(request, WeightTransfer)))
 
     async def commit(self, request: Request) -> Response:
-        await self.engine.commit((await _decode_body(request, LoadRequest)).policy)
+        await self.engine.commit((await _decode_body(request, PolicyRequest)).policy)
         return _json_response({})
 
     async def seen(self, request: Request) -> Response:

@@ -1,11 +1,11 @@
-"""Upload policy folders to an engine on a machine that cannot read them.
+"""Upload policy folders to an engine that cannot read them.
 
     POST /seen    {path, files}   → {seen}: true if this machine has the folder with these files
     POST /upload  a folder        → {path}: the path of the stored folder
 
 ``files`` maps names to size and modification time, which are equal on machines that share a file system. The
 body of /upload is the length of the header (4 bytes, little-endian), the header (names and sizes as JSON),
-the contents of the files, and their SHA-256. A folder becomes visible only when it is complete.
+the contents of the files, and the contents' SHA-256. A folder becomes visible only when it is complete.
 """
 
 from __future__ import annotations

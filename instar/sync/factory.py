@@ -71,11 +71,11 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
     """Return the reason why the backend or an engine does not support the route, or None."""
     capabilities = endpoints.backend.capabilities
     if route != "files" and not capabilities.can_sync_live:
-        return f"the {endpoints.config.backend.type} backend does not provide its weights"
+        return f"the {endpoints.config.backend.type} backend cannot export its weights as tensors"
     for engine in endpoints.engines:
         if route == "files" and not capabilities.artifacts.intersection(engine.info.artifacts):
             published, loaded = ", ".join(sorted(capabilities.artifacts)), ", ".join(engine.info.artifacts)
-            return f"the backend publishes {published}, but the {engine.info.kind} engine loads {loaded}"
+            return f"the backend publishes {published}, but the {engine.info.kind} engine loads only {loaded}"
         if route != "files" and route not in engine.info.routes:
             return f"the {engine.info.kind} engine does not accept weights over {route}"
     if route == "nccl" and not endpoints.has_weights_on_gpu:
@@ -89,15 +89,15 @@ async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
     device = device_and_dtype(endpoints.config.model)[0]
     for index, engine in enumerate(endpoints.engines):
         try:
-            memory = await probe_shared_memory(engine)
+            probe = await probe_shared_memory(engine)
         except EngineError as error:
             raise ConfigError(f"engine {index} cannot map the trainer's memory: {error}") from error
-        if not memory["shared"]:
-            raise ConfigError(f"engine {index} cannot read the trainer's memory: it is on another machine")
-        if device == "cuda" and memory["gpus"] != [get_gpu_uuid()]:
-            gpus = ", ".join(memory["gpus"]) or "no GPU"
+        if not probe["shared"]:
+            raise ConfigError(f"engine {index} cannot read the trainer's memory from a different machine")
+        if device == "cuda" and probe["gpus"] != [get_gpu_uuid()]:
+            gpus = ", ".join(probe["gpus"]) or "no GPU"
             raise ConfigError(f"engine {index} uses {gpus}, but must use the trainer's {get_gpu_uuid()}")
-    return SharedSync(endpoints.backend, device=device, deadline=endpoints.config.sync.deadline)
+    return SharedSync(endpoints.backend, device=device, timeout=endpoints.config.sync.deadline)
 
 
 async def _create_nccl(endpoints: RouteEndpoints) -> SyncRoute:
@@ -112,7 +112,7 @@ async def _create_nccl(endpoints: RouteEndpoints) -> SyncRoute:
         import ray
 
         host = ray.util.get_node_ip_address()
-    return NcclSync(endpoints.backend, host=host, deadline=endpoints.config.sync.deadline)
+    return NcclSync(endpoints.backend, host=host, timeout=endpoints.config.sync.deadline)
 
 
 async def _create_ray(endpoints: RouteEndpoints) -> SyncRoute:
@@ -123,7 +123,7 @@ async def _create_ray(endpoints: RouteEndpoints) -> SyncRoute:
         endpoints.backend,
         address=cluster.address if isinstance(cluster, RayClusterConfig) else None,
         chunk_bytes=settings.chunk_mib * 2**20,
-        deadline=settings.deadline,
+        timeout=settings.deadline,
     )
     await sync.start()
     try:
@@ -138,7 +138,7 @@ async def _create_ray(endpoints: RouteEndpoints) -> SyncRoute:
 async def _create_files(endpoints: RouteEndpoints) -> SyncRoute:
     from instar.sync.files import FileSync
 
-    return FileSync(deadline=endpoints.config.sync.deadline)
+    return FileSync(timeout=endpoints.config.sync.deadline)
 
 
 ROUTES: dict[RouteName, Callable[[RouteEndpoints], Awaitable[SyncRoute]]] = {
@@ -147,5 +147,4 @@ ROUTES: dict[RouteName, Callable[[RouteEndpoints], Awaitable[SyncRoute]]] = {
     "ray": _create_ray,
     "files": _create_files,
 }
-"""The functions that create a route, in the order that `auto` tries them. They raise ConfigError if the
-endpoints turn out not to support the route."""
+"""Functions that create a route or raise ConfigError, in the order in which `auto` tries them."""

@@ -19,9 +19,9 @@ RETRY = RetryPolicy(first_delay=0.25, max_delay=math.inf, jitter=(0.5, 1.5))
 class FileSync(SyncRoute):
     description = "files: the engines read the published files, or copies that are uploaded to them"
 
-    def __init__(self, *, deadline: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
-        """``deadline`` is the time limit in seconds for loading one engine, including retries."""
-        self._deadline = deadline
+    def __init__(self, *, timeout: float = 120.0, attempts: int = 5, retry: RetryPolicy = RETRY) -> None:
+        """``timeout`` is the limit in seconds for updating one engine, including retries."""
+        self._timeout = timeout
         self._attempts = attempts
         self._retry = retry
 
@@ -32,7 +32,7 @@ class FileSync(SyncRoute):
         name = f"version {policy.version} of {policy.policy_id}"
         last_error: Exception | None = None
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._timeout):
                 for attempt in range(self._attempts):
                     try:
                         await engine.load(await engine.upload_files(policy))
@@ -43,7 +43,7 @@ class FileSync(SyncRoute):
                         await asyncio.sleep(self._retry.delay(attempt))
         except TimeoutError:
             reason = f"; last error: {last_error}" if last_error else ""
-            return SyncError(f"{name} was not loaded within {self._deadline:g} s{reason}")
+            return SyncError(f"{name} was not loaded within {self._timeout:g} s{reason}")
         except (EngineError, OSError) as error:
             failure = SyncError(f"{name} could not be loaded: {error}")
             last_error = error

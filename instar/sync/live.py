@@ -43,8 +43,7 @@ class PushTargets:
         await asyncio.gather(*(run_one(i) for i, error in enumerate(self.outcomes) if error is None))
 
     async def commit(self, function: Callable[[Engine], Awaitable[object]]) -> None:
-        """Run the last step for each engine. An engine that completes the step serves the policy, even if
-        other engines fail."""
+        """Run the last step. An engine that completes it serves the policy, even if other engines fail."""
         indices = {id(engine): index for index, engine in enumerate(self._engines)}
 
         async def commit_one(engine: Engine) -> None:
@@ -67,27 +66,27 @@ class PushTargets:
 
 
 class LiveSync(SyncRoute):
-    """Base class for live routes. An engine that did not receive all weights keeps its policy, except over
-    NCCL. If the backend cannot provide the weights, ``push`` raises the backend's error."""
+    """An engine that did not receive all weights keeps its policy, except over NCCL. If the backend cannot
+    provide the weights, ``push`` raises the backend's error."""
 
     is_live = True
 
-    def __init__(self, backend: Backend, *, deadline: float) -> None:
+    def __init__(self, backend: Backend, *, timeout: float) -> None:
         self._backend = backend
-        self._deadline = deadline
-        self._files = FileSync(deadline=deadline)
+        self._timeout = timeout
+        self._files = FileSync(timeout=timeout)
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         if policy.artifact.kind == "base":
             return await self._files.push(policy, engines)
         targets = PushTargets(policy, engines)
         try:
-            async with asyncio.timeout(self._deadline):
+            async with asyncio.timeout(self._timeout):
                 await self._stage(policy, targets)
                 if targets.engines:
                     await self._commit(policy, targets)
         except TimeoutError:
-            targets.fail_remaining("served", SyncError(f"the push took longer than {self._deadline:g} s"))
+            targets.fail_remaining("served", SyncError(f"the push took longer than {self._timeout:g} s"))
         except RouteError as error:
             targets.fail_remaining("sent", error)
         return targets.outcomes

@@ -28,10 +28,10 @@ class NcclSync(LiveSync):
     description = "nccl: broadcast from the trainer's GPU to the engines' GPUs"
 
     def __init__(
-        self, backend: Backend, *, host: str, deadline: float, transport: NcclTransport | None = None
+        self, backend: Backend, *, host: str, timeout: float, transport: NcclTransport | None = None
     ) -> None:
         """``host`` is the address at which the engines' workers reach the trainer."""
-        super().__init__(backend, deadline=deadline)
+        super().__init__(backend, timeout=timeout)
         self._transport = transport or NcclTransport()
         self._host = host
         self._group: Any = None
@@ -48,7 +48,7 @@ class NcclSync(LiveSync):
         if targets.engines != self._members:
             # The broadcast would wait for the missing member, so the next push forms a group without it.
             await self._leave_group()
-            targets.fail_remaining("broadcast", SyncError("another engine in its group failed"))
+            targets.fail_remaining("broadcast", SyncError("another engine in the NCCL group failed"))
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
         group_failed = asyncio.Event()
@@ -78,7 +78,7 @@ class NcclSync(LiveSync):
             await asyncio.gather(*tasks, return_exceptions=True)
             if group_failed.is_set():
                 await self._leave_group()
-        targets.fail_remaining("served", SyncError("another engine in its group failed"))
+        targets.fail_remaining("served", SyncError("another engine in the NCCL group failed"))
 
     async def _broadcast_weights(self) -> None:
         async with contextlib.aclosing(self._backend.tensors()) as tensors:

@@ -42,13 +42,13 @@ class RayChunk:
 
 
 class RaySync(LiveSync):
-    """The `ray` route. Call ``start`` before any other method. The cluster is the one that this process has
-    joined, or else the one at ``address``, or else the one in `RAY_ADDRESS`."""
+    """Call ``start`` before any other method. The cluster is the one that this process has joined, or else
+    the one at ``address``, or else the one in `RAY_ADDRESS`."""
 
     def __init__(
-        self, backend: Backend, *, address: str | None = None, chunk_bytes: int, deadline: float
+        self, backend: Backend, *, address: str | None = None, chunk_bytes: int, timeout: float
     ) -> None:
-        super().__init__(backend, deadline=deadline)
+        super().__init__(backend, timeout=timeout)
         self._address = address
         self._chunk_bytes = chunk_bytes
         self._mailbox: Any = None
@@ -136,14 +136,14 @@ class RaySync(LiveSync):
         if not ray.is_initialized():
             self._join_cluster(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # The mailbox is one process for the entire run, and does not need a CPU.
+        # One process for the entire run. Reserve no CPU for it.
         actor_class = ray.remote(num_cpus=0)(_create_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._mailbox_address = {
             "mailbox": name,
             "namespace": NAMESPACE,
             "address": ray.get_runtime_context().gcs_address,
-            # Whether the cluster requires a token, which every worker must already have.
+            # If this mode requires a token, every worker must already have it.
             "auth": os.environ.get("RAY_AUTH_MODE"),
         }
         self.description = f"ray: the object store of the cluster at {self._mailbox_address['address']}"
@@ -169,7 +169,7 @@ class RaySync(LiveSync):
 
 def _create_mailbox_class() -> type:
     """Return the mailbox class. It is defined in a function so that Ray pickles it by value, because the
-    mailbox process may not have Instar."""
+    mailbox process may not have Instar installed."""
 
     class Mailbox:
         def __init__(self) -> None:

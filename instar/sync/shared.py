@@ -34,17 +34,17 @@ class SharedSync(LiveSync):
         backend: Backend,
         *,
         device: str,
-        deadline: float,
+        timeout: float,
         create_buffer: Callable[[list[WeightPlacement], str], SharedBuffer] | None = None,
     ) -> None:
-        super().__init__(backend, deadline=deadline)
+        super().__init__(backend, timeout=timeout)
         self._create_buffer = create_buffer or SharedBuffer
         self._device = device
         self._buffer: SharedBuffer | None = None
         self._copying_engines: set[Engine] = set()
         """The engines that may still be copying from the buffer."""
         self._previous_buffer: SharedBuffer | None = None
-        """Closed when all engines have been told to open the current buffer."""
+        """Closed when all engines have been notified of the current buffer."""
         memory = "GPU memory" if device == "cuda" else "main memory"
         self.description = f"ipc: the engines copy the weights from the trainer's buffer in {memory}"
 
@@ -95,10 +95,10 @@ class SharedSync(LiveSync):
         missing = dict(buffer.views)
         async for name, tensor in self._backend.tensors():
             target = missing.pop(name, None)
-            if target is None or target.shape != tensor.shape or target.dtype != tensor.dtype:
-                raise SyncError(
-                    f"the backend's weight {name} is new, or its shape or dtype differs from the first push"
-                )
+            if target is None:
+                raise SyncError(f"the backend did not provide the weight {name} at the first push")
+            if target.shape != tensor.shape or target.dtype != tensor.dtype:
+                raise SyncError(f"the shape or dtype of the weight {name} differs from the first push")
             with convert_route_errors():
                 target.copy_(tensor)
         if missing:

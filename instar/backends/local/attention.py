@@ -58,8 +58,7 @@ class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
     calls: int = 0
-    """The number of calls to `tree_attention` with this plan. `TrainedModel.check_attention` compares it with
-    the number of layers."""
+    """The number of `tree_attention` calls with this plan, which must equal the number of layers."""
 
 
 def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
@@ -95,8 +94,7 @@ def _select_inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
 
 
 def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Group the indices of nodes by length. In each group, the shortest length is at least about three
-    quarters of the longest."""
+    """Group node indices by length. In a group, the shortest is at least about 3/4 of the longest."""
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):

@@ -213,7 +213,7 @@ class LocalBackend(ThreadedBackend):
         self._optim_steps += 1
         if name := state.find_non_finite(self._parameters):
             raise NonFiniteError(
-                f"after the step, {name} has values that are not finite; load an earlier state and lower the "
+                f"after the step, {name} has non-finite values; load an earlier state and lower the "
                 "learning rate"
             )
         return OptimStepResult.from_norm(adam, grad_norm)

@@ -53,8 +53,8 @@ def compute_token_loss(
         loss = -(tokens.mask * torch.minimum(unclipped, clipped)).sum()
     elif config.name == "dro":
         beta = DEFAULT_BETA if config.beta is None else config.beta
-        distance = (new_logprobs - tokens.logprobs).square()
-        loss = -(tokens.mask * (tokens.advantages * new_logprobs - 0.5 * beta * distance)).sum()
+        squared_difference = (new_logprobs - tokens.logprobs).square()
+        loss = -(tokens.mask * (tokens.advantages * new_logprobs - 0.5 * beta * squared_difference)).sum()
     else:
         clipped_ratio = ratio.detach().clamp(*get_clip_bounds(config))
         is_clipped = clipped_ratio != ratio

@@ -52,8 +52,7 @@ class TrainedModel:
         return getattr(self.model.config, "max_position_embeddings", None)
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
-        """Return the fp32 logprobs of the tokens at ``positions``, which must not include the first token of
-        a sample."""
+        """Return the fp32 logprobs at ``positions``, which must not include the first token of a sample."""
         plan = make_attention_plan(packed, self.device)
         with self._autocast():
             hidden_states = self._compute_hidden_states(packed, plan)
@@ -192,9 +191,9 @@ def _compute_chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) ->
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Computes logprobs with a frozen output layer. For every loss, the gradient of a token's logprob with
-    respect to its hidden state is W[target] - Σ p·W, where p is the softmax. The forward pass computes this
-    gradient, because it has the logits."""
+    """Computes logprobs with a frozen output layer. The gradient of a token's logprob with respect to its
+    hidden state is W[target] - Σ p·W, where p is the softmax. It does not depend on the loss, so the forward
+    pass computes it while it has the logits."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

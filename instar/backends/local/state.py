@@ -28,13 +28,12 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the tensors to a file. Raises NonFiniteError if a tensor other than an unapplied gradient is not
-    finite."""
+    """Write a file. Raises NonFiniteError if a tensor other than an unapplied gradient is not finite."""
     applied = {name: tensor for name, tensor in tensors.items() if not name.startswith("grad/")}
     if name := find_non_finite(applied):
         raise NonFiniteError(
-            f"{name} has values that are not finite, so {path.name} was not written; load an earlier state "
-            "and lower the learning rate"
+            f"{name} has non-finite values, so {path.name} was not written; load an earlier state and lower "
+            "the learning rate"
         )
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
@@ -111,8 +110,9 @@ def load_training_state(
     *,
     with_optimizer: bool,
 ) -> dict[str, int]:
-    """Load a saved state and return its counters. If ``with_optimizer`` is False, load only the weights.
-    Raises BackendError, without changing anything, if the state is invalid or does not fit the parameters."""
+    """Load a saved state and return its counters. If ``with_optimizer`` is False, load only the weights, and
+    drop gradients and moments. Raises BackendError, without changing anything, if the state is invalid or
+    does not fit the parameters."""
     try:
         metadata = cast(dict[str, Any], json.loads((path / METADATA_FILE).read_text()))
         tensors = load_file(path / TENSORS_FILE)
@@ -122,7 +122,7 @@ def load_training_state(
         raise BackendError(f"the training state in {path} is damaged: {error}") from error
     if metadata.get("format") != FORMAT:
         raise BackendError(
-            f"{path} has format {metadata.get('format')!r}, but this version of Instar reads only {FORMAT}"
+            f"{path} has format {metadata.get('format')!r}, but this version of Instar needs format {FORMAT}"
         )
     shapes = {f"weight/{name}": parameter.shape for name, parameter in parameters.items()}
     saved_shapes = {name: t.shape for name, t in tensors.items() if name.startswith("weight/")}
@@ -130,7 +130,7 @@ def load_training_state(
     if differing_names := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
         name = differing_names[0]
         raise BackendError(
-            f"{path} belongs to another model or adapter: {len(differing_names)} tensors differ, for "
+            f"{path} belongs to a different model or adapter: {len(differing_names)} tensors differ, for "
             f"example {name}: {saved_shapes.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
         )
     if name := find_non_finite({name: tensors[name] for name in shapes}):

@@ -20,10 +20,10 @@ from instar.backends.base import (
     make_torch_capabilities,
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
+from instar.backends.cloud import read_state
 from instar.backends.folders import write_folder
 from instar.backends.loss_values import compute_loss, make_non_finite_error
 from instar.backends.packages import check_installed
-from instar.backends.service import read_state
 from instar.backends.threaded import ThreadedBackend, in_thread
 from instar.backends.verl.sharding import (
     DistributedBatch,
@@ -63,7 +63,7 @@ class VerlBackend(ThreadedBackend):
             dtype=dtype,
             lora=config.lora,
             ranks=config.ranks,
-            deadline=config.deadline,
+            call_timeout=config.deadline,
             threads=max(1, (os.cpu_count() or 1) // config.ranks) if device == "cpu" else None,
         )
         self._workers = RayWorkers(settings)
@@ -114,14 +114,14 @@ class VerlBackend(ThreadedBackend):
         micro_batches = 0
         if trained:
             batch = self._distribute(trained)
-            parts = self._workers.call("train", batch.max_tokens, loss, per_rank=batch.samples)
-            new_logprobs = gather_logprobs(batch, [part.logprobs for part in parts], trained)
-            if not parts[0].is_finite:
+            rank_results = self._workers.call("train", batch.max_tokens, loss, per_rank=batch.samples)
+            new_logprobs = gather_logprobs(batch, [result.logprobs for result in rank_results], trained)
+            if not rank_results[0].is_finite:
                 raise make_non_finite_error(loss, trained, new_logprobs, np.float32)
             self._has_gradient = True
             for i, logprobs in zip(indices, new_logprobs, strict=True):
                 results[i] = np.where(samples[i].mask > 0, logprobs, np.float32(np.nan))
-            micro_batches = parts[0].micro_batch_count
+            micro_batches = rank_results[0].micro_batch_count
         value, metrics = compute_loss(loss, samples, results)
         return ForwardBackwardResult(value, results, metrics | {"micro_batches": float(micro_batches)})
 

@@ -25,8 +25,8 @@ class WorkerSettings:
     """The compute dtype, `fp32` or `bf16`. The sharded weights are always fp32."""
     lora: LoraConfig | None
     ranks: int
-    deadline: float
-    """The maximum duration of a call, in seconds."""
+    call_timeout: float
+    """The timeout for one call, in seconds."""
     threads: int | None = None
 
 
@@ -41,8 +41,8 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class DistributedBatch:
     samples: list[list[RankSample]]
-    """The samples of each rank. They are padded to the same number on every rank, because all ranks must run
-    the same number of micro-batches."""
+    """The samples of each rank. The lists are padded to the same length, because all ranks must run the same
+    number of micro-batches."""
     indices: list[list[int]]
     """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int

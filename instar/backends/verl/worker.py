@@ -77,8 +77,7 @@ class InstarWorker(TinkerTrainingWorker):
         return _unshift(self.infer_batch(data)["log_probs"])
 
     def train(self, samples: Sequence[RankSample], max_tokens: int, loss: LossConfig) -> RankResult:
-        """Accumulate the gradient of the samples. If the loss of at least one rank is not finite, no rank's
-        gradient changes."""
+        """Accumulate the samples' gradient, unless the loss of any rank is not finite."""
         self.set_loss_fn(partial(_sum_loss, config=loss))
         parameters = [p for p in self._module.parameters() if p.requires_grad]
         previous_grads = [parameter.grad for parameter in parameters]
@@ -231,7 +230,7 @@ def _init_process_group(settings: WorkerSettings) -> None:
     rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    timeout = timedelta(seconds=settings.deadline)
+    timeout = timedelta(seconds=settings.call_timeout)
     server = socket.create_server((host, port)) if rank == 0 else None
     store = create_tcp_store(
         host, port, server, world_size=world, is_master=rank == 0, timeout=timeout, use_libuv=True

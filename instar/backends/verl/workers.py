@@ -35,8 +35,8 @@ class RayWorkers:
         return self._group is not None
 
     def start(self) -> None:
-        """Start the ranks. Raises BackendUnavailable if Ray is unreachable or does not have enough free
-        resources within the deadline, and ConfigError if it has fewer CPUs or GPUs than ranks in total."""
+        """Start the ranks. Raises ConfigError if Ray has fewer CPUs or GPUs than ranks in total, and
+        BackendUnavailable if Ray is unreachable or its resources do not become free within the timeout."""
         self._start_ray()
         self._wait_for_resources()
         if self._settings.device == "cpu":
@@ -80,12 +80,12 @@ class RayWorkers:
         if per_rank is not None:
             arguments_by_rank = [list(per_rank), *arguments_by_rank]
         references = self._group.execute_all_async(method, *arguments_by_rank)
-        waiting, deadline = list(references), time.monotonic() + self._settings.deadline
+        waiting, deadline = list(references), time.monotonic() + self._settings.call_timeout
         while waiting:
             ready, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 self.stop_ranks()
-                seconds = f"{self._settings.deadline:.0f} s (backend.deadline)"
+                seconds = f"{self._settings.call_timeout:.0f} s (backend.deadline)"
                 raise BackendLost(f"verl's workers did not finish {method} within {seconds}")
             try:
                 ray.get(ready)
@@ -166,12 +166,12 @@ class RayWorkers:
             raise ConfigError(
                 f"backend.ranks: {ranks} ranks need {ranks} {resource}s, but Ray has only {total:.0f}"
             )
-        deadline = time.monotonic() + self._settings.deadline
+        deadline = time.monotonic() + self._settings.call_timeout
         while (available := ray.available_resources().get(resource, 0)) < ranks:
             if time.monotonic() > deadline:
                 raise BackendUnavailable(
                     f"verl needs {ranks} free {resource}s, but Ray still had only {available:.0f} after "
-                    f"{self._settings.deadline:.0f} s (backend.deadline)"
+                    f"{self._settings.call_timeout:.0f} s (backend.deadline)"
                 )
             time.sleep(0.2)
 

@@ -70,7 +70,7 @@ class CloudEngine(Engine):
         self._slots = asyncio.Semaphore(engine_config.max_in_flight)
         self._policy_lock = asyncio.Lock()
         self._served: ServedPolicy | None = None
-        self._path: str | None = None
+        self._policy_path: str | None = None
         """The path of the policy to serve, or None for the base model. Its version is in ``_status``."""
         self._status = EngineStatus(version=0)
         self._is_closed = False
@@ -152,9 +152,9 @@ class CloudEngine(Engine):
         """Return the logprobs under the full softmax and under the modified distribution.
 
         The service's own logprobs are not used, because they could be either. A greedy reply is scored in a
-        second request if ``params.score`` is True. Otherwise, all logprobs are NaN.
+        second request if ``params.logprobs`` is True. Otherwise, all logprobs are NaN.
         """
-        if params.temperature > 0 or not ids or not params.score:
+        if params.temperature > 0 or not ids or not params.logprobs:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
@@ -167,23 +167,23 @@ class CloudEngine(Engine):
         except CloudError as failure:
             if failure.kind != "lost":
                 raise
-        served = await self._get_served_policy(instead_of=served)
+        served = await self._get_served_policy(lost=served)
         return await call(served.client), served
 
-    async def _get_served_policy(self, instead_of: ServedPolicy | None = None) -> ServedPolicy:
+    async def _get_served_policy(self, lost: ServedPolicy | None = None) -> ServedPolicy:
+        """Return the served policy. If it is ``lost``, reconnect and open it again."""
         async with self._policy_lock:
             if self._is_closed:
                 raise EngineUnavailable("The engine is closed.")
-            if self._served is not None and self._served is not instead_of:
+            if self._served is not None and self._served is not lost:
                 return self._served
-            if instead_of is not None:
+            if lost is not None:
                 await self.disconnect()
-            client = await self.open_sampler(self._path)
+            client = await self.open_sampler(self._policy_path)
             self._served = ServedPolicy(self._status.version, client)
             return self._served
 
     async def load(self, policy: Policy) -> None:
-        """Serve the policy. Requests in flight finish under the previous policy."""
         check_artifact(self.info, policy)
         path = None if policy.artifact.kind == "base" else policy.artifact.path
         async with self._policy_lock:
@@ -193,7 +193,7 @@ class CloudEngine(Engine):
                 client = await self._open_with_reconnect(path)
             except CloudError as failure:
                 raise failure.to_engine_error() from None
-            self._status.version, self._path = policy.version, path
+            self._status.version, self._policy_path = policy.version, path
             self._served = ServedPolicy(policy.version, client)
 
     async def _open_with_reconnect(self, path: str | None) -> Any:

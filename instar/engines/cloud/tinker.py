@@ -14,22 +14,24 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingClient:
-    cloud: TinkerConnection
+    connection: TinkerConnection
     client: Any
 
 
 class TinkerSampler(CloudEngine):
-    _cloud: TinkerConnection | None = None
+    _connection: TinkerConnection | None = None
 
     async def open_sampler(self, path: str | None) -> TinkerSamplingClient:
-        cloud = self._cloud = self._cloud or await TinkerConnection.connect(self.cloud_config, self.model)
-        model = {"base_model": cloud.access.base_model} if path is None else {"model_path": path}
-        opening = cloud.client.create_sampling_client_async(**model)
-        return TinkerSamplingClient(cloud, await cloud.await_result("opening a sampler", opening))
+        if self._connection is None:
+            self._connection = await TinkerConnection.connect(self.cloud_config, self.model)
+        connection = self._connection
+        model = {"base_model": connection.access.base_model} if path is None else {"model_path": path}
+        opening = connection.client.create_sampling_client_async(**model)
+        return TinkerSamplingClient(connection, await connection.await_result("opening a sampler", opening))
 
     async def sample(self, client: TinkerSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
-        cloud = client.cloud
-        sdk_params = cloud.sdk.types.SamplingParams(
+        connection = client.connection
+        sdk_params = connection.sdk.types.SamplingParams(
             max_tokens=min(params.max_tokens, self.info.max_context - len(prompt)),
             seed=params.seed,
             stop=self._build_stop_list(params),
@@ -37,8 +39,8 @@ class TinkerSampler(CloudEngine):
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        sampling = client.client.sample_async(build_model_input(cloud.sdk, prompt), 1, sdk_params)
-        response = await cloud.await_result("sampling", sampling)
+        sampling = client.client.sample_async(build_model_input(connection.sdk, prompt), 1, sdk_params)
+        response = await connection.await_result("sampling", sampling)
         if len(response.sequences) != 1:
             raise CloudError("broken", f"sampling: expected 1 reply, got {len(response.sequences)}")
         sequence = response.sequences[0]
@@ -62,14 +64,14 @@ class TinkerSampler(CloudEngine):
         return ids if params.stop_token_ids else None
 
     async def score(self, client: TinkerSamplingClient, token_ids: Ids) -> Floats:
-        cloud = client.cloud
-        scoring = client.client.compute_logprobs_async(build_model_input(cloud.sdk, token_ids))
-        return align_prompt_logprobs(await cloud.await_result("scoring", scoring), len(token_ids))
+        connection = client.connection
+        scoring = client.client.compute_logprobs_async(build_model_input(connection.sdk, token_ids))
+        return align_prompt_logprobs(await connection.await_result("scoring", scoring), len(token_ids))
 
     async def disconnect(self) -> None:
-        cloud, self._cloud = self._cloud, None
-        if cloud is not None:
-            await cloud.close(finish=True)
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.close(finish=True)
 
 
 class MintSampler(TinkerSampler):

@@ -11,7 +11,7 @@ from weaver.types import SamplingParams as WeaverSamplingParams
 
 from instar.clouds.base import resolve_access
 from instar.clouds.weaver import (
-    WeaverCallPolicy,
+    WeaverCaller,
     WeaverClient,
     build_model_input,
     fetch_prompt_logprobs,
@@ -30,21 +30,21 @@ class WeaverSampler(CloudEngine):
     ) -> None:
         super().__init__(model, cloud_config, engine_config)
         self._access = resolve_access(cloud_config, model)
-        self._calls = WeaverCallPolicy(self._access)
+        self._caller = WeaverCaller(self._access)
         self._service: WeaverClient | None = None
 
     async def open_sampler(self, path: str | None) -> AsyncSamplingClient:
         if self._service is None:
             service = WeaverClient(self._access)
             try:
-                await self._calls.call("connect", service.connect)
+                await self._caller.call("connect", service.connect)
             except BaseException:  # including cancellation: no one else can close the client
                 await service.aclose()
                 raise
             self._service = service
         service, base = self._service, self._access.base_model
         match = None if path is None else MODEL_ID_IN_PATH.match(path)
-        return await self._calls.call(
+        return await self._caller.call(
             "create_sampling_client",
             lambda: service.create_sampling_client(
                 base_model=base, model_path=path, model_id=match[1] if match else None
@@ -61,13 +61,13 @@ class WeaverSampler(CloudEngine):
             stop=[*params.stop, *params.stop_token_ids],
             seed=params.seed,
         )
-        handle = await self._calls.call(
+        handle = await self._caller.call(
             "sample", lambda: client.sample(prompt=model_input, sampling_params=weaver_params, wait=False)
         )
-        return _parse_reply(await self._calls.await_operation("sample", handle))
+        return _parse_reply(await self._caller.await_operation("sample", handle))
 
     async def score(self, client: AsyncSamplingClient, token_ids: Ids) -> Floats:
-        return await self._calls.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
+        return await self._caller.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
 
     async def disconnect(self) -> None:
         service, self._service = self._service, None

@@ -126,8 +126,8 @@ def attend(
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
-def can_share_prefixes(device: str) -> bool:
-    """Return True if attention to shared prefixes should be computed separately. GPUs are fast without it."""
+def should_share_prefixes(device: str) -> bool:
+    """Return True if attention to a shared prefix should be computed once for all rows, as on CPUs."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 

@@ -132,7 +132,7 @@ class LocalEngine(Engine):
             self._commands.put(lambda: torch.set_num_threads(count))
 
     def set_kv_tokens(self, count: int) -> None:
-        """Set the maximum number of tokens in the KV cache. A single request always fits."""
+        """Set the maximum number of tokens in the KV cache. One request always fits."""
         self._commands.put(lambda: self._scheduler.set_kv_tokens(count))
 
     def release_memory(self) -> None:
@@ -195,7 +195,7 @@ class LocalEngine(Engine):
             self._scheduler.cancel(request)
 
     def _deliver(self, emissions: list[Emission]) -> None:
-        """Send the sampled tokens to their replies. Each event loop is woken only once per step."""
+        """Put the sampled tokens into the requests' queues. Each event loop is woken only once per step."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[ReplyQueue, TokenChunk | EngineError]]] = {}
         for request, chunk in emissions:
             loop, chunks = self._queues[request]
@@ -209,7 +209,7 @@ class LocalEngine(Engine):
         try:
             self._scheduler.apply(update)
         except BaseException as error:  # every error, because the caller of load is waiting for the result
-            applied.set_exception(EngineError(f"The policy cannot be applied, so the engine stops: {error}"))
+            applied.set_exception(EngineError(f"Failed to apply the policy, stopping the engine: {error}"))
             raise  # stop the engine, because its weights may be partially changed
         applied.set_result(None)
 

@@ -133,7 +133,8 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
 
 
 def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
-    """Return the matrices A and B of each module, and the scale of their product B A."""
+    """Return the matrices A and B of each module, and the scale of their product B A. Raises EngineError if
+    the adapter cannot be read or is not supported."""
     try:
         config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
         tensors = load_file(folder / "adapter_model.safetensors")

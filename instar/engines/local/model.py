@@ -60,7 +60,7 @@ class EngineModel:
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
-        """Return a model with its own adapter and the same weights. Neither may load full weights later."""
+        """Return a model that shares the weights but not the adapter. Neither may load full weights later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
         return shared
@@ -107,7 +107,7 @@ class EngineModel:
         if differences:
             raise EngineError(
                 f"The weights in {folder} do not have the architecture of {self.folder}. For example, "
-                f"{min(name for name, _ in differences)} exists in only one of them or has another shape."
+                f"{min(name for name, _ in differences)} exists in only one of them or has a different shape."
             )
         return state
 
@@ -120,7 +120,7 @@ class EngineModel:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
-                "The local engine needs full attention with one shape in all layers, but "
+                "The local engine needs full attention with the same shape in all layers, but "
                 f"{self.folder} has it in {len(probe.shapes)} of {layer_count} layers, with {len(shapes)} "
                 "shapes; set engine.type to vllm."
             )

@@ -119,8 +119,7 @@ def find_shared_prefixes(
     prompts: Sequence[Ids], weights_epochs: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
     """Return the common length of the shared prefixes and the rows of each, or None if sharing does not pay
-    off. ``weights_epochs`` identifies the weights with which each row's prefix was computed. Attention to a
-    shared prefix is one matrix product for all of its rows."""
+    off. ``weights_epochs`` identifies the weights with which each row's prefix was computed."""
     groups: dict[tuple[int, bytes], list[int]] = {}
     for row, (prompt, epoch) in enumerate(zip(prompts, weights_epochs, strict=True)):
         groups.setdefault((epoch, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)

@@ -44,7 +44,6 @@ class KVRows:
 
     @property
     def capacity_tokens(self) -> int:
-        """The capacity of the allocated memory, in tokens."""
         return self.kv.shape[2] * self.kv.shape[4]
 
     def compute_size(self, rows: int, length: int) -> tuple[int, int]:

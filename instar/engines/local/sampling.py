@@ -15,13 +15,11 @@ from instar.errors import EngineError
 from instar.types import Floats, Ids, SamplingParams
 
 BLOCK_SIZE = 128
-NON_FINITE_LOGITS = "The model returned logits that are not finite (NaN or inf); check the policy's weights."
+NON_FINITE_LOGITS = "The model returned non-finite logits (NaN or inf); check the policy's weights."
 
 
 @dataclass(frozen=True, slots=True)
 class SampledTokens:
-    """The sampled token of each row and its logprobs."""
-
     ids: list[int]
     logprobs: list[float]
     """The logprobs under the full softmax."""
@@ -52,7 +50,7 @@ class Sampler:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
             ids[index] = logits[index].argmax(-1, keepdim=True)
             behavior[index] = 0.0
-        self._draw_tempered(logits, params, uniform, ids, behavior)
+        self._draw_modified(logits, params, uniform, ids, behavior)
         logprobs = logits.gather(1, ids) - max_logit - total.log()
         # One transfer for all values, so that the step waits for the device once. Ids are exact in float64.
         drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
@@ -66,7 +64,7 @@ class Sampler:
             ],
         )
 
-    def _draw_tempered(
+    def _draw_modified(
         self,
         logits: Tensor,
         params: Sequence[SamplingParams],
@@ -75,9 +73,9 @@ class Sampler:
         behavior: Tensor,
     ) -> None:
         """Resample, in place, all non-greedy rows with a modified distribution."""
-        tempered = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
-        truncated = [i for i in tempered if params[i].top_p < 1 or params[i].top_k > 0]
-        untruncated = [i for i in tempered if i not in set(truncated)]
+        modified = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
+        truncated = [i for i in modified if params[i].top_p < 1 or params[i].top_k > 0]
+        untruncated = [i for i in modified if i not in set(truncated)]
         for rows in (untruncated, truncated):
             if not rows:
                 continue

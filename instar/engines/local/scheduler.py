@@ -74,7 +74,7 @@ class Scheduler:
         self._running: list[SchedulerRequest] = []
         self._decoding_rows = 0
         self._weights_epoch = 0
-        self._can_share = attention.can_share_prefixes(model.device)
+        self._share_prefixes = attention.should_share_prefixes(model.device)
         self._admission_count = 0
         self._status = EngineStatus(version=0)
 
@@ -230,7 +230,7 @@ class Scheduler:
 
     def _add_shared_prefixes(self, plan: attention.StepPlan) -> None:
         decoding = self._running[: self._decoding_rows]
-        if not self._can_share or len(decoding) < MIN_SHARED_ROWS:
+        if not self._share_prefixes or len(decoding) < MIN_SHARED_ROWS:
             return
         shared = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
         if shared is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-SWITCH_INTERVAL = 0.0002
+SWITCH_INTERVAL_SECONDS = 0.0002
 """The reading thread yields to other threads after this many seconds. Python's default would delay tokens."""
 
 
@@ -30,11 +30,11 @@ class AdapterPrefetcher:
     def instar_read_adapter(self, path: str) -> dict[str, Any]:
         """Read the adapter in the background. Call again until ``done`` is true or ``error`` is set."""
         if "instar_prefetch" not in self.__dict__:
-            self.__dict__["instar_prefetch"] = _AdapterPrefetch(self.model_runner.lora_manager, self.device)
+            self.__dict__["instar_prefetch"] = _AdapterReader(self.model_runner.lora_manager, self.device)
         return self.__dict__["instar_prefetch"].read(path)
 
 
-class _AdapterPrefetch:
+class _AdapterReader:
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._device = device
         self._manager = manager
@@ -82,7 +82,7 @@ class _AdapterPrefetch:
 @contextmanager
 def _short_switch_interval() -> Generator[None]:
     previous = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     try:
         yield
     finally:

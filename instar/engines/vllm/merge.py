@@ -33,7 +33,7 @@ def merge_adapter(base: Path, adapter: Path, dtype: str, *, beside_adapter: bool
     folder. Updated weights are stored in ``dtype`` (`bf16` or `fp32`), other weights as in the base model."""
     paths = list_weight_files(base)
     size = sum(path.stat().st_size for path in paths)
-    # Merged weights are at most twice as large as the base model: fp32 instead of bf16.
+    # Merged weights need at most twice the space of the base model (fp32 instead of bf16), plus headroom.
     fits_in_memory = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > 3 * size
     parent = adapter.parent if beside_adapter else SHARED_MEMORY if fits_in_memory else None
     with tempfile.TemporaryDirectory(prefix="instar-merged-", dir=parent) as folder:

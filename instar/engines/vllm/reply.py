@@ -18,8 +18,8 @@ from instar.http.plain import PlainResponse
 from instar.types import FinishReason, SamplingParams, TokenChunk
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length"}
-USAGE_TIMEOUT = 10.0
-"""The number of seconds within which the events after the last token must arrive."""
+USAGE_TIMEOUT_SECONDS = 10.0
+"""The timeout for the events after the last token."""
 
 
 class VllmReply:
@@ -75,8 +75,8 @@ class VllmReply:
                     last = chunk
                 elif chunk is not None:
                     yield chunk
-            # Read the response to its end, so that the connection can be reused.
-            async with asyncio.timeout(USAGE_TIMEOUT):
+            # Read the rest of the response, so that the connection can be reused.
+            async with asyncio.timeout(USAGE_TIMEOUT_SECONDS):
                 while data := await self._response.readany():
                     self._parse(data)
             yield last

@@ -23,13 +23,14 @@ RESTART_DELAYS = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 """The delays in seconds before consecutive restarts. After the last one, the server stays down. If the server
 has run for STABLE_SECONDS, the delays start over."""
 STABLE_SECONDS = 120.0
-HEALTH_CHECK_INTERVAL = 5.0
-HEALTH_CHECK_TIMEOUT = 20.0
+PROCESS_CHECK_INTERVAL_SECONDS = 5.0
+HEALTH_CHECK_TIMEOUT_SECONDS = 20.0
 MAX_MISSED_CHECKS = 3
 """The server is restarted after this many consecutive failed health checks."""
-STOP_TIMEOUT = 20.0
+STOP_TIMEOUT_SECONDS = 20.0
 LOG_TAIL_LINES = 20
-EXTERNAL_CHECK_INTERVAL = 2.0
+CHECK_INTERVAL_SECONDS = 2.0
+"""The interval between health checks of an external server."""
 START_METRIC = "process_start_time_seconds "
 """The metric with the start time of the server's process, which identifies the process."""
 
@@ -142,11 +143,11 @@ class VllmProcess:
         missed = 0
         while missed < MAX_MISSED_CHECKS:
             try:
-                async with asyncio.timeout(HEALTH_CHECK_INTERVAL):
+                async with asyncio.timeout(PROCESS_CHECK_INTERVAL_SECONDS):
                     code = await self._process.wait()
                 return f"vLLM exited with code {code}"
             except TimeoutError:
-                missed = missed + 1 if await self.client.check_health(HEALTH_CHECK_TIMEOUT) else 0
+                missed = missed + 1 if await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS) else 0
         return "vLLM does not respond"
 
     async def _stop(self) -> None:
@@ -156,7 +157,7 @@ class VllmProcess:
         assert process.stdin is not None
         process.stdin.close()
         try:
-            async with asyncio.timeout(STOP_TIMEOUT):
+            async with asyncio.timeout(STOP_TIMEOUT_SECONDS):
                 await process.wait()
         except TimeoutError:
             process.kill()
@@ -175,7 +176,7 @@ class ExternalVllm:
         config: VllmEngineConfig,
         callbacks: ServerCallbacks,
         *,
-        check_interval: float = EXTERNAL_CHECK_INTERVAL,
+        check_interval: float = CHECK_INTERVAL_SECONDS,
     ) -> None:
         self._config = config
         self._callbacks = callbacks
@@ -188,7 +189,7 @@ class ExternalVllm:
         seconds = self._config.start_timeout
         try:
             async with asyncio.timeout(seconds):
-                while (error := await self.client.check_health(HEALTH_CHECK_TIMEOUT)) is not None:
+                while (error := await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS)) is not None:
                     self._callbacks.report(str(error))
                     await asyncio.sleep(self._check_interval)
         except TimeoutError as timeout_error:
@@ -200,7 +201,7 @@ class ExternalVllm:
 
     async def read_process_start(self) -> str | None:
         """Return the start time metric of the server's process, or None if it is not reported."""
-        lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT)).splitlines()
+        lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT_SECONDS)).splitlines()
         return next((line for line in lines if line.startswith(START_METRIC)), None)
 
     async def close(self) -> None:
@@ -213,7 +214,7 @@ class ExternalVllm:
         is_down = False
         while True:
             await asyncio.sleep(self._check_interval)
-            error = await self.client.check_health(HEALTH_CHECK_TIMEOUT)
+            error = await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS)
             if error is not None and not is_down:
                 is_down = True
                 self._callbacks.on_down(str(error))

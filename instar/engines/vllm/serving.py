@@ -20,7 +20,7 @@ from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import ArtifactKind, Policy
 
-UNLOAD_TIMEOUT = 10.0
+UNLOAD_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class AdapterServing(PolicyServing):
         if self._max_rank is not None and rank > self._max_rank:
             raise EngineError(
                 f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started "
-                f"with a maximum rank of {self._max_rank}; increase it."
+                f"with a maximum rank of {self._max_rank}; set it to at least {rank}."
             )
         if len(self._loaded) >= MAX_LOADED_ADAPTERS:
             raise EngineUnavailable(
@@ -144,7 +144,7 @@ class AdapterServing(PolicyServing):
         for adapter in [*self._loaded]:
             self._start_unload(adapter)
         if self._unload_tasks:
-            await asyncio.wait(self._unload_tasks, timeout=UNLOAD_TIMEOUT)
+            await asyncio.wait(self._unload_tasks, timeout=UNLOAD_TIMEOUT_SECONDS)
 
     def _unload_if_unused(self, adapter: _LoadedAdapter) -> None:
         if adapter.is_retired and adapter.active_requests == 0 and adapter in self._loaded:

@@ -14,13 +14,12 @@ from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Json, Policy
 
-PREFETCH_TIMEOUT = 60.0
-POLL_INTERVAL = 0.01
+PREFETCH_TIMEOUT_SECONDS = 60.0
+POLL_INTERVAL_SECONDS = 0.01
 
 
 async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
-    """Return the live weight transfer routes that a server supports. A server without our worker extension
-    supports none."""
+    """Return the live routes that a server supports. Without our worker extension, there are none."""
     try:
         workers: list[Json] = await client.rpc("instar_describe")
     except EngineError:
@@ -36,12 +35,12 @@ async def find_routes(client: VllmClient) -> tuple[LiveRoute, ...]:
 async def prefetch_adapter(client: VllmClient, folder: str) -> None:
     """Make the workers read an adapter while they sample. If this fails, vLLM reads it when it is loaded."""
     try:
-        async with asyncio.timeout(PREFETCH_TIMEOUT):
+        async with asyncio.timeout(PREFETCH_TIMEOUT_SECONDS):
             while True:
                 workers: list[Json] = await client.rpc("instar_read_adapter", {"path": folder})
                 if all(worker.get("done") or "error" in worker for worker in workers):
                     return  # an error is raised again when the adapter is loaded
-                await asyncio.sleep(POLL_INTERVAL)
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
     except EngineUnavailable:
         raise
     except (EngineError, TimeoutError):
@@ -104,9 +103,9 @@ class TransferReceiver:
             change.finish(policy.version)
 
     async def _stage_nccl(self, body: Json) -> Json:
-        """Connect the workers to the trainer or store the description of the weights, and return the number
-        of workers. vLLM loads weights while it receives them over NCCL, so they are sent during the
-        commit."""
+        """Connect the workers to the trainer (``init``) or store the description of the weights (``update``),
+        and return the number of workers. The weights are sent during the commit, because vLLM loads them
+        while it receives them."""
         if "init" in body:
             await self._client.post("/init_weight_transfer_engine", {"init_info": body["init"]})
         if "update" in body:

@@ -12,8 +12,8 @@ from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
 
-PAUSE_TIMEOUT = 120.0
-RESUME_TIMEOUT = 30.0
+PAUSE_TIMEOUT_SECONDS = 120.0
+RESUME_TIMEOUT_SECONDS = 30.0
 NO_VERSION = -1
 """The version if the weights do not belong to any policy."""
 
@@ -75,7 +75,7 @@ class ServerWeights:
             settle_task: asyncio.Task[None] | None = None
             try:
                 # The pause also clears the prefix cache, including the blocks of running requests.
-                await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_TIMEOUT)
+                await self.client.post("/pause?mode=keep&clear_cache=true", timeout=PAUSE_TIMEOUT_SECONDS)
                 settle_task = asyncio.create_task(self._settle())
                 yield change
                 if change.version is not None:
@@ -96,7 +96,7 @@ class ServerWeights:
     async def _resume(self) -> None:
         for delay in (*self._timing.resume_delays, None):
             try:
-                await self.client.post("/resume", timeout=RESUME_TIMEOUT)
+                await self.client.post("/resume", timeout=RESUME_TIMEOUT_SECONDS)
                 return
             except EngineError:
                 if delay is None:
@@ -104,18 +104,18 @@ class ServerWeights:
                     raise
             await asyncio.sleep(delay)
 
-    def _received_bytes(self) -> int:
+    def _count_received_bytes(self) -> int:
         return sum(reply.received_bytes for reply in self.replies)
 
     async def _settle(self) -> None:
         """Wait until every token that was sampled before the pause has arrived. Replies that still receive
         data are aborted, because the versions of their tokens would be unknown."""
-        previous = self._received_bytes()
+        previous = self._count_received_bytes()
         try:
             async with asyncio.timeout(self._timing.settle_timeout):
                 while True:
                     await asyncio.sleep(self._timing.quiet_seconds)
-                    if (current := self._received_bytes()) == previous:
+                    if (current := self._count_received_bytes()) == previous:
                         return
                     previous = current
         except TimeoutError:

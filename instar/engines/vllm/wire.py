@@ -11,8 +11,8 @@ import msgspec
 from instar.types import Ids, Json, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
-MISSING_LOGPROB = -9999.0
-"""The value that vLLM sends instead of -inf."""
+NEG_INF_LOGPROB = -9999.0
+"""vLLM sends this value instead of -inf. `clean_logprob` treats it as a missing logprob (NaN)."""
 MAX_SEED = (1 << 63) - 1
 
 
@@ -86,7 +86,7 @@ def encode_generate_request(
         sampling["stop"] = list(params.stop)
     if params.seed is not None and send_seed:
         sampling["seed"] = params.seed & MAX_SEED
-    if params.score:
+    if params.logprobs:
         sampling["logprobs"] = 0
     return _encode_request(prompt, sampling, model, stream=True, stream_options={"include_usage": True})
 
@@ -119,4 +119,4 @@ def get_logprobs(choice: Choice) -> list[float]:
 
 
 def clean_logprob(value: float) -> float:
-    return math.nan if value == MISSING_LOGPROB else min(value, 0.0)  # rounding can exceed 0
+    return math.nan if value == NEG_INF_LOGPROB else min(value, 0.0)  # rounding can exceed 0

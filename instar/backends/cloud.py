@@ -1,4 +1,4 @@
-"""Base class for backends that train on a service, and helpers for their sessions and saved states."""
+"""Base class for backends that train on a cloud service, and helpers for their sessions and saved states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ NON_FINITE_PATTERN = re.compile(
 match the local backend's NonFiniteError messages, because an Instar protocol server returns them."""
 
 
-class ServiceBackend(Backend):
+class CloudBackend(Backend):
     def __init__(self, service: str, model: ModelConfig) -> None:
         self._service = service
         self._max_tokens = model.max_context
@@ -92,8 +92,7 @@ class ServiceBackend(Backend):
 
     @abstractmethod
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
-        """Accumulate the gradient and return the logprob of every token. Raises NonFiniteError if the loss is
-        not finite."""
+        """Accumulate the gradient and return all logprobs. Raises NonFiniteError for a non-finite loss."""
 
 
 @dataclass
