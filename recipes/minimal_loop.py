@@ -44,10 +44,10 @@ from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Json, Policy, Reward, RewardSource, Sample
 
-Rule = Callable[[Json, str], float]
+RewardFunction = Callable[[Json, str], float]
 
 NAME = "minimal"
-GROUPS, GROUP_SIZE = 3, 8
+GROUPS_PER_STEP, GROUP_SIZE = 3, 8
 LOSS, ADAM = LossConfig(name="importance_sampling"), AdamConfig(lr=3e-4)
 
 
@@ -75,9 +75,9 @@ def score_answer(task: Json, answer: str) -> float:
     return float(bool(numbers) and int(numbers[-1]) == task["answer"])
 
 
-async def main(folder: Path, model: str, steps: int = 40, reward: Rule = score_answer) -> None:
+async def main(folder: Path, model: str, steps: int = 40, reward: RewardFunction = score_answer) -> None:
     config = ModelConfig(name=model)
-    tasks = train_tasks(size=steps * GROUPS)
+    tasks = train_tasks(size=steps * GROUPS_PER_STEP)
 
     # The engine samples, the backend trains, the store records.
     engine = LocalEngine(config, LocalEngineConfig())
@@ -111,7 +111,7 @@ async def main(folder: Path, model: str, steps: int = 40, reward: Rule = score_a
         return value, linearize(session, await store.calls(opened.session_id))
 
     for step in range(steps):
-        batch = tasks[step * GROUPS : (step + 1) * GROUPS]
+        batch = tasks[step * GROUPS_PER_STEP : (step + 1) * GROUPS_PER_STEP]
         attempts = [attempt(task, step * GROUP_SIZE + i) for task in batch for i in range(GROUP_SIZE)]
         results = await asyncio.gather(*attempts)
 

@@ -31,7 +31,8 @@ def calculate(arguments: str) -> str:
 
 
 def evaluate(expression: str) -> float:
-    """Return the value of an arithmetic expression. Raises ValueError if it is too long or not arithmetic."""
+    """Return the value of an arithmetic expression. Raises ValueError if it is too long or not arithmetic,
+    and SyntaxError, ArithmeticError or RecursionError if it cannot be parsed or computed."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
     return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)

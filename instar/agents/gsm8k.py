@@ -1,5 +1,5 @@
-"""Two agents for GSM8K: `solve` writes calculations in plain text, `check` calls tools to calculate and to
-check its answer."""
+"""Two agents for GSM8K: `solve` writes calculations in plain text, and `solve_with_tools` calls tools to
+calculate and to check its answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from instar.agents.calculator import CALC_TOOL, calculate
 from instar.agents.openai_agent import OpenAIAgent, function_tool, tool_call_message, tool_result_message
 from instar.rollout.base import AgentSession
-from instar.rollout.tasksets.gsm8k import ANSWER_MARK, final_number
+from instar.rollout.tasksets.gsm8k import ANSWER_MARKER, final_number
 from instar.types import Json
 
 MAX_TURNS = 4
@@ -37,10 +37,10 @@ class Gsm8kTextAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
         max_tokens: int = MAX_TEXT_TOKENS,
     ) -> None:
-        messages = [*_text_examples(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        messages = [*_make_text_prompt(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
         for _ in range(MAX_TURNS):
             text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
-            if ANSWER_MARK in text:
+            if ANSWER_MARKER in text:
                 return
             result = calculate(json.dumps({"expression": text.rstrip("= ")}))
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"= {result}"}]
@@ -59,7 +59,7 @@ class Gsm8kToolAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
         max_tokens: int = MAX_CALL_TOKENS,
     ) -> tuple[int, float]:
-        messages = [*_tool_examples(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        messages = [*_make_tool_prompt(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
         failed_checks = 0
         for turn in range(1, MAX_TURNS + 1):
             reply = await self.complete(
@@ -81,19 +81,20 @@ class Gsm8kToolAgent(OpenAIAgent):
 
 
 solve = Gsm8kTextAgent()
-check = Gsm8kToolAgent()
+solve_with_tools = Gsm8kToolAgent()
 
 
-def check_answer(arguments: str, final: str) -> str:
-    """Return the result of the `check_answer` tool for the JSON ``arguments`` and the correct answer."""
+def check_answer(arguments: str, expected: str) -> str:
+    """Return the result of the `check_answer` tool for the JSON ``arguments``: whether the answer equals
+    ``expected``, or `error` if the arguments are invalid."""
     try:
         number = final_number(str(json.loads(arguments)["answer"]))
     except (ValueError, TypeError, KeyError):
         return "error"
-    return CORRECT if number is not None and abs(number - float(final)) < 1e-6 else WRONG
+    return CORRECT if number is not None and abs(number - float(expected)) < 1e-6 else WRONG
 
 
-def _text_examples(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+def _make_text_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     messages: list[Any] = [
         {"role": "system", "content": "Write the calculation, then the answer behind ####."}
     ]
@@ -102,12 +103,12 @@ def _text_examples(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
             {"role": "user", "content": question},
             {"role": "assistant", "content": expression},
             {"role": "user", "content": f"= {answer}"},
-            {"role": "assistant", "content": f"{ANSWER_MARK} {answer}"},
+            {"role": "assistant", "content": f"{ANSWER_MARKER} {answer}"},
         ]
     return messages
 
 
-def _tool_examples(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
+def _make_tool_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then check_answer."}]
     for number, (question, expression, answer) in enumerate(examples):
         messages += [

@@ -25,7 +25,6 @@ class OpenAIAgent:
     async def complete(
         self, session: AgentSession, messages: list[Any], **options: Any
     ) -> ChatCompletionMessage:
-        """Send a chat request and return the model's reply."""
         client = self.client_for(session)
         response: ChatCompletion = await client.chat.completions.create(
             model=session.model, messages=messages, **options

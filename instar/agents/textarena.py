@@ -44,7 +44,7 @@ class TextArenaAgent(OpenAIAgent):
             messages.append({"role": "assistant", "content": text})
             game.move(text)
             turns += 1
-        rewards = game.rewards()
+        rewards = game.collect_rewards()
         return turns, unfinished if rewards is None else float(rewards[own_player])
 
 

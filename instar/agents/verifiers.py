@@ -1,5 +1,4 @@
-"""An agent that runs a `verifiers` environment on one row of its dataset. The environment's rubric computes
-the reward."""
+"""An agent that runs a `verifiers` environment on one dataset row. The environment computes the reward."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from instar.backends.base import ADAM_FIELDS, BackendCapabilities
 from instar.backends.factory import get_known_capabilities
-from instar.backends.packages import REQUIREMENTS, InstalledPackage, inspect_packages
+from instar.backends.packages import REQUIREMENTS, PackageStatus, inspect_packages
 from instar.backends.resolve import detect_backend, find_services_in_environment
 from instar.cli.backends_serve import serve
 from instar.cli.options import AsJson, new_app
@@ -105,7 +105,7 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
     return rows, conflict
 
 
-def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, reason: str | None) -> BackendRow:
+def _make_row(name: str, package: PackageStatus | None, is_chosen: bool, reason: str | None) -> BackendRow:
     # The capabilities of plugins are unknown.
     config = RunConfig.model_validate({"backend": name}).backend if name in REQUIREMENTS else None
     capabilities = get_known_capabilities(config) if config else None
@@ -118,7 +118,7 @@ def _make_row(name: str, package: InstalledPackage | None, is_chosen: bool, reas
         why=reason,
         losses=sorted(capabilities.losses) if capabilities else [],
         features=_list_features(capabilities) if capabilities else [],
-        optimizer=sorted(capabilities.optimizer) if capabilities else [],
+        optimizer=sorted(capabilities.optimizer_settings) if capabilities else [],
         artifacts=sorted(capabilities.artifacts) if capabilities else [],
     )
 

@@ -14,7 +14,7 @@ import yaml
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import remove_api_key
-from instar.cli.config_file import DEMO, ConfigMistakes, load_config
+from instar.cli.config_file import DEMO, InvalidConfigError, load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides, new_app
 from instar.cli.output import print_json
 from instar.cluster.data import pin_data
@@ -27,19 +27,19 @@ app = new_app()
 
 @app.command()
 def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Report mistakes in a run's YAML file, including missing files, programs, functions and datasets."""
+    """Report errors in a run's YAML file, including missing files, programs, functions and datasets."""
     try:
         config = load_config(file, overrides or ())
         if missing := list(_find_missing(config)):
-            raise ConfigMistakes(str(file), missing)
+            raise InvalidConfigError(str(file), missing)
         try:
             notes = check_run(config, os.environ)[1]
         except ConfigError as error:
-            raise ConfigMistakes(str(file), [str(error)]) from error
+            raise InvalidConfigError(str(file), [str(error)]) from error
     except ConfigError as error:
         if as_json:
-            mistakes = error.mistakes if isinstance(error, ConfigMistakes) else [str(error)]
-            print_json({"ok": False, "mistakes": mistakes})
+            errors = error.errors if isinstance(error, InvalidConfigError) else [str(error)]
+            print_json({"ok": False, "mistakes": errors})
         else:
             typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None

@@ -1,4 +1,4 @@
-"""Explain the mistakes in a run's settings, one line each: the path, what is wrong, and the value."""
+"""Explain the errors in a run's settings, one line each: the path, what is wrong, and the value."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MAX_SHOWN_LENGTH = 80
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each invalid setting. ``settings`` is the parsed file, which shows whether the user
-    wrote a single section or a list of sections."""
+    """Return one line for each invalid setting. ``settings`` is the parsed file. A path contains an index
+    only if the user wrote a list of sections, and not a single section."""
     by_path: dict[str, list[tuple[str, str]]] = {}
     for item in error.errors():
         location = item["loc"]

@@ -1,7 +1,7 @@
 """Read a run's YAML file into a RunConfig.
 
 A relative path in the file is relative to the file's folder. A relative path in ``--set`` is relative to the
-working folder.
+working directory.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from instar.types import Json
 DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
-class ConfigMistakes(ConfigError):
-    """All mistakes in a run's settings, one line each."""
+class InvalidConfigError(ConfigError):
+    """Lists all errors in a run's settings, one per line."""
 
-    def __init__(self, origin: str, mistakes: Sequence[str]) -> None:
-        self.mistakes = list(mistakes)
-        count = f"{len(mistakes)} mistake{'s' * (len(mistakes) > 1)}"
-        super().__init__("\n  ".join([f"{origin}: {count}", *mistakes]))
+    def __init__(self, origin: str, errors: Sequence[str]) -> None:
+        self.errors = list(errors)
+        count = f"{len(errors)} error{'s' * (len(errors) > 1)}"
+        super().__init__("\n  ".join([f"{origin}: {count}", *errors]))
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the validated settings of a YAML file, with the overrides applied. Make the file's folder and
-    the working folder importable, for functions that the settings refer to."""
+    the working directory importable, for functions that the settings refer to."""
     data = _read_yaml(path)
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
@@ -49,7 +49,7 @@ def validate(data: Json, origin: str) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ConfigMistakes(origin, explain(error, data)) from error
+        raise InvalidConfigError(origin, explain(error, data)) from error
 
 
 def apply_overrides(data: Json, overrides: Sequence[str]) -> Json:
@@ -132,7 +132,7 @@ def _make_absolute(value: Any, folder: Path) -> Any:
 
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
     """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an interpreter
-    (`./env/bin/python`) and exported data. Also set the default working folder of a command agent."""
+    (`./env/bin/python`) and exported data. Also set the default working directory of a command agent."""
     match data:
         case {"data": list() as sources}:
             data["data"] = [_make_source_absolute(source, folder) for source in cast(list[Any], sources)]
@@ -170,7 +170,8 @@ def _make_source_absolute(source: Any, folder: Path) -> Any:
 
 
 def _make_importable(folder: Path) -> None:
-    """Make the file's folder and the working folder importable, here and in the run's processes."""
+    """Add the config file's folder and the working directory to `sys.path`, and to `PYTHONPATH` so that the
+    run's processes can import from them too."""
     folders = [str(folder), str(Path.cwd())]
     for path in reversed(folders):
         if path not in sys.path:

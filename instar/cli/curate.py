@@ -99,11 +99,11 @@ async def load_group_sessions(
     summaries: list[SessionSummary] = []
     for start in range(0, len(complete), PAGE_SIZE):
         page = complete[start : start + PAGE_SIZE]
-        final: list[Session] = []
+        final_sessions: list[Session] = []
         for sessions in (await store.group_sessions(page, config.agent_id)).values():
             ended = [session for session in sessions if session.status in ENDED_STATUSES]
-            final += select_final_sessions(ended)
-        summaries += await _summarize_sessions(store, final, combine)
+            final_sessions += select_final_sessions(ended)
+        summaries += await _summarize_sessions(store, final_sessions, combine)
     return summaries
 
 

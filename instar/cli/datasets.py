@@ -33,7 +33,7 @@ from instar.errors import ConfigError
 from instar.store.base import DatasetRow, Run, Store
 from instar.types import Json
 
-RUNS = Path("runs")
+DEFAULT_RUNS_DIR = Path("runs")
 NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
 
 app = new_app()
@@ -152,7 +152,7 @@ async def import_sessions(
     """Import exported sessions. Existing sessions are kept; the import fails if one of them differs."""
     manifest = importing.verify_content(folder)
     name = run or (into.name if into is not None else manifest.run)
-    target = into if into is not None else RUNS / name
+    target = into if into is not None else DEFAULT_RUNS_DIR / name
     if not RunFolder(target).config_file.is_file():
         _check_name(name)
         RunFolder(target).create(RunConfig(name=name, dir=target.resolve()))
@@ -175,7 +175,8 @@ async def import_sessions(
 def _check_name(name: str) -> None:
     if not NAME_PATTERN.match(name):
         raise ConfigError(
-            f"{name!r} is not a valid name; use letters and digits and, after the first character, . _ or -"
+            f"{name!r} is not a valid name; names must start with a letter or digit and may contain only "
+            "letters, digits, '.', '_' and '-'."
         )
 
 
@@ -192,7 +193,7 @@ async def _open_index(folder: Path) -> AsyncGenerator[Store]:
 
 @app.command("ls")
 @async_command
-async def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
+async def list_datasets(runs: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
     """List datasets with version, number of sessions, format, hash and folder."""
     rows: list[DatasetRow] = []
     if any((runs / file).is_file() for file in (DATASET_INDEX_FILE, "config.json")):
@@ -214,7 +215,7 @@ async def list_datasets(runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
 async def add(
     name: Annotated[str, typer.Argument(help="The dataset's name.")],
     folder: Annotated[Path, typer.Argument(help="A folder written by `instar sessions export`.")],
-    runs: RunsDir = RUNS,
+    runs: RunsDir = DEFAULT_RUNS_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Register exported data as the next version of a dataset. If the same content is already registered, it
@@ -231,7 +232,7 @@ async def add(
 
 @app.command()
 @async_command
-async def show(name: DatasetName, runs: RunsDir = RUNS, as_json: AsJson = False) -> None:
+async def show(name: DatasetName, runs: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJson = False) -> None:
     """Show a dataset's folder and manifest."""
     async with _open_index(runs) as index:
         row = await index.dataset(*_parse_dataset_name(name))
@@ -258,7 +259,7 @@ async def remove(
     files: Annotated[
         bool, typer.Option("--files", help="Also delete the folders, unless another dataset uses them.")
     ] = False,
-    runs: RunsDir = RUNS,
+    runs: RunsDir = DEFAULT_RUNS_DIR,
     as_json: AsJson = False,
 ) -> None:
     """Remove a dataset, or one version of it, from the index. The files are kept unless --files is set."""

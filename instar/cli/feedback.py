@@ -125,7 +125,7 @@ def _feedback_service(config: RunConfig, store: Store, *, needs_renderer: bool =
         Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
-        max_context=lambda: config.model.max_context,
+        get_max_context=lambda: config.model.max_context,
         models=config.models,
         reward_range=config.gateway.reward_range,
     )

@@ -29,7 +29,7 @@ COMMANDS = {
     "report": Command("report:report", "Write a run's report: reward curves and an HTML page."),
     "plan": Command("plan:plan", "Show what the next training step would train on, and why."),
     "curate": Command("curate:curate", "Find duplicates and signs of reward hacking; --apply tags them."),
-    "rescore": Command("rescore:rescore", "Score stored sessions with another rule or judge."),
+    "rescore": Command("rescore:rescore", "Score stored sessions with a different rule or judge."),
     "roles": Command("roles:roles", "List, drain, stop, start or restart the processes of a run."),
     "status": Command("roles:status", "Show the activity, address and log file of each process of a run."),
     "doctor": Command("doctor:doctor", "Check this machine for missing packages and other problems."),

@@ -25,7 +25,6 @@ def select_fields(item: object, *names: str) -> Json:
 
 
 def plain_table(*columns: Column | str) -> Table:
-    """Return a table without borders."""
     return Table(*columns, box=None, padding=(0, 1, 0, 0))
 
 

@@ -18,7 +18,7 @@ from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
-from instar.trainer.loop import EPOCH
+from instar.trainer.loop import LIVE_EPOCH
 from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
 
 WAITING_STATUSES = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
@@ -63,8 +63,8 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
         state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, EPOCH, latest_policy.version, step_by_version)
-    corrections = await load_corrections(store, config.name, config.trainer, step, EPOCH)
+    batch = await batcher.preview(step, LIVE_EPOCH, latest_policy.version, step_by_version)
+    corrections = await load_corrections(store, config.name, config.trainer, step, LIVE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
     version = latest_policy.version
@@ -78,7 +78,7 @@ async def _load_groups(
     waiting_groups: dict[str, Group] = {}
     counts: Counter[str] = Counter()
     for status in WAITING_STATUSES:
-        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=EPOCH):
+        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=LIVE_EPOCH):
             waiting_groups[group.group_id] = group
             counts[status.value] += 1
     batch_ids = dict.fromkeys(claim.group_id for claim in batch.claims if claim.group_id is not None)
@@ -131,11 +131,11 @@ def _print(console: Console, plan: StepPlan) -> None:
     status = "would train on" if plan.batch.is_full else f"is waiting ({ready}); it would train on"
     console.print(
         f"step {plan.step}, from version {plan.version}: {status} {report['samples']} samples, "
-        f"{report['tokens']} trained tokens of {report['sequence_tokens']}",
+        f"{report['tokens']} of {report['sequence_tokens']} tokens",
         highlight=False,
     )
-    numbers = [Column(name, justify="right") for name in ("reward", "advantage", "stale", "tokens")]
-    table = plain_table("group", "task", "session", *numbers, "outcome")
+    number_columns = [Column(name, justify="right") for name in ("reward", "advantage", "stale", "tokens")]
+    table = plain_table("group", "task", "session", *number_columns, "outcome")
     tokens = _tokens_by_sample(plan)
     for group in plan.groups:
         for index, claim in enumerate(_claims_of_group(plan, group)):

@@ -23,9 +23,9 @@ from instar.store.sqlite import SqliteStore
 HEAD = """# Configuration
 
 One YAML file describes a run. This page is generated from `instar/config/` (`make docs`);
-`instar config check run.yaml` explains mistakes, `instar config show run.yaml` prints every setting.
-Sections marked with `type` have variants, selected by the value of `type:`. A relative path in the file
-is relative to the file's folder; a relative path in `--set` is relative to the working folder.
+`instar config check run.yaml` reports errors, `instar config show run.yaml` prints every setting.
+Some sections have several types; `type` selects one, and each type has its own settings. A relative path in
+the file is relative to the file's folder; a relative path in `--set` is relative to the working directory.
 """
 
 
@@ -84,7 +84,7 @@ def _render_section(
             text = " ".join((children[0].__doc__ or "").split())
         rows.append(f"| `{name}` | {_format_type(field.annotation)} | {default} | {text} |")
     table = "| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    parts.append(table if rows else "It has no settings.")
+    parts.append(table if rows else "This section has no settings.")
     for child, child_path in subsections:
         _render_section(child, child_path, parts, rendered)
 

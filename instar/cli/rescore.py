@@ -1,4 +1,4 @@
-"""`instar rescore`: score stored sessions with another rule or judge."""
+"""`instar rescore`: score stored sessions with a different rule or judge."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ from instar.types import Group, Json, ScoreState, Session, SessionStatus, Task
 
 @dataclass(slots=True)
 class RescoreCounts:
-    """The number of sessions by result."""
-
     scored: int = 0
     fallback: int = 0
     """The number of sessions that the scorer could not score."""
@@ -65,7 +63,7 @@ async def rescore(
     async with AsyncExitStack() as stack:
         config, store = await stack.enter_async_context(open_run_store(run_dir))
         await require_sessions(store, config.name, where.ids)
-        rescore_config = _with_other_scorers(config, reward or (), config_file)
+        rescore_config = _replace_scorers(config, reward or (), config_file)
         sections, rollout = rescore_config.reward, rescore_config.rollout
         uses_task_scorer = any(section.type == "rule" and section.function is None for section in sections)
         tasks = load_tasks(rollout.tasks) if uses_task_scorer and rollout else None
@@ -87,7 +85,7 @@ async def rescore(
             typer.echo(f"  {count} failed: {reason}")
 
 
-def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
+def _replace_scorers(config: RunConfig, rewards: Sequence[str], file: Path | None) -> RunConfig:
     """Return the run's config with the scorers from ``rewards`` or ``file``. Exactly one must be set."""
     if bool(rewards) == (file is not None):
         shown = "neither" if file is None else "both"
@@ -104,8 +102,8 @@ def _with_other_scorers(config: RunConfig, rewards: Sequence[str], file: Path | 
     settings: Json = config.model_dump(mode="json", exclude_unset=True) | {"reward": sections}
     scoring: Json = settings.get("scoring") or {}
     scoring.pop("combine", None)  # it may refer to scorers that are not used here
-    if (working_folder := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, working_folder)  # it may contain a rule's function
+    if (working_directory := str(Path.cwd())) not in sys.path:
+        sys.path.insert(0, working_directory)  # it may contain a rule's function
     return validate(settings, "--reward")
 
 
@@ -159,7 +157,7 @@ class SessionRescorer:
     async def _group_for_scoring(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
         """Return lists of session ids to score together, each with its task. A list contains one session or,
         if the scorer compares sessions, all ``sessions`` of a group."""
-        units: list[tuple[Task, list[str]]] = []
+        tasks_and_ids: list[tuple[Task, list[str]]] = []
         by_group: dict[str, list[str]] = {}
         groups: dict[str, Group | None] = {}
         for session in sessions:
@@ -171,11 +169,11 @@ class SessionRescorer:
             if group is not None and group.accepts(session) and isinstance(self._scorer, GroupScorer):
                 if group_id not in by_group:
                     by_group[group_id] = []
-                    units.append((task, by_group[group_id]))
+                    tasks_and_ids.append((task, by_group[group_id]))
                 by_group[group_id].append(session.session_id)
             else:
-                units.append((task, [session.session_id]))
-        return units
+                tasks_and_ids.append((task, [session.session_id]))
+        return tasks_and_ids
 
     async def _score(self, task: Task, session_ids: list[str]) -> None:
         async def load() -> list[Transcript]:

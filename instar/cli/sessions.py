@@ -1,5 +1,4 @@
-"""`instar sessions`: the subcommands `ls` and `show`. `tag`, `untag`, `export` and `import` are in other
-modules."""
+"""`instar sessions`: the subcommands `ls` and `show`. Other modules define the other subcommands."""
 
 from __future__ import annotations
 
@@ -34,8 +33,6 @@ app.command("import")(import_sessions)
 
 @dataclass(frozen=True, slots=True)
 class ListedSession:
-    """A session with its combined reward and its tags."""
-
     row: SessionRow
     reward: float | None
     tags: list[Tag]
@@ -63,7 +60,7 @@ async def list_sessions(
         return
     _print_table(sessions)
     if len(rows) == limit:
-        typer.echo(f"Older sessions: --before {rows[0].seq}", err=True)
+        typer.echo(f"To list older sessions, use --before {rows[0].seq}.", err=True)
 
 
 async def _load_listed_sessions(
@@ -81,9 +78,10 @@ async def _load_listed_sessions(
 
 def _print_table(sessions: Sequence[ListedSession]) -> None:
     # Truncated ids and words are useless, so their columns have a minimum width.
-    words = [Column("session", no_wrap=True, min_width=25), Column("channel"), Column("status", min_width=9)]
-    numbers = [Column(name, justify="right", min_width=len(name)) for name in ("calls", "tokens", "reward")]
-    table = plain_table(*words, "task", *numbers, "tags", "reason")
+    text_columns = [Column("session", no_wrap=True, min_width=25), "channel", Column("status", min_width=9)]
+    number_names = ("calls", "tokens", "reward")
+    number_columns = [Column(name, justify="right", min_width=len(name)) for name in number_names]
+    table = plain_table(*text_columns, "task", *number_columns, "tags", "reason")
     for listed in sessions:
         row, session = listed.row, listed.row.session
         tag_texts = [f"{tag.name}={tag.value}" if tag.value else tag.name for tag in listed.tags]
@@ -157,8 +155,8 @@ async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
     matches = [row.session for row in rows if row.session.session_id.startswith(id_prefix)]
     if len(matches) != 1:
         raise InstarError(
-            f"{len(matches)} sessions in this run have an id that starts with {id_prefix!r}; choose an id "
-            "from `instar sessions ls`."
+            f"{len(matches) or 'no'} sessions in this run have an id that starts with {id_prefix!r}; choose "
+            "an id from `instar sessions ls`."
         )
     return matches[0]
 
@@ -232,10 +230,10 @@ def _print(console: Console, details: SessionDetails) -> None:
 
 def _call_heading(number: int, call: Call) -> str:
     versions = sorted({int(version) for version in call.versions})
-    shown = "–".join(str(version) for version in dict.fromkeys([*versions[:1], *versions[-1:]])) or "none"
+    version_range = "–".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]]))) or "none"
     return (
         f"call {number} · {call.link} · {len(call.prompt_ids)} prompt + {len(call.sampled_ids)} sampled "
-        f"tokens · version {shown} · {call.finish_reason}"
+        f"tokens · version {version_range} · {call.finish_reason}"
     )
 
 

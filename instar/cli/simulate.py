@@ -29,7 +29,7 @@ from instar.engines.factory import resolve_vllm_config
 from instar.errors import ConfigError
 from instar.simulate import pipeline
 from instar.simulate.base import ClusterSpec, EngineSpeed, SimulationResult, Workload
-from instar.simulate.bound import ThroughputBound, upper_bound
+from instar.simulate.bound import ThroughputBound, compute_upper_bound
 from instar.simulate.measure import measure
 from instar.simulate.pipeline import MAX_FAILED_GROUPS
 from instar.simulate.recommend import Recommendation, recommend
@@ -88,7 +88,7 @@ def simulate(
                 seed=seed,
                 on_trial=status.update,
             )
-    bound = upper_bound(simulated_workload, cluster)
+    bound = compute_upper_bound(simulated_workload, cluster)
     if as_json:
         print_json(result_json(result, bound, recommendation, cluster))
     else:
@@ -121,7 +121,7 @@ def cluster_from_config(
         trains_on_failed=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
         versions_per_token=switches_policy_mid_reply(config),
-        live_groups=config.count_live_groups,
+        live_group_counter=config.count_live_groups,
     )
 
 
@@ -240,7 +240,7 @@ def _print_result(
     recommendation: Recommendation | None,
     cluster: ClusterSpec,
 ) -> None:
-    title = f"{cluster.engines} engines, max_staleness {cluster.max_staleness}"
+    title = f"{cluster.engines} engine(s), max_staleness {cluster.max_staleness}"
     table = Table(title=title, show_header=False)
     rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
@@ -288,7 +288,7 @@ def _print_recommendation(console: Console, recommendation: Recommendation) -> N
         )
     console.print(table)
     console.print(
-        f"Recommended: {recommendation.engines} engines, "
+        f"Recommended: {recommendation.engines} engine(s), "
         f"trainer.max_staleness {recommendation.max_staleness}. {recommendation.reason}.",
         highlight=False,
     )

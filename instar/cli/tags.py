@@ -91,4 +91,4 @@ async def untag_sessions(
     if as_json:
         print_json({"untagged": count})
     else:
-        typer.echo(f"{count} session(s) untagged {tag_name}")
+        typer.echo(f"removed the tag {tag_name} from {count} session(s)")

@@ -26,7 +26,7 @@ LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
 """Roles that run until they are stopped. They are restarted even if they exit with code 0."""
 STOP_ORDER = (("rollout", "rewards", "trainer"), ("gateway",), ("engine", "teacher"))
 """The order in which groups of roles are stopped. Roles stop before the roles that they depend on."""
-KILL_SECONDS = 5.0
+KILL_TIMEOUT_SECONDS = 5.0
 """How long `stop` waits for a killed process to exit. A process blocked in a driver may take longer."""
 RESTART_BACKOFF = (0.2, 0.5, 1.0, 2.0, 4.0, 8.0)
 """Delays before successive restarts, in seconds. The run fails if the role dies again after the last one."""
@@ -86,7 +86,7 @@ class Cluster(ABC):
         """Start a role, restart it whenever it dies, and return its handle."""
 
     def describe_listen_host(self, host: str) -> str:
-        """Describe, for a message, where a role that is configured with ``host`` listens."""
+        """Return the listening address of a role that is configured with ``host``, as text for messages."""
         return host
 
     async def wait(self, name: str) -> int:
@@ -110,7 +110,7 @@ class Cluster(ABC):
         """Watch a role in the background. An error in the watcher makes the run fail, because nothing else
         would notice that the role exits."""
 
-        def check(watcher: asyncio.Task[None]) -> None:
+        def handle_done(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
                 return
             self.fail(InstarError(f"the watcher of {role.name} failed: {type(error).__name__}: {error}"))
@@ -120,7 +120,7 @@ class Cluster(ABC):
                 role.exit_code.set_result(EXIT_FATAL)
 
         self._watchers[role.name] = asyncio.create_task(watch)
-        self._watchers[role.name].add_done_callback(check)
+        self._watchers[role.name].add_done_callback(handle_done)
 
     @abstractmethod
     def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
@@ -149,7 +149,7 @@ class Cluster(ABC):
         if role.exit_code.done():
             return True
         self.kill(name)
-        await asyncio.wait({role.exit_code}, timeout=KILL_SECONDS)
+        await asyncio.wait({role.exit_code}, timeout=KILL_TIMEOUT_SECONDS)
         if not role.exit_code.done():
             self.log(f"{name} was killed but has not exited; see {role.log}")
         return False

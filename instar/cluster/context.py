@@ -1,4 +1,4 @@
-"""The environment of a role process: its config, its store and its stop events."""
+"""The context of a role process: its config, URL, listening socket, store and stop events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from instar.types import Endpoint
 
 ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_INTERVAL_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
-"""The state that the rollout announces when it exits because all steps are trained."""
+"""The activity that the rollout announces when it exits because all steps are trained."""
 
 
 class RoleContext:
@@ -39,7 +39,7 @@ class RoleContext:
         self.drain = asyncio.Event()
         """Set when the role should finish its current work, accept no new work, and exit."""
 
-    def socket(self) -> socket.socket:
+    def open_inherited_listener(self) -> socket.socket:
         return socket.socket(fileno=self.arguments.fd)
 
     async def open_store(self) -> Store:
@@ -53,14 +53,14 @@ class RoleContext:
         await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE_ENV]))
         return store
 
-    async def heartbeat(self, store: Store, doing: Callable[[], str]) -> None:
-        """Announce the role's state repeatedly until cancelled."""
+    async def heartbeat(self, store: Store, get_activity: Callable[[], str]) -> None:
+        """Announce the role's activity repeatedly until cancelled."""
         while True:
-            await self.announce(store, doing())
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await self.announce(store, get_activity())
+            await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
 
-    async def announce(self, store: Store, doing: str) -> None:
+    async def announce(self, store: Store, activity: str) -> None:
         log = log_location(os.environ.get(HOST_ENV, ""), self.folder.log(self.name))
         await store.put_endpoint(
-            Endpoint(self.run_id, self.role, self.name, self.url, os.getpid(), doing, log, time.time())
+            Endpoint(self.run_id, self.role, self.name, self.url, os.getpid(), activity, log, time.time())
         )

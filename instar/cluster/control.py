@@ -1,4 +1,4 @@
-"""Stop, drain, restart and start individual roles of a run while the other roles keep running.
+"""List the roles of a run, and stop, drain, restart or start one role while the others keep running.
 
 The run listens on a Unix socket in its folder that only its own user can open. A request is a line of JSON
 such as ``{"do": "drain", "name": "engine-0", "timeout": 60}``. When the action is complete, the response is a
@@ -27,17 +27,17 @@ from instar.types import Endpoint
 from instar.umask import use_umask
 
 Action = Literal["restart", "drain", "stop", "start"]
-DRAIN_SECONDS = 600.0
-STOP_SECONDS = 10.0
-ACTIVITIES = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
+DRAIN_TIMEOUT_SECONDS = 600.0
+STOP_TIMEOUT_SECONDS = 10.0
+STATES_DURING_ACTION = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
 MAX_SOCKET_PATH_BYTES = 100
-"""A Unix socket's path may have this length on every operating system."""
+"""The maximum length of a Unix socket's path that every operating system allows."""
 
 
 class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
     do: Literal["list", "restart", "drain", "stop", "start"]
     name: str = ""
-    timeout: float = DRAIN_SECONDS
+    timeout: float = DRAIN_TIMEOUT_SECONDS
     """Seconds that a role has to drain, for `drain` and `restart`, before it is stopped."""
 
 
@@ -69,12 +69,12 @@ class RoleController:
         self._run_id = run_id
         self._held: dict[str, asyncio.Event] = {}
         """The held roles by name, each with an event that is set when the role is released."""
-        self._activities: dict[str, str] = {}
-        """The current activity, such as ``draining``, of each role that a request is acting on."""
+        self._pending_states: dict[str, str] = {}
+        """The state, such as ``draining``, of each role that a request is acting on."""
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code once it has exited and is not held. Raises an error if the run fails.
+        """Return the role's exit code once it has exited and is not held. If the run fails, raise its error.
 
         If the role is held, wait until it has been started again and has exited, or has been released.
         """
@@ -88,20 +88,19 @@ class RoleController:
             self.cluster.raise_failure()
 
     def release_all(self) -> None:
-        """Release all held roles and refuse to start any, because the run is ending."""
+        """Mark the run as ending: release all held roles, and reject later requests to start a role."""
         self._is_ending = True
         for name in list(self._held):
             self._release(name)
 
     def retire(self, name: str) -> None:
-        """Release the role and refuse to start it again, because it is no longer needed."""
+        """Mark the role as no longer needed: release it, and reject later requests to start it."""
         if (role := self.cluster.roles.get(name)) is not None:
             role.is_retired = True
         self._release(name)
 
     async def handle(self, request: ControlRequest) -> list[RoleStatus]:
-        """Carry out a request and return the status of all roles. Raises InstarError if the request cannot be
-        carried out."""
+        """Carry out a request and return the status of all roles. Raises InstarError if it fails."""
         if request.do != "list":
             roles = self.cluster.roles
             if request.name not in roles:
@@ -112,13 +111,13 @@ class RoleController:
 
     async def _act(self, action: Action, role: RoleHandle, timeout: float) -> None:
         name = role.name
-        if name in self._activities:
-            raise InstarError(f"{name} is already {self._activities[name]}")
+        if name in self._pending_states:
+            raise InstarError(f"{name} is already {self._pending_states[name]}")
         if action == "start" and not role.exit_code.done():
             raise InstarError(f"{name} is already running")
         if action in ("drain", "stop") and role.exit_code.done():
             raise InstarError(f"{name} is not running")
-        self._activities[name] = ACTIVITIES[action]
+        self._pending_states[name] = STATES_DURING_ACTION[action]
         try:
             if action == "stop":
                 await self._stop(role)
@@ -129,11 +128,11 @@ class RoleController:
             if action in ("start", "restart"):
                 if reason := self._find_refusal_reason(role):
                     raise InstarError(f"{name} cannot be started because {reason}")
-                self._activities[name] = "starting"
+                self._pending_states[name] = "starting"
                 await self.cluster.restart(name)
                 self._release(name)
         finally:
-            self._activities.pop(name, None)
+            self._pending_states.pop(name, None)
 
     async def _drain(self, role: RoleHandle, timeout: float) -> None:
         self._hold(role)
@@ -151,9 +150,9 @@ class RoleController:
 
     async def _stop(self, role: RoleHandle) -> None:
         self._hold(role)
-        self._activities[role.name] = "stopping"
+        self._pending_states[role.name] = "stopping"
         self.cluster.log(f"stopping {role.name}")
-        await self.cluster.stop(role.name, STOP_SECONDS)
+        await self.cluster.stop(role.name, STOP_TIMEOUT_SECONDS)
 
     def _hold(self, role: RoleHandle) -> None:
         """Hold the role, unless it cannot be started again. The run would wait for such a role forever."""
@@ -172,8 +171,8 @@ class RoleController:
             released.set()
 
     def _state(self, role: RoleHandle) -> str:
-        if role.name in self._activities:
-            return self._activities[role.name]
+        if role.name in self._pending_states:
+            return self._pending_states[role.name]
         if not role.exit_code.done():
             return "stopping" if role.is_stopping else "running"
         if role.name in self._held:
@@ -215,8 +214,7 @@ async def serve_control_socket(control: RoleController, path: Path) -> AsyncGene
 
 @contextmanager
 def _bind_socket(path: Path) -> Generator[socket.socket]:
-    """Yield a socket that is bound to ``path``. If ``path`` is too long for a socket, it becomes a link to
-    one."""
+    """Yield a socket that is bound to ``path``. If ``path`` is too long, it becomes a link to the socket."""
     path.unlink(missing_ok=True)
     with ExitStack() as resources:
         listener = resources.enter_context(socket.socket(socket.AF_UNIX))
@@ -257,8 +255,8 @@ async def _handle_line(control: RoleController, line: bytes) -> ControlResponse:
 
 async def send_control_request(path: Path, request: ControlRequest) -> list[RoleStatus]:
     """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
-    InstarError if the run refuses the request or does not answer, and ConnectionError or FileNotFoundError if
-    nothing listens at ``path``."""
+    InstarError if the run rejects the request or does not respond in time, and ConnectionError or
+    FileNotFoundError if nothing listens at ``path``."""
     reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
     try:
         writer.write(msgspec.json.encode(request) + b"\n")
@@ -267,7 +265,7 @@ async def send_control_request(path: Path, request: ControlRequest) -> list[Role
             line = await reader.readline() or b'{"error": "the run has ended"}'
             response = msgspec.json.decode(line, type=ControlResponse)
     except TimeoutError:
-        raise InstarError(f"the run did not answer within {2 * request.timeout + 60:g} s") from None
+        raise InstarError(f"the run did not respond within {2 * request.timeout + 60:g} s") from None
     finally:
         writer.close()
     if response.error is not None:

@@ -19,11 +19,11 @@ from instar.config import RunConfig
 from instar.models import usable_cores
 from instar.store.base import Store
 
-POLL_SECONDS = 0.25
+POLL_INTERVAL_SECONDS = 0.25
 HEARTBEAT_EXPIRY_SECONDS = 5.0
 """Announcements older than this are ignored, because the role may have exited."""
-IDLE_STATES = {"engine": "idle", "trainer": "finished"}
-"""The state that each role announces while it does not use its cores."""
+IDLE_ACTIVITIES = {"engine": "idle", "trainer": "finished"}
+"""The activity that each role announces while it does not use its cores."""
 
 
 async def share_cores(
@@ -48,12 +48,12 @@ async def share_cores(
         if host:  # on a Ray cluster, the path of a log starts with the role's host
             endpoints = [e for e in endpoints if e.log.startswith(f"{host}:")]
         is_busy = any(
-            e.doing != IDLE_STATES[other_role] and time.time() - e.heartbeat < HEARTBEAT_EXPIRY_SECONDS
+            e.doing != IDLE_ACTIVITIES[other_role] and time.time() - e.heartbeat < HEARTBEAT_EXPIRY_SECONDS
             for e in endpoints
         )
         cores = max(1, (total_cores // 2 if is_busy else total_cores) // process_count)
         if cores != current_cores:
             use_cores(cores)
             current_cores = cores
-        await asyncio.sleep(POLL_SECONDS)
+        await asyncio.sleep(POLL_INTERVAL_SECONDS)
     await wait_forever()

@@ -20,8 +20,7 @@ DATASET_INDEX_FILE = "datasets.db"
 
 
 def open_dataset_index(config: RunConfig) -> Store:
-    """Open the store that contains the dataset index: the PostgreSQL server, or a file next to the run
-    folders."""
+    """Open the store with the dataset index: the PostgreSQL server, or a file next to the run folders."""
     if isinstance(config.store, PostgresStoreConfig):
         return open_store(config)
     return open_dataset_index_in(config.run_dir.absolute().parent)
@@ -128,7 +127,8 @@ def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) ->
 
 
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
-    """Import the run's exported data into its store. Groups that were already imported are not changed."""
+    """Import the run's exported data into its store. Groups that were already imported are not changed.
+    Raises DataError if the data has changed or cannot be trained on."""
     if all(section.is_live for section in config.data):
         return
     rows = await _list_datasets(config)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 from instar.cluster.base import RoleHandle
-from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, RoleContext
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, RoleContext
 from instar.cluster.layout import engine_names, teacher_names
 from instar.cluster.tasks import background_tasks, wait_forever
 from instar.config import LocalClusterConfig
@@ -21,10 +21,10 @@ from instar.store.base import Store
 from instar.types import Endpoint
 
 DRAINING = "draining"
-"""The prefix of the state that a draining role announces."""
-POLL_SECONDS = 1.0
-ANSWER_SECONDS = 2.0
-"""Timeout for one engine to answer, so that an unreachable engine does not delay the others."""
+"""The prefix of the activity that a draining role announces."""
+POLL_INTERVAL_SECONDS = 1.0
+STATUS_TIMEOUT_SECONDS = 2.0
+"""Timeout for one engine's status, so that an unreachable engine does not delay the others."""
 
 
 class EndpointDirectory:
@@ -48,8 +48,7 @@ class EndpointDirectory:
         return [entry.url for entry in entries if include_draining or not entry.doing.startswith(DRAINING)]
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
-        """Return the role's URLs once there is at least one. Raises EngineUnavailable after ``timeout``
-        seconds."""
+        """Return the role's URLs once there is one. Raises EngineUnavailable after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not (urls := await self.list_urls(role)):
             if time.monotonic() > deadline:
@@ -58,42 +57,42 @@ class EndpointDirectory:
         return urls
 
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
-        """Keep passing the current URL of the role's only process to ``set_url`` until cancelled."""
+        """Pass the current URL of the role's only process to ``set_url`` repeatedly, until cancelled."""
         while True:
             for url in await self.list_urls(role):
                 set_url(url)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
 
 
 class EngineConnections:
-    """Connections to the engines of a run. ``skip_silent`` excludes engines that do not answer, unless none
-    of them answers."""
+    """Connections to the engines of a run. ``skip_unresponsive`` excludes engines that do not respond, unless
+    none of them responds."""
 
-    def __init__(self, directory: EndpointDirectory, token: str, *, skip_silent: bool = False) -> None:
+    def __init__(self, directory: EndpointDirectory, token: str, *, skip_unresponsive: bool = False) -> None:
         self._directory = directory
         self._token = token
-        self._skip_silent = skip_silent
+        self._skip_unresponsive = skip_unresponsive
         self._by_url: dict[str, RemoteEngine] = {}
 
     async def list_current(self) -> list[Engine]:
-        """Return the engines that have answered at their current address, except draining ones. Unless
-        ``skip_silent`` is set, this includes engines that have stopped answering."""
+        """Return the engines that have responded at their current address, except draining ones. Unless
+        ``skip_unresponsive`` is set, this includes engines that no longer respond."""
         urls = await self._directory.list_urls("engine", include_draining=False)
         await self._close_all_but(urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
         engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]
-        if not self._skip_silent:
+        if not self._skip_unresponsive:
             return engines
-        answers = await asyncio.gather(*map(_is_answering, engines))
-        return [engine for engine, answered in zip(engines, answers, strict=True) if answered] or engines
+        are_responsive = await asyncio.gather(*map(_is_responsive, engines))
+        pairs = zip(engines, are_responsive, strict=True)
+        return [engine for engine, is_responsive in pairs if is_responsive] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
-        """Return the engines once at least one has answered. Raises EngineUnavailable after ``timeout``
-        seconds."""
+        """Return the engines once one has responded. Raises EngineUnavailable after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
         while not (engines := await self.list_current()):
             if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no engine answered within {timeout:g} s")
+                raise EngineUnavailable(f"no engine responded within {timeout:g} s")
             await asyncio.sleep(0.1)
         return engines
 
@@ -103,7 +102,7 @@ class EngineConnections:
     async def _connect(self, url: str) -> None:
         engine = RemoteEngine(url, self._token)
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
+            async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
                 await engine.refresh()
         except (EngineUnavailable, TimeoutError):
             await engine.close()
@@ -115,9 +114,9 @@ class EngineConnections:
             await self._by_url.pop(url).close()
 
 
-async def _is_answering(engine: Engine) -> bool:
+async def _is_responsive(engine: Engine) -> bool:
     try:
-        async with asyncio.timeout(ANSWER_SECONDS):
+        async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
             await engine.status()
     except (InstarError, TimeoutError):
         return False
@@ -141,10 +140,10 @@ class DiscoveredEnginePool(EnginePool):
         self._token = token
         self._by_url: dict[str, RemoteEngine] = {}
 
-    async def start(self, timeout: float = 300.0) -> None:
+    async def connect(self, timeout: float = 300.0) -> None:
         async with background_tasks(self.watch_endpoints()):
             await self._directory.wait_for_urls(self._role, timeout)
-            await super().start(timeout)
+            await super().connect(timeout)
 
     async def watch_endpoints(self) -> None:
         """Update the pool whenever the addresses in the store change, until cancelled."""
@@ -152,7 +151,7 @@ class DiscoveredEnginePool(EnginePool):
             urls = await self._directory.list_urls(self._role)
             self._by_url = {url: self._by_url.get(url) or RemoteEngine(url, self._token) for url in urls}
             await self.replace(list(self._by_url.values()))
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
 
 async def connect_to_engines(
@@ -167,5 +166,5 @@ async def connect_to_engines(
         (url,) = await directory.wait_for_urls(role, timeout=300)
         return await RemoteEngine.connect(url, token, 300), wait_forever
     pool = DiscoveredEnginePool(directory, token, role=role, newest_policy=newest_policy)
-    await pool.start()
+    await pool.connect()
     return pool, pool.watch_endpoints

@@ -1,4 +1,4 @@
-"""End a command after Ctrl-C or SIGTERM, in bounded time even if something hangs."""
+"""Stop a command after Ctrl-C or SIGTERM, within a time limit even if something hangs."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from types import FrameType
 
 EXIT_INTERRUPTED = 130
 """The exit code after Ctrl-C, which is 128 + SIGINT as in shells. It is also used after SIGTERM."""
-CLEANUP_SECONDS = 30.0
+CLEANUP_TIMEOUT_SECONDS = 30.0
 """Seconds that the command has to stop its processes before they are killed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupts:
     """Handles SIGINT and SIGTERM. The first signal calls ``on_first_signal``, which by default cancels the
-    current task. A second signal, or a timer after ``cleanup_seconds``, calls ``kill`` and exits the
-    process."""
+    current task. After a second signal or ``cleanup_seconds``, ``kill`` is called and the process exits."""
 
     def __init__(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self.on_first_signal: Callable[[], object] = task.cancel
         self.kill: Callable[[], object] = lambda: None
-        self.cleanup_seconds = CLEANUP_SECONDS
+        self.cleanup_seconds = CLEANUP_TIMEOUT_SECONDS
         self.is_stopping = False
         self._loop = asyncio.get_running_loop()
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
         if self.is_stopping:
             if signum == signal.SIGALRM:
-                os.write(2, f"not stopped after {self.cleanup_seconds:g} s; killing all processes\n".encode())
+                message = f"still running after {self.cleanup_seconds:g} s; killing all processes\n"
+                os.write(2, message.encode())
             try:
                 self.kill()
             finally:
@@ -47,11 +47,11 @@ class Interrupts:
 
 @contextmanager
 def handle_interrupts() -> Generator[Interrupts]:
-    """Handle SIGINT and SIGTERM in the block. Raises KeyboardInterrupt if the block is cancelled after a
-    signal."""
+    """Handle SIGINT and SIGTERM in the block, but only in the main thread, as Python requires. Raises
+    KeyboardInterrupt if the block is cancelled after a signal."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
-        yield interrupts  # only the main thread can handle signals
+        yield interrupts
         return
     # The event loop's own signal handlers are not called while the loop is blocked.
     previous = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}

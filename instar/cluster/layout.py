@@ -64,7 +64,7 @@ def _count_processes(engine: EngineConfig) -> int:
 
 
 def engine_process_config(config: RunConfig, index: int) -> RunConfig:
-    """Return the config of one engine process, with its part of a mixed engine and its own vLLM server."""
+    """Return the config of one engine process: its part of a mixed engine, and only its own vLLM server."""
     engine = config.engine
     if isinstance(engine, MixedEngineConfig):
         for part in engine.parts:
@@ -102,16 +102,16 @@ class RunFolder:
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
-        self.metrics.touch()  # now, because the rollout, which may write to it first, has the user's umask
+        self.metrics.touch()  # made private here, because the rollout may write first with the user's umask
 
     def make_private(self) -> str:
-        """Remove other users' access if an earlier version of Instar created the folder. Return a message for
-        the user, or an empty string if other users had no access."""
+        """Remove other users' access if an earlier version of Instar created the folder, else recommend it.
+        Return a message for the user, or an empty string if other users had no access."""
         mode = self.path.stat().st_mode & 0o777
         if not mode & 0o077:
             return ""
         if self.config_file.is_file():
-            with suppress(OSError):  # some file systems have no modes
+            with suppress(OSError):  # some file systems do not support modes
                 self.path.chmod(mode & 0o700)
                 return f"made {self.path} private, because other users could read it (mode {mode:o})"
         return (
@@ -126,17 +126,18 @@ class RunFolder:
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(
-                f"{self.config_file} is invalid, perhaps because another version of Instar wrote it: "
+                f"{self.config_file} is invalid, perhaps because a different version of Instar wrote it: "
                 f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
             ) from error
         # The folder may have been moved since the config was written.
         return config.model_copy(update={"dir": self.path})
 
-    def lock(self, name: str, *, wait: float = 20.0) -> int:
-        """Lock a role until the returned descriptor is closed. Waits up to ``wait`` seconds for the lock."""
+    def lock(self, name: str, *, timeout: float = 20.0) -> int:
+        """Lock a role until the returned descriptor is closed. Raises InstarError if another process still
+        has the lock after ``timeout`` seconds."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
-        deadline = time.monotonic() + wait
+        deadline = time.monotonic() + timeout
         while True:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

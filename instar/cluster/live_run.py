@@ -40,7 +40,7 @@ from instar.store.factory import open_store
 from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
 REWARDS = "rewards"
-STATUS_SECONDS = 5.0
+STATUS_TIMEOUT_SECONDS = 5.0
 Phase = Literal["starting", "initial evaluation", "training", "final evaluation", "stopping", "done"]
 
 
@@ -59,7 +59,7 @@ class LiveRun:
     connected_urls: list[str] = field(default_factory=list[str])
     """The URLs of the engines to which ``engine`` is connected."""
     phase: Phase = "starting"
-    started: float = field(default_factory=time.monotonic)
+    started_at: float = field(default_factory=time.monotonic)
     is_stopped_by_user: bool = False
     watchers: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
     """Tasks that observe the run and are cancelled before the cluster and the store are closed."""
@@ -112,7 +112,7 @@ async def serve_run(
     async with AsyncExitStack() as resources:
         interrupts = resources.enter_context(handle_interrupts())
         resources.enter_context(use_umask(PRIVATE_UMASK))
-        resources.callback(os.close, folder.lock("supervisor", wait=2.0))
+        resources.callback(os.close, folder.lock("supervisor", timeout=2.0))
         if message := folder.make_private():
             log(message)
         store = open_store(config)
@@ -120,7 +120,7 @@ async def serve_run(
         if not resume and await store.run(config.name) is not None:  # several folders may share a store
             raise ConfigError(
                 f"name: the store already has a run named {config.name!r}. Continue it with --resume from "
-                "its folder, or choose a different name."
+                "its folder, or start a new run under a different `name`."
             )
         folder.create(config)
         await _register_run(config, store)
@@ -161,8 +161,8 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
     exists = folder.config_file.is_file()
     if exists and not resume:
         raise ConfigError(
-            f"The run folder {folder.path} already exists. Continue the run with --resume, or choose a "
-            "different name."
+            f"The run folder {folder.path} already exists. Continue the run with --resume, or start a new "
+            "run under a different `name`."
         )
     if resume and not exists:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
@@ -214,7 +214,7 @@ async def start_rollout(run: LiveRun, *arguments: str) -> None:
 
 
 async def start_teacher(run: LiveRun) -> None:
-    """Start the teacher's processes, if the teacher is an engine, and wait until they answer."""
+    """Start the teacher's processes, if the teacher is an engine, and wait until they respond."""
     for index, name in enumerate(teacher_names(run.config)):
         teacher = engine_process_config(teacher_config(run.config), index)
         is_cloud = isinstance(teacher.engine, CloudEngineConfig)
@@ -240,7 +240,7 @@ async def _start_with_secrets(
 
 
 async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> None:
-    """Wait until all processes of the ``roles`` answer. Raises InstarError after ``timeout`` seconds."""
+    """Wait until all processes of the ``roles`` respond. Raises InstarError after ``timeout`` seconds."""
     import aiohttp
 
     deadline = time.monotonic() + timeout
@@ -259,12 +259,12 @@ async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> N
                     pass
                 if time.monotonic() > deadline:
                     where = f"{handle.name} ({handle.url})"
-                    raise InstarError(f"{where} did not answer within {timeout:.0f} s; see {handle.log}")
+                    raise InstarError(f"{where} did not respond within {timeout:.0f} s; see {handle.log}")
                 await asyncio.sleep(0.1)
 
 
 async def engine_status(run: LiveRun) -> EngineStatus | None:
-    """Return the combined status of the engines, or None if no engine exists or answers."""
+    """Return the combined status of the engines, or None if there are no engines or none of them responds."""
     urls = run.engine_urls
     if not urls:
         return None
@@ -272,9 +272,9 @@ async def engine_status(run: LiveRun) -> EngineStatus | None:
         if run.engine is not None and run.connected_urls != urls:
             outdated, run.engine = run.engine, None
             await outdated.close()
-        async with asyncio.timeout(STATUS_SECONDS):
+        async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
             if run.engine is None:
-                run.engine = await connect_engines(urls, run.engine_token, timeout=STATUS_SECONDS)
+                run.engine = await connect_engines(urls, run.engine_token, timeout=STATUS_TIMEOUT_SECONDS)
                 run.connected_urls = urls
             return await run.engine.status()
     except (EngineUnavailable, TimeoutError):

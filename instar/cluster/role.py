@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", help="the name of this process, unique within the run")
-    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that closes with the supervisor")
+    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that the supervisor keeps open")
     parser.add_argument("--fd", type=int, help="the socket to listen on")
     parser.add_argument("--evaluate", metavar="LABEL", help="run only this evaluation (role rollout)")
     arguments = parser.parse_args()
@@ -71,19 +71,19 @@ async def _run(role: str, folder: RunFolder, arguments: argparse.Namespace) -> i
     run_role: Callable[[RoleContext], Awaitable[None]] = load_object(ROLES[role])
     context = RoleContext(role, folder, arguments)
     loop = asyncio.get_running_loop()
-    running = asyncio.ensure_future(run_role(context))
+    role_task = asyncio.ensure_future(run_role(context))
 
     def stop() -> None:
         context.stop.set()
         if not context.is_started:
-            running.cancel()
+            role_task.cancel()
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop)
     loop.add_signal_handler(DRAIN_SIGNAL, context.drain.set)
-    await asyncio.wait({running})
-    if not running.cancelled():
-        running.result()
+    await asyncio.wait({role_task})
+    if not role_task.cancelled():
+        role_task.result()
     # Return EXIT_STOPPED after any signal; the supervisor can tell whether it sent the signal itself.
     return EXIT_STOPPED if context.stop.is_set() or context.drain.is_set() else 0
 

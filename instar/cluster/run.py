@@ -1,4 +1,4 @@
-"""A training run from start to end: checks, evaluations, training, and the remaining scores."""
+"""Execute a training run: check the config, train, evaluate, and wait for the remaining scores."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 from instar.async_utils import gather_or_cancel
 from instar.backends.factory import check_run
-from instar.cluster.context import HEARTBEAT_SECONDS
+from instar.cluster.context import HEARTBEAT_INTERVAL_SECONDS
 from instar.cluster.data import import_data, pin_data
-from instar.cluster.interrupts import CLEANUP_SECONDS
+from instar.cluster.interrupts import CLEANUP_TIMEOUT_SECONDS
 from instar.cluster.layout import RunFolder, engine_names
 from instar.cluster.live_run import REWARDS, LiveRun, serve_run, start_rollout, start_teacher, start_trainer
 from instar.cluster.tasks import cancel_tasks
@@ -32,7 +32,7 @@ from instar.trainer.monitor import read_metrics
 
 T = TypeVar("T")
 
-MAX_SCORING_SECONDS = 120.0
+SCORING_TIMEOUT_SECONDS = 120.0
 """How long a finished run waits for scores that no step needs."""
 
 
@@ -44,7 +44,7 @@ async def train(
     log: Callable[[str], None] = print,
 ) -> LiveRun:
     """Train until the run is finished, and return the run. ``on_started`` is called when the engines and the
-    gateway answer.
+    gateway respond.
 
     Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C is pressed during startup. On
     Ctrl-C after that, the run finishes its step, saves a checkpoint and returns with ``is_stopped_by_user``
@@ -95,7 +95,7 @@ def _check_trainable(config: RunConfig) -> None:
             raise ConfigError("rollout: this section is missing; `eval` needs its agent")
     if not engine_names(config):
         raise ConfigError(
-            "engine.type: the model of an upstream cannot be trained; use another engine, such as local"
+            "engine.type: the model of an upstream cannot be trained; use a different engine, such as local"
         )
 
 
@@ -121,20 +121,21 @@ def _check_same_backend(config: RunConfig, previous: RunConfig) -> None:
     if previous.backend.type != config.backend.type:
         raise ConfigError(
             f"backend.type: this run was trained by {previous.backend.type}, but the setting now resolves to "
-            f"{config.backend.type}; set backend.type to {previous.backend.type}, or choose a different name"
+            f"{config.backend.type}; set backend.type to {previous.backend.type}, or start a new run under a "
+            "different `name`"
         )
 
 
 async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:
-    plan = run.config.eval
-    should_evaluate = plan is not None and plan.at_start and not _is_evaluated(run, "before")
+    settings = run.config.eval
+    should_evaluate = settings is not None and settings.at_start and not _is_evaluated(run, "before")
     if should_evaluate and (await run.store.progress(run.run_id)).head_version == 0:
         run.phase = "initial evaluation"
         await evaluate(run, "before", stop)
     if not stop.is_set():
         run.phase = "training"
         await run_training(run, stop)
-    if plan and plan.at_end and not stop.is_set():
+    if settings and settings.at_end and not stop.is_set():
         run.phase = "final evaluation"
         await evaluate(run, "after", stop)
 
@@ -201,18 +202,19 @@ async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any
 
 
 async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
-    """Wait up to MAX_SCORING_SECONDS until the rewards role, if any, has scored the remaining sessions."""
+    """Wait until the rewards role, if any, has scored the remaining sessions or a timeout expires."""
     if REWARDS not in run.cluster.roles or stop.is_set():
         return
-    deadline = time.monotonic() + MAX_SCORING_SECONDS
-    # After this pause, the state that the rewards role announced is newer than the end of the last session.
-    await _pause(3 * HEARTBEAT_SECONDS, stop)
+    deadline = time.monotonic() + SCORING_TIMEOUT_SECONDS
+    # After this pause, the activity that the rewards role announced is newer than the last session's end.
+    await _pause(3 * HEARTBEAT_INTERVAL_SECONDS, stop)
     while time.monotonic() < deadline and not stop.is_set():
         run.cluster.raise_failure()
-        states = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
-        if not states or states[0].startswith(IDLE_STATUS) or run.cluster.roles[REWARDS].exit_code.done():
+        activities = [e.doing for e in await run.store.endpoints(run.run_id) if e.role == REWARDS]
+        is_idle = not activities or activities[0].startswith(IDLE_STATUS)
+        if is_idle or run.cluster.roles[REWARDS].exit_code.done():
             return
-        await _pause(HEARTBEAT_SECONDS, stop)
+        await _pause(HEARTBEAT_INTERVAL_SECONDS, stop)
     run.cluster.log("some sessions may have no score yet; resume the run with --resume to score them")
 
 
@@ -245,13 +247,12 @@ def _install_stop_handler(run: LiveRun) -> asyncio.Event:
         stop.set()
 
     run.interrupts.on_first_signal = interrupt
-    run.interrupts.cleanup_seconds = seconds + CLEANUP_SECONDS
+    run.interrupts.cleanup_seconds = seconds + CLEANUP_TIMEOUT_SECONDS
     return stop
 
 
 async def record_failure(run: LiveRun, error: Exception) -> None:
-    """Record the failure in the store. If that fails too, only log it, so that the caller can raise the first
-    error."""
+    """Record the failure in the store. If that fails too, only log it; the caller raises the first error."""
     try:
         await _finish(run, "failed", str(error) or type(error).__name__)
     except (InstarError, OSError) as store_error:

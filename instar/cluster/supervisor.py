@@ -48,7 +48,9 @@ def open_listener(host: str, port: int) -> socket.socket:
     try:
         listener = bind(host, port)
     except OSError as error:
-        raise InstarError(f"cannot listen on {host}:{port}: {error.strerror}; check gateway.port") from error
+        raise InstarError(
+            f"cannot listen on {host}:{port}: {error.strerror}; check gateway.host and gateway.port"
+        ) from error
     listener.set_inheritable(True)
     return listener
 
@@ -172,10 +174,10 @@ class Supervisor(Cluster):
                 if code == EXIT_FATAL or child.restarts >= len(RESTART_BACKOFF):
                     await self._give_up(child, code)
                     return
-                pause = RESTART_BACKOFF[child.restarts]
+                delay = RESTART_BACKOFF[child.restarts]
                 child.restarts += 1
                 self.log(f"{child.name} exited ({describe_exit(code)}); restarting it")
-                await asyncio.sleep(pause)
+                await asyncio.sleep(delay)
                 if child.is_stopping:
                     child.exit_code.set_result(_normalize_exit_code(code))
                     return

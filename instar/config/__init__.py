@@ -1,7 +1,7 @@
 """The settings of a run, loaded from a single YAML file. The docstring under a field is its documentation.
 
-Sections with variants are unions on ``type``; `registry` maps the same ``type`` to the class that implements
-the variant. This package imports neither torch nor the modules of the variants.
+Sections such as `engine` are discriminated unions on ``type``. `instar.registry` maps each ``type`` to the
+class or function that implements it. This package imports neither torch nor these implementations.
 """
 
 from instar.config.backends import AdamConfig as AdamConfig

@@ -60,8 +60,7 @@ class CloudSection(Section):
     deadline: Seconds = 600.0
     """Timeout for one call to the service, including retries, in seconds."""
     sampler_ttl: Seconds = 7 * 86400.0
-    """How long the service keeps a published sampler, in seconds. A sampler that is still in use is published
-    again before it expires."""
+    """Seconds that the service keeps a published sampler. A sampler in use is renewed before it expires."""
     python: str | None = None
     """Python interpreter for the trainer and the sampler, if the SDK is installed in a separate environment.
     Default: the running interpreter."""
@@ -87,8 +86,9 @@ class WeaverBackendConfig(CloudSection):
 
 
 class AutoBackendConfig(CloudSection):
-    """Chooses the backend when the run starts: the service that `base_url`, `api_key` or `api_key_env` points
-    to, or else the service whose environment variables are set. If none of these is set, uses `local`."""
+    """Chooses the backend when the run starts: the service that `base_url`, `api_key` or `api_key_env`
+    identifies, or else the one whose environment variables are set. If a URL or key does not identify a
+    service, the only installed one is used. If there is no URL or key, `local` is used."""
 
     type: Literal["auto"] = "auto"
 
@@ -101,7 +101,7 @@ class VerlBackendConfig(Section):
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
     ranks: Positive = 2
-    """Number of processes to shard the model over. On GPUs, each process has its own GPU."""
+    """Number of processes (ranks) to shard the model over. On GPUs, each process has its own GPU."""
     micro_batch_tokens: Positive = 8192
     """Maximum number of tokens per pass on each rank, or the length of the longest sample if that is more."""
     deadline: Seconds = 3600.0
@@ -130,8 +130,7 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 
 
 class AdamConfig(Section):
-    """Settings of the Adam optimizer. All of them are passed to the backend, so its own defaults never
-    apply."""
+    """Settings of the Adam optimizer. All are passed to the backend, so its own defaults never apply."""
 
     lr: Annotated[float, Field(gt=0, le=10)] = 2e-4
     """Learning rate after warm-up, at most 10."""
@@ -154,9 +153,9 @@ class LossConfig(Section):
     """The loss, which is a sum over trained tokens. `trainer.advantage.normalize` sets its divisor."""
 
     name: LossName = "importance_sampling"
-    """Loss function. `importance_sampling`: ratio · advantage; `ppo` and `cispo` clip the ratio.
-    `cross_entropy` (logprob · advantage) and `dro` (the same with a quadratic penalty) do not use the
-    ratio."""
+    """Objective of a token. `importance_sampling`: ratio · advantage. `ppo`: the minimum of that and clipped
+    ratio · advantage. `cispo`: clipped ratio · advantage · logprob, without a gradient through the ratio.
+    `cross_entropy`: advantage · logprob. `dro`: the same, minus a penalty on the squared log ratio."""
     clip_low: float | None = None
     """Lower bound of the importance ratio for `ppo` and `cispo`. Default: 0.8 for `ppo`, 0 for `cispo`."""
     clip_high: float | None = None

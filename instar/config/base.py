@@ -11,7 +11,7 @@ Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
-Unit = Annotated[float, Field(ge=0, le=1)]
+UnitInterval = Annotated[float, Field(ge=0, le=1)]
 
 
 class Section(BaseModel):
@@ -21,26 +21,25 @@ class Section(BaseModel):
 
 
 def type_shorthand(default: str) -> BeforeValidator:
-    """Return a validator that expands a bare word to a section of that `type`, and fills in a missing
-    `type`."""
+    """Return a validator that expands a bare word to a section of that `type`, and adds a missing `type`."""
 
-    def fill(value: Any) -> Any:
+    def expand(value: Any) -> Any:
         if isinstance(value, str):
             return {"type": value}
         if isinstance(value, dict) and "type" not in value:
             return {"type": default, **cast(Any, value)}
         return value
 
-    return BeforeValidator(fill)
+    return BeforeValidator(expand)
 
 
 class PluginConfig(Section):
-    """A variant from another package; see docs/concepts.md."""
+    """A backend, engine, agent, reward or task set from another package; see docs/concepts.md."""
 
     type: Literal["plugin"]
     name: str
     """Name of the entry point in the group `instar.<kind>`, or `package.module:Class`."""
     args: dict[str, Any] = {}
-    """Settings for the plugin. It receives this whole section."""
+    """The plugin's own settings. The plugin receives this whole section."""
     python: str | None = None
     """Python interpreter for the plugin's process, if it has one. Default: the running interpreter."""

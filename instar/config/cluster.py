@@ -63,11 +63,10 @@ class SyncConfig(Section):
     """How weights are transferred. `files`: engines read the published files, which are uploaded to engines
     that cannot read the folder. `ipc`: through a buffer in GPU or host memory, shared with engines on the
     same machine. `nccl`: over NCCL, between GPUs. `ray`: through Ray's object store, to engines on the
-    cluster's nodes. `auto`: `ipc` or `nccl` on GPUs if all weights are replaced, `ray` on a Ray cluster
-    without GPUs if all weights are trained, else `files`. The trainer's log shows the choice."""
+    cluster's nodes. `auto`: the first of these that works: `ipc` and `nccl` if the trainer uses a GPU, `ray`
+    on a Ray cluster if all weights are trained, and `files`. The trainer's log shows the choice."""
     chunk_mib: Positive = 256
-    """Size of one chunk of weights for the `ray` route, in MiB. The object store holds at most two chunks at
-    a time."""
+    """Size of one chunk of weights for the `ray` route, in MiB. At most two chunks are stored at a time."""
     deadline: Seconds = 120.0
-    """Timeout for updating an engine to a new version, including retries, in seconds. After a timeout, the
-    engine keeps its old version, and the trainer tries again while it waits for data."""
+    """Timeout for updating the engines to a new version, including retries, in seconds. After a timeout, an
+    engine keeps its old version (with `nccl`, it serves nothing) until the trainer tries again."""

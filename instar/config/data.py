@@ -22,7 +22,7 @@ class DataConfig(Section):
 
     source: str = LIVE
     """`live`: this run's own sessions. `dataset:NAME` or `dataset:NAME@VERSION`: a named dataset (see
-    `instar datasets`), by default its newest version. Anything else is the path of an exported folder."""
+    `instar datasets`), by default its newest version. Any other value is the path of an exported folder."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the groups in each step. The shares of all sources must add up to 1."""
     epochs: Positive | None = None
@@ -62,7 +62,7 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """The label of the source's groups: the dataset's name and version, or a prefix of its hash."""
+        """The label of the source's groups: the dataset's name and version, or a prefix of the hash."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
@@ -93,11 +93,11 @@ def check_data_sources(sections: Sequence[DataConfig]) -> None:
         raise ValueError(f"data: each source may be listed only once, got {sources}")
 
 
-def count_groups(shares: Sequence[float], groups: int) -> list[int]:
-    """Return how many of the first ``groups`` groups of a run come from each source. The next group always
-    comes from the source that is furthest behind its share, so the result depends only on the arguments."""
+def count_groups(shares: Sequence[float], total: int) -> list[int]:
+    """Return how many of a run's first ``total`` groups come from each source. The next group always comes
+    from the source that is furthest below its share, so the result depends only on the arguments."""
     order = _source_order(tuple(shares))
-    rounds, remainder = divmod(groups, len(order))
+    rounds, remainder = divmod(total, len(order))
     per_round, in_last_round = Counter(order), Counter(order[:remainder])
     return [rounds * per_round[source] + in_last_round[source] for source in range(len(shares))]
 

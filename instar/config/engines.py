@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, Unit, type_shorthand
+from instar.config.base import PluginConfig, Positive, Seconds, Section, UnitInterval, type_shorthand
 
 
 class EngineProcessConfig(Section):
@@ -87,19 +87,17 @@ class VllmEngineConfig(EngineProcessConfig):
     policy: Literal["auto", "adapter", "merged"] = "auto"
     """How policies are served. `adapter`: each version is a separate LoRA adapter, and a request keeps the
     version that it started with. `merged`: the adapter is merged into the served weights, and requests in
-    flight continue with the new weights. `auto`: the method that `servers` support, if set. Otherwise,
-    `merged` if all weights are trained, if `sync.route` is neither `auto` nor `files`, or on a CPU (where
-    adapters more than halve the speed), else `adapter`."""
+    flight continue with the new weights. `auto`: `merged` if all weights are trained or `sync.route` is
+    neither `auto` nor `files`. Otherwise `adapter`, or `merged` if the server cannot load adapters. Servers
+    that Instar starts on a CPU cannot, because adapters would more than halve their speed."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. If set, Instar starts no servers, and `count` is the number of
-    URLs."""
+    """URLs of running servers, without `/v1`. If set, Instar starts none, and `count` is their number."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
     max_batch: Positive = 256
     """Maximum number of replies generated at once by one server."""
-    gpu_memory: Unit | None = None
-    """Fraction of the GPU's memory for each server. Default: 0.9, or 0.4 if a trainer runs on this
-    machine."""
+    gpu_memory: UnitInterval | None = None
+    """Fraction of the GPU's memory for each server. Default: 0.9, or 0.4 with a trainer on this machine."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: Positive | None = None

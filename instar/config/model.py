@@ -44,7 +44,7 @@ class PostgresStoreConfig(Section):
     """URL of the server, in libpq's format and without a password. Pass the password with `password_env` or
     in a `.pgpass` file. A connection pooler must run in session mode."""
     password_env: str = "INSTAR_POSTGRES_PASSWORD"
-    """Environment variable with the password, if the server needs one. If unset, `PGPASSWORD` is used."""
+    """Environment variable with the password, if there is one. If it is not set, `PGPASSWORD` is used."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
     """Schema with the tables, created if missing. Runs in the same schema see each other."""
     pool: Positive = 4
@@ -63,7 +63,7 @@ class PostgresStoreConfig(Section):
         return url
 
     def password_env_name(self, environment: Mapping[str, str]) -> str | None:
-        """Return the name of the environment variable with the password, or None if it is not set. The
+        """Return the name of the environment variable with the password, or None if there is none. The
         variable must not be passed on to agents."""
         return next((name for name in (self.password_env, "PGPASSWORD") if environment.get(name)), None)
 
@@ -107,12 +107,12 @@ class GatewayConfig(Section):
     max_header: Positive = 64 * 1024
     """Maximum size of the request headers, in bytes."""
     read_timeout: Seconds = 60.0
-    """Timeout for receiving a request, and for a client to receive the end of a stream, in seconds."""
+    """Timeout for receiving a request, and for the client to read the end of a stream, in seconds."""
     idle_timeout: Seconds = 1800.0
     """Complete a session on the `live` channel after this many seconds without a call."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
-    """Lowest and highest reward that agents may return or send, and score that people may send. Rewards from
-    rules, and rewards sent with the admin key, may be outside this range."""
+    """Lowest and highest reward that agents may return or send, and that people may give as feedback. Rewards
+    from rules, and rewards sent with the admin key, may be outside this range."""
     redact: RedactConfig = RedactConfig()
 
     @field_validator("public_url")
@@ -131,7 +131,7 @@ class GatewayConfig(Section):
 
 
 class ModelRoute(Section):
-    """The engine or upstream that answers requests for a model name."""
+    """The engine or upstream that serves requests for a model name."""
 
     upstream: str | None = None
     """Name of an entry in `upstreams`. Default: the run's engine."""

@@ -32,7 +32,7 @@ class CommandAgentConfig(Section):
     env: dict[str, str] = {}
     """Additional environment variables."""
     cwd: Path | None = None
-    """Working folder of the program. Default: the folder that contains the YAML file."""
+    """Working directory of the program. Default: the folder that contains the YAML file."""
 
 
 AgentConfig = Annotated[FunctionAgentConfig | CommandAgentConfig | PluginConfig, Field(discriminator="type")]
@@ -61,10 +61,10 @@ class RolloutConfig(Section):
     timeout: Seconds = 300.0
     """Timeout for one session, in seconds."""
     retries: NonNegative = 2
-    """How often a session is retried after transient errors, with exponential backoff and jitter."""
+    """Maximum number of retries of a session after transient errors, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
     """How to handle a group if one of its sessions fails. `keep`: train on the other sessions. `refill`: run
-    another session in its place. `drop`: drop the group."""
+    a replacement session. `drop`: drop the group."""
     refills: NonNegative = 2
     """Maximum number of replacements for each failed session under `refill`."""
     failed_reward: float | None = None

@@ -10,6 +10,12 @@ from pydantic import Field, model_validator
 
 from instar.config.base import Positive, Seconds, Section
 
+CheckTimeout = Annotated[
+    float,
+    Field(
+        gt=0, description="Timeout for checking an answer, in seconds. A timeout counts as a wrong answer."
+    ),
+]
 ScorerName = Annotated[str, Field(description="Name under which the scorer's rewards are recorded.")]
 AnswerMarker = Annotated[
     str | None,
@@ -17,6 +23,10 @@ AnswerMarker = Annotated[
         description="Use only the text after the last occurrence of this marker in the final text. Without "
         "the marker, the reward is 0."
     ),
+]
+ExpectedMarker = Annotated[
+    str | None,
+    Field(description="Use only the text after the last such marker in the expected answer (GSM8K: `####`)."),
 ]
 
 
@@ -38,8 +48,7 @@ class SandboxConfig(Section):
     network: bool = False
     """Allow network access."""
     read: list[Path] = []
-    """Files and folders that a job may read, in addition to system programs and the current Python
-    installation."""
+    """Files and folders that a job may read, besides system programs and the Python installation."""
     concurrency: Positive | None = None
     """Maximum number of sessions to score at the same time. Default: the number of cores."""
 
@@ -51,8 +60,7 @@ class ExactRewardConfig(Section):
     name: ScorerName = "exact"
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers; `a.b` is field `b` of field `a`."""
-    expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
+    expected_after: ExpectedMarker = None
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_number", "last_block"] = "whole"
     """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
@@ -72,8 +80,7 @@ class NumericRewardConfig(Section):
     name: ScorerName = "numeric"
     expected: str = "answer"
     """Field of the task with the expected number or a list of numbers."""
-    expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
+    expected_after: ExpectedMarker = None
     after: AnswerMarker = None
     tolerance: float = 1e-6
     """Maximum absolute difference."""
@@ -89,11 +96,9 @@ class MathRewardConfig(Section):
     name: ScorerName = "math"
     expected: str = "answer"
     """Field of the task with the expected answer or a list of answers."""
-    expected_after: str | None = None
-    """Use only the text after the last occurrence of this marker in the expected answer (GSM8K: `####`)."""
+    expected_after: ExpectedMarker = None
     after: AnswerMarker = None
-    seconds: Seconds = 5.0
-    """Timeout for checking an answer, in seconds. An answer that takes longer counts as wrong."""
+    seconds: CheckTimeout = 5.0
 
 
 class JsonSchemaRewardConfig(Section):
@@ -108,8 +113,7 @@ class JsonSchemaRewardConfig(Section):
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "last_block"
     """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
-    seconds: Seconds = 2.0
-    """Timeout for checking an answer, in seconds. An answer that takes longer counts as wrong."""
+    seconds: CheckTimeout = 2.0
 
 
 class RegexRewardConfig(Section):
@@ -128,13 +132,11 @@ class RegexRewardConfig(Section):
     after: AnswerMarker = None
     part: Literal["whole", "last_line", "last_block"] = "whole"
     """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
-    seconds: Seconds = 1.0
-    """Timeout for matching an answer, in seconds. An answer that takes longer counts as wrong."""
+    seconds: CheckTimeout = 1.0
 
 
 class CommandRewardConfig(Section):
-    """Rewards 1 if a command that checks the answer exits with code 0, else 0. The command runs in the
-    sandbox."""
+    """Rewards 1 if a command that checks the answer in the sandbox exits with code 0, else 0."""
 
     type: Literal["command"]
     name: ScorerName = "command"
@@ -142,9 +144,9 @@ class CommandRewardConfig(Section):
     """Program and arguments. The program may be a script in `files`. The environment variable INSTAR_ANSWER
     contains the path of a file with the answer, and INSTAR_TASK the path of a file with the task as JSON."""
     files: list[Path] = []
-    """Text files, such as scripts, that are copied to the command's working folder."""
+    """Text files, such as scripts, that are copied to the command's working directory."""
     file: str = "answer.txt"
-    """Name of the file with the answer in the command's working folder."""
+    """Name of the file with the answer in the command's working directory."""
     part: Literal["whole", "last_line", "last_block"] = "whole"
     """Part of the final text to score. `last_block`: the last fenced code block, or else the whole text."""
     sandbox: SandboxConfig = SandboxConfig()
@@ -158,15 +160,14 @@ class TestsRewardConfig(Section):
     tests: str = "tests"
     """Field of the task with the tests: one text, or a list with one text per test."""
     part: Literal["whole", "last_block"] = "last_block"
-    """Part of the final text with the code. `last_block`: the last fenced code block, or else the whole
-    text."""
+    """Part of the final text with the code. `last_block`: the last fenced code block, or else all text."""
     runner: Literal["python", "pytest"] | list[str] = "python"
     """How the tests are run. `python`: in the namespace of the answer; each text is a test, or defines test
     functions `test_*`. `pytest`: runs `tests_file`, whose tests import `answer`. A list is a custom command.
     It runs in the folder that contains `file` and `tests_file`, exits with code 0 if all tests passed, and
     needs `isolate: false`."""
     isolate: bool = True
-    """Run the answer in its own sandbox. The tests run in another sandbox, call the answer, and get its
+    """Run the answer in its own sandbox. The tests run in a second sandbox, call the answer, and get its
     results as data, so the answer cannot read or change the tests. `false`: the tests run in the same process
     as the answer, which can then forge the result."""
     reward: Literal["share", "all"] = "all"

@@ -30,23 +30,26 @@ class RunConfig(Section):
     seed: int = 0
     """Seed for the task order, sampling and the initial adapter."""
     dir: Path | None = None
-    """Folder of the run. Default: `runs/<name>` in the working folder."""
+    """Folder of the run. Default: `runs/<name>` in the working directory."""
     agent_id: str = "default"
-    """Id of the agent that recorded sessions belong to, unless their API key belongs to another agent."""
+    """Id of the agent that recorded sessions belong to, unless their API key belongs to a different agent."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
+    """Database for sessions, rewards and training steps."""
     gateway: GatewayConfig = GatewayConfig()
     engine: EngineConfig = LocalEngineConfig()
+    """Engine that samples from the model."""
     upstreams: dict[str, UpstreamEngineConfig] = {}
-    """Providers to use in addition to the engine, under names of your choice. `models` refers to these
-    names."""
+    """Providers to use in addition to the engine, under names of your choice that `models` refers to."""
     models: dict[str, ModelRoute] = {}
     """Routes by the model name that agents request, in which `*` matches anything. The first matching route
-    is used. The run's engine answers requests that match no route."""
+    is used. Requests that match no route go to the run's engine."""
     backend: BackendConfig = LocalBackendConfig()
+    """Backend that trains the model."""
     trainer: TrainerConfig = TrainerConfig()
     sync: SyncConfig = SyncConfig()
     cluster: ClusterConfig = LocalClusterConfig()
+    """Where the run's processes are started."""
     rollout: RolloutConfig | None = None
     """Agents to run on tasks. Required by `eval` and for training on `live` data."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]

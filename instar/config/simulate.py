@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from instar.config.base import NonNegative, NonNegativeFloat, Positive, Section, Unit
+from instar.config.base import NonNegative, NonNegativeFloat, Positive, Section, UnitInterval
 
 RENAMED_SETTINGS = {
     "most": "max",
@@ -42,7 +42,7 @@ class DistributionConfig(SimulateSection):
     sigma: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm. At 1, one value in a hundred exceeds ten times the median."""
     max: Annotated[float, Field(gt=0)] | None = None
-    """Maximum of a lognormal distribution; larger values are reduced to it. Default: no maximum."""
+    """Upper bound of a lognormal distribution; larger samples are clipped. Default: no bound."""
     values: Annotated[list[NonNegativeFloat], Field(min_length=1)] | None = None
     """Values to draw from, all equally likely."""
 
@@ -101,14 +101,14 @@ class SimulateConfig(SimulateSection):
     """Seconds from an update until all engines serve the new policy."""
     pause: NonNegativeFloat = 0.0
     """Seconds of `publish_seconds` during which the engines are paused."""
-    failures: Unit = 0.0
+    failures: UnitInterval = 0.0
     """Fraction of sessions that fail."""
-    zero_signal: Unit = 0.0
+    zero_signal: UnitInterval = 0.0
     """Fraction of groups without a training signal, because all their rewards are equal."""
     crashes_per_hour: NonNegativeFloat = 0.0
     """Number of crashes per hour of each engine."""
     restart_seconds: NonNegativeFloat = 60.0
-    """Seconds until a crashed engine answers again."""
+    """Seconds until a crashed engine responds again."""
     max_engines: Positive = 64
     """Maximum number of engines that the search tries, unless the run has more."""
     max_staleness: NonNegative = 8

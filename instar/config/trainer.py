@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
-from instar.config.base import NonNegative, NonNegativeFloat, Positive, Seconds, Section, Unit, type_shorthand
+from instar.config.base import NonNegative, NonNegativeFloat, Positive, Seconds, Section, type_shorthand
 from instar.config.engines import EngineConfig, LocalEngineConfig
 from instar.config.model import ModelConfig
 
@@ -17,7 +17,7 @@ class AdvantageConfig(Section):
 
     estimator: Literal["grpo", "grpo_no_std", "rloo", "running", "reward"] = "grpo"
     """Advantage of a session with reward r. `grpo`: (r - mean) / std; `grpo_no_std`: r - mean; `rloo`: r
-    minus the mean of the other sessions; `running`: r - a running mean over sessions, for groups of one;
+    minus the mean of the other sessions; `running`: r minus a running mean over sessions, for groups of one;
     `reward`: r itself, to imitate good data with the `cross_entropy` loss."""
     normalize: Literal["batch_tokens", "batch_sessions", "session_tokens", "none"] = "batch_sessions"
     """Divisor of the loss, which is a sum over the tokens of a step. `batch_tokens`: the number of trained
@@ -25,7 +25,7 @@ class AdvantageConfig(Section):
     trained tokens in the token's session, times the number of sessions. `none`: 1."""
     weight: NonNegativeFloat = 1.0
     """Weight of the advantages. 0 trains on `trainer.reference` alone, which is on-policy distillation."""
-    decay: Unit = 0.95
+    decay: Annotated[float, Field(ge=0, le=1)] = 0.95
     """Decay of the `running` baseline, which changes more slowly the closer the decay is to 1."""
 
 
@@ -58,8 +58,7 @@ class CompletionsReferenceConfig(Section):
 
 
 class EngineReferenceConfig(Section):
-    """Uses a teacher in an additional engine with its own process. The teacher must have the same vocabulary
-    as the model."""
+    """Uses a teacher in an additional engine. The teacher must have the same vocabulary as the model."""
 
     type: Literal["engine"]
     model: ModelConfig
@@ -78,8 +77,7 @@ ReferenceConfig = Annotated[
 
 
 class OffPolicyConfig(Section):
-    """Corrections for tokens that were sampled by an older version of the policy, or by an engine with
-    slightly different numerics."""
+    """Corrections for tokens sampled by an older policy version or with slightly different numerics."""
 
     proximal: Literal["behavior", "recompute"] = "behavior"
     """Denominator of the importance ratio in the loss. `behavior`: the logprobs recorded by the engine.
@@ -147,11 +145,10 @@ class TrainerConfig(Section):
     warmup_steps: NonNegative = 3
     """Number of initial steps in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
-    """Learning rate after warm-up. `linear`: falls linearly until the end of `steps` or `seconds`, whichever
-    comes first, but not below 5% of `adam.lr`."""
+    """Learning rate after warm-up. `constant`: `adam.lr`. `linear`: falls linearly until the end of `steps`
+    or `seconds`, whichever comes first, but not below 5% of `adam.lr`."""
     checkpoint_every: Positive = 1
-    """Number of steps between two checkpoints. After a crash, the steps since the last checkpoint are trained
-    again."""
+    """Number of steps between checkpoints. After a crash, the steps since the last one are trained again."""
     keep_checkpoints: Positive = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
@@ -166,7 +163,7 @@ class TrainerConfig(Section):
         for loss in (self.loss.name, self.loss_fallback):
             if loss == "cross_entropy" and self.off_policy.proximal == "recompute":
                 raise ValueError(
-                    "off_policy.proximal: 'recompute' needs another loss, because cross_entropy has no "
+                    "off_policy.proximal: 'recompute' cannot be used with cross_entropy, which has no "
                     "importance ratio"
                 )
             if loss == "dro" and self.advantage.normalize == "session_tokens":

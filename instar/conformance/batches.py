@@ -13,7 +13,7 @@ VOCAB_SIZE = 300
 """Token ids in the batches are below this number. All checked models have these tokens."""
 
 
-def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **changes: Any) -> Sample:
+def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, **overrides: Any) -> Sample:
     """Return a sample with random logprobs and advantages. Tokens from index ``trained_from`` are trained."""
     rng = np.random.default_rng([seed, len(ids)])
     mask = np.zeros(len(ids), np.float32)
@@ -24,7 +24,7 @@ def make_sample(key: str, ids: Sequence[int], trained_from: int, seed: int = 0, 
         "advantages": np.where(mask > 0, rng.normal(0, 0.05, len(ids)), 0).astype(np.float32),
         "versions": np.where(mask > 0, 0, -1).astype(np.int32),
     }
-    return Sample(key, "s", np.asarray(ids, np.int32), **(fields | changes))
+    return Sample(key, "s", np.asarray(ids, np.int32), **(fields | overrides))
 
 
 def make_token_generator(seed: int) -> Callable[[int], list[int]]:

@@ -25,6 +25,8 @@ LEARNING_RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 PROMPT = make_token_generator(11)(40)
 SAMPLING_PARAMS = SamplingParams(max_tokens=24, seed=5)
+FIVE_STEPS = "five_steps"
+"""The case whose published adapter is compared."""
 
 ConformanceCase = Callable[["CaseContext"], Awaitable[None]]
 
@@ -106,9 +108,9 @@ async def record_five_steps(context: CaseContext) -> None:
         result = await context.backend.forward_backward(make_tree_samples(number), LossConfig())
         losses.append(result.loss)
         await context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
-    context.record("five/losses", losses)
-    await context.record_forward("five/forward")
-    await context.publish("five")
+    context.record(f"{FIVE_STEPS}/losses", losses)
+    await context.record_forward(f"{FIVE_STEPS}/forward")
+    await context.publish(FIVE_STEPS)
 
 
 async def record_pipelined_steps(context: CaseContext) -> None:
@@ -207,7 +209,7 @@ def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
     cases |= {
         "edges": record_edge_cases,
         "accumulated": record_accumulation,
-        "five": record_five_steps,
+        FIVE_STEPS: record_five_steps,
         "pipelined": record_pipelined_steps,
         "resume": record_resume,
         "sampled": record_sampling,

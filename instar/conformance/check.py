@@ -22,6 +22,7 @@ from rich.table import Table
 
 from instar.clouds.base import SERVICES
 from instar.config import DType, ModelConfig, RunConfig
+from instar.conformance.cases import FIVE_STEPS
 from instar.conformance.compare import BackendRecord, CheckResult, compare
 from instar.conformance.runner import ConformanceResult, build_job, run_cases
 from instar.conformance.server import PROTOCOLS, ServerProcess, run_server
@@ -35,15 +36,16 @@ TOLERANCE: dict[DType, float] = {"fp32": 1e-5, "bf16": 2e-2}
 TOLERANCE_FACTORS = {"verl": 10.0}
 """Multiplies the tolerance for backends whose kernels sum in a different order than those of the local
 backend. Adam amplifies the differences between small gradients."""
-RUN_TIMEOUT_SECONDS = 900.0
+EXIT_TIMEOUT_SECONDS = 900.0
+"""How long the runner may take to exit after closing its output. Each case has its own timeout."""
 ReportProgress = Callable[[str], None]
 
 
 def run_check(
     name: str, *, as_json: bool, url: str | None = None, python: str | None = None, dtype: DType = "fp32"
 ) -> None:
-    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, the backend
-    of a cloud service is checked against that server instead of a local protocol server."""
+    """Run the checks and print the results. Exit with code 1 if a check fails. If ``url`` is set, a cloud
+    backend is checked against that server instead of a local protocol server."""
     if dtype not in TOLERANCE:
         raise ConfigError(f"--dtype must be one of {', '.join(TOLERANCE)}, got {dtype!r}")
     console = Console(stderr=as_json)
@@ -51,18 +53,19 @@ def run_check(
         checks = check_backend(
             name, url=url, python=python, dtype=dtype, report=lambda text: status.update(f"{name}: {text}")
         )
-    failures = sum(not check.passed for check in checks)
+    failed_count = sum(not check.passed for check in checks)
+    passed_count = len(checks) - failed_count
     if as_json:
         for check in checks:
             typer.echo(json.dumps(asdict(check)))
-        typer.echo(json.dumps({"backend": name, "passed": len(checks) - failures, "failed": failures}))
+        typer.echo(json.dumps({"backend": name, "passed": passed_count, "failed": failed_count}))
     else:
         table = Table("check", "", "difference")
         for check in checks:
             table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
         console.print(table)
-        console.print(f"{name}: {len(checks) - failures} passed, {failures} failed")
-    if failures:
+        console.print(f"{name}: {passed_count} passed, {failed_count} failed")
+    if failed_count:
         raise typer.Exit(1)
 
 
@@ -74,6 +77,7 @@ def check_backend(
     dtype: DType = "fp32",
     report: ReportProgress = lambda _: None,
 ) -> list[CheckResult]:
+    """Run the cases on the local backend and on the backend ``name``, and compare the results."""
     from instar.conformance.tiny import make_tiny_model
 
     with tempfile.TemporaryDirectory(prefix="instar-check-") as scratch:
@@ -85,7 +89,7 @@ def check_backend(
         (folder / "expected").mkdir()
         config = RunConfig.model_validate(build_job(model, local_section, SEED))
         result, arrays = asyncio.run(run_cases(config, folder / "expected"))
-        weights = _load_weights(Path(result.artifacts["five"].path))
+        weights = _load_weights(Path(result.artifacts[FIVE_STEPS].path))
         expected = BackendRecord(result, arrays, weights)
         with _prepare_backend(name, model, folder, url, python) as (section, server):
             actual = _run_in_new_process(model, section, folder / "actual", python, server, report)
@@ -133,7 +137,7 @@ def _run_in_new_process(
         assert child.stdout is not None
         for line in child.stdout:
             report(f"running case {line.decode().strip()}")
-        exit_code = child.wait(RUN_TIMEOUT_SECONDS)
+        exit_code = child.wait(EXIT_TIMEOUT_SECONDS)
     finally:
         child.kill()
         child.wait()
@@ -141,13 +145,13 @@ def _run_in_new_process(
         log_tail = (folder / "run.log").read_text()[-2000:]
         raise BackendError(f"the runner failed with exit code {exit_code}:\n{log_tail}")
     result = msgspec.json.decode((folder / "result.json").read_bytes(), type=ConformanceResult)
-    artifact, adapter = result.artifacts.get("five"), None
+    artifact, weights = result.artifacts.get(FIVE_STEPS), None
     if artifact is not None and artifact.kind != "remote":
-        adapter = Path(artifact.path)
+        weights = _load_weights(Path(artifact.path))
     elif artifact is not None and server is not None:
-        adapter = server.find_adapter_folder(artifact.path)
+        weights = _load_weights(server.find_adapter_folder(artifact.path))
     with np.load(folder / "arrays.npz") as arrays:
-        return BackendRecord(result, dict(arrays), None if adapter is None else _load_weights(adapter))
+        return BackendRecord(result, dict(arrays), weights)
 
 
 def _load_weights(folder: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from instar.config import LossConfig
 from instar.conformance.batches import make_edge_samples, make_tree_samples
+from instar.conformance.cases import FIVE_STEPS
 from instar.conformance.runner import ConformanceResult
 from instar.types import Floats, Sample
 
@@ -32,7 +33,7 @@ class BackendRecord:
     result: ConformanceResult
     arrays: Arrays
     weights: Arrays | None
-    """The adapter published in the case ``five``, or None if it is not available."""
+    """The adapter published in the case `FIVE_STEPS`, or None if it is not available."""
 
 
 def compare(
@@ -45,7 +46,7 @@ def compare(
         else:
             checks += _compare_case(name, expected.arrays, actual.arrays, tolerance)
     checks += _compare_losses(actual, max_context, tolerance)
-    if "five" not in actual.result.failures:
+    if FIVE_STEPS not in actual.result.failures:
         checks.append(_compare_weights(expected.weights, actual.weights, tolerance))
     return checks
 
@@ -54,13 +55,13 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
     """Yield the checks for one case. Rejections and sampled tokens have no expected values."""
     if name == "rejected":
         for key in sorted(k for k in actual if k.startswith("rejected/")):
-            yield CheckResult(key, bool(actual[key]), "" if actual[key] else "was accepted")
+            yield CheckResult(key, bool(actual[key]), "" if actual[key] else "the sample was accepted")
         return
     if name in ("sampled", "collected"):
-        gap = compute_difference(actual[f"{name}/scored"], actual[f"{name}/logprobs"])
+        difference = compute_difference(actual[f"{name}/scored"], actual[f"{name}/logprobs"])
         yield _check_within(
             f"{name}: the sampler's logprobs match the trained policy",
-            gap,
+            difference,
             ENGINE_TOLERANCE_FACTOR * tolerance,
         )
         version = 1 if name == "sampled" else 2
@@ -68,13 +69,13 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         yield CheckResult(f"{name}: tokens have the policy's version", has_version, "")
         return
     if name == "resume":
-        gap = compute_difference(actual["resume/straight"], actual["resume/resumed"])
-        yield _check_within("resume: the next step is unchanged", gap, tolerance)
-        gap = compute_difference(actual["resume/saved"], actual["resume/weights"])
-        yield _check_within("resume: weights are loaded without the optimizer", gap, tolerance)
+        difference = compute_difference(actual["resume/straight"], actual["resume/resumed"])
+        yield _check_within("resume: the next step is unchanged", difference, tolerance)
+        difference = compute_difference(actual["resume/saved"], actual["resume/weights"])
+        yield _check_within("resume: weights are loaded without the optimizer", difference, tolerance)
     for key in sorted(k for k in actual if k == name or k.startswith(f"{name}/")):
         if key.endswith("/grad_norm") and np.isnan(actual[key]):
-            continue  # the service does not report the norm
+            continue  # the backend does not report the norm
         yield _check_within(key, compute_difference(expected[key], actual[key]), tolerance)
 
 
@@ -89,9 +90,9 @@ def _compare_losses(actual: BackendRecord, max_context: int, tolerance: float) -
         if name in actual.result.failures or f"{name}/loss" not in actual.arrays:
             continue
         offsets = np.cumsum([len(sample) for sample in samples])[:-1]
-        value = _compute_loss(loss, samples, np.split(actual.arrays[f"{name}/logprobs"], offsets))
-        gap = abs(float(actual.arrays[f"{name}/loss"]) - value) / max(abs(value), 1e-3)
-        yield _check_within(f"{name}: the loss matches float64", gap, max(tolerance, 1e-5))
+        expected = _compute_loss(loss, samples, np.split(actual.arrays[f"{name}/logprobs"], offsets))
+        difference = abs(float(actual.arrays[f"{name}/loss"]) - expected) / max(abs(expected), 1e-3)
+        yield _check_within(f"{name}: the loss matches float64", difference, max(tolerance, 1e-5))
 
 
 def _compute_loss(loss: LossConfig, samples: Sequence[Sample], logprobs: Sequence[Floats]) -> float:
@@ -126,7 +127,7 @@ def _compute_objective(loss: LossConfig, new: float, old: float, advantage: floa
 def _compare_weights(expected: Arrays | None, actual: Arrays | None, tolerance: float) -> CheckResult:
     name = "weights after five steps"
     if expected is None or actual is None:
-        return CheckResult(name, True, "not compared: the service does not return weights")
+        return CheckResult(name, True, "not compared: the backend does not return weights")
     if different := sorted(expected.keys() ^ actual.keys()):
         detail = f"{len(different)} missing or unexpected tensors, for example {different[0]}"
         return CheckResult(name, False, detail)
@@ -143,9 +144,9 @@ def compute_difference(expected: NDArray[Any], actual: NDArray[Any]) -> float:
     is_nan = np.isnan(expected)
     if is_nan.all():
         return 0.0
-    gap = np.abs(expected[~is_nan].astype(np.float64) - actual[~is_nan]).max()
-    return float(gap / max(np.abs(expected[~is_nan]).max(), 1e-3))
+    difference = np.abs(expected[~is_nan].astype(np.float64) - actual[~is_nan]).max()
+    return float(difference / max(np.abs(expected[~is_nan]).max(), 1e-3))
 
 
-def _check_within(name: str, gap: float, tolerance: float) -> CheckResult:
-    return CheckResult(name, gap <= tolerance, f"{gap:.1e} (tolerance {tolerance:.0e})")
+def _check_within(name: str, difference: float, tolerance: float) -> CheckResult:
+    return CheckResult(name, difference <= tolerance, f"{difference:.1e} (tolerance {tolerance:.0e})")

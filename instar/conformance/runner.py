@@ -1,7 +1,7 @@
 """Runs the conformance cases on one backend: ``python -m instar.conformance.runner JOB OUTPUT_FOLDER``.
 
 The backend runs in a separate process, so that its packages can be in a different environment, which needs
-torch only if the backend does. The API key of a service is passed in an environment variable.
+torch only if the backend does. A cloud backend's API key is passed in an environment variable.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ CASE_TIMEOUT_SECONDS = 180.0
 
 class ConformanceResult(msgspec.Struct):
     losses: list[str]
+    """The losses that the backend supports."""
     cases: list[str]
     failures: dict[str, str]
     """Error messages by case name."""
@@ -39,8 +40,7 @@ class ConformanceResult(msgspec.Struct):
 async def run_cases(
     config: RunConfig, folder: Path, report: Callable[[str], None] = lambda _: None
 ) -> tuple[ConformanceResult, dict[str, Any]]:
-    """Run the cases. Return the result and the recorded arrays by name. ``report`` is called with the name of
-    each case before it runs."""
+    """Run the cases and return the result and the recorded arrays. ``report`` gets the name of each case."""
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )

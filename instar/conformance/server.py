@@ -17,7 +17,7 @@ from instar.errors import InstarError
 START_TIMEOUT_SECONDS = 120.0
 STOP_TIMEOUT_SECONDS = 20.0
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
-"""The protocol that each service uses."""
+"""The protocol of each cloud backend."""
 
 
 @dataclass
@@ -43,12 +43,12 @@ def run_server(
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
     command += ["--device", model.device, "--context", str(model.max_context)]
-    # The limit is high because some SDKs cannot end a session, so the models of finished cases stay loaded.
+    # The limit is high, because some SDKs cannot end a session, so models of finished cases stay loaded.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]
     log = folder / "server.log"
-    with log.open("ab") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+    with log.open("ab") as log_file:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_file, text=True)
     try:
         startup_info = json.loads(_read_first_line(process, log))
         yield ServerProcess(startup_info["url"], startup_info["api_key"], folder / "checkpoints", process)

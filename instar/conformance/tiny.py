@@ -34,14 +34,14 @@ def make_tiny_tokenizer(vocab_size: int = 320, template: str = CHATML) -> PreTra
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    fast = PreTrainedTokenizerFast(
+    fast_tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token="<|im_start|>",
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
     )
-    fast.chat_template = template
-    return fast
+    fast_tokenizer.chat_template = template
+    return fast_tokenizer
 
 
 def make_tiny_model(
@@ -75,10 +75,10 @@ def make_tiny_model(
         eos_token_id=cast(int, tokenizer.eos_token_id),
         pad_token_id=cast(int, tokenizer.pad_token_id),
     )
-    generator_state = torch.get_rng_state()
+    rng_state = torch.get_rng_state()
     torch.manual_seed(seed)
     model = LlamaForCausalLM(config)
-    torch.set_rng_state(generator_state)
+    torch.set_rng_state(rng_state)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

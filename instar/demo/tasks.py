@@ -40,8 +40,8 @@ def score(task: Json, transcript: Transcript) -> float:
 def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
     """Return ``size`` distinct problems. Every fourth one is a plain calculation; the kinds rotate."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
-    plain, worded = cycle(PLAIN_MAKERS), cycle(WORDED_MAKERS)
-    makers = [next(worded if index % 4 else plain) for index in range(size)]
+    plain, word_problems = cycle(PLAIN_MAKERS), cycle(WORD_PROBLEM_MAKERS)
+    makers = [next(word_problems if index % 4 else plain) for index in range(size)]
     problems = generate_problems(rng, makers, held_out=held_out)
     return [{"question": p.question, "answer": p.result, "kind": p.kind} for p in problems]
 
@@ -80,7 +80,7 @@ def _make_two_step(rng: random.Random) -> WordProblem:
 
 
 PLAIN_MAKERS: tuple[ProblemMaker, ...] = (_make_plus, _make_minus, _make_times)
-WORDED_MAKERS: tuple[ProblemMaker, ...] = (
+WORD_PROBLEM_MAKERS: tuple[ProblemMaker, ...] = (
     make_boxes,
     _make_more,
     _make_left,

@@ -30,8 +30,8 @@ class ProtocolError(InstarError):
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Convert an exception to the error that is sent to the client. Unexpected exceptions are logged. Unless
-    they are InstarErrors, the client gets only their type, because the message may contain internals."""
+    """Convert an exception to the error that is sent to the client. Unexpected exceptions are logged. If one
+    is not an InstarError, the client gets only its type, because the message may contain internals."""
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
@@ -68,7 +68,7 @@ class ServiceLimits:
     session_ttl: float = 600.0
     """A session ends, and its models are freed, after this many seconds without a heartbeat. Requests
     for the session or its models count as heartbeats."""
-    idle_before_eviction: float = 90.0
+    eviction_idle_seconds: float = 90.0
     """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
     Clients send a heartbeat every 10 or 30 seconds."""
     result_ttl: float = 3600.0
@@ -101,7 +101,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint on the server's disk. Training can continue from a "state", but not from a "sampler"."""
+    """A checkpoint on the server's disk. Training can resume from kind "state", but not from "sampler"."""
 
     path: str
     """The path in the `CheckpointStore`, such as `tinker://<model>/weights/<name>`."""

@@ -88,9 +88,10 @@ class CheckpointStore:
         *,
         ttl: float | None,
     ) -> CheckpointInfo:
-        """Store the checkpoint that ``fill`` writes to a folder. Return ``info`` with its path, size and
-        times. An existing checkpoint at the same path is replaced. The new one expires after ``ttl`` seconds
-        (None: never). ``fill`` is called before the first await, so it saves the model's current state."""
+        """Store the checkpoint that ``fill`` writes to a folder, and return ``info`` with its path, size and
+        times. It replaces any checkpoint at the same path and expires after ``ttl`` seconds (None: never).
+        ``fill`` is called before the first await, so it saves the current state. Raises ProtocolError if
+        ``name`` or ``ttl`` is invalid."""
         if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
                 f"invalid checkpoint name {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', not "
@@ -131,7 +132,7 @@ class CheckpointStore:
         return meta
 
     def find(self, path: str, owner: str) -> CheckpointInfo:
-        """Return the checkpoint at a path. Raises ProtocolError 400 if it is invalid, 404 if not found."""
+        """Return the checkpoint at a path. Raises ProtocolError 400 (invalid path) or 404 (not found)."""
         match = _PATH_PATTERN.fullmatch(path)
         if match is None:
             raise ProtocolError(

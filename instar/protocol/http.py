@@ -44,7 +44,7 @@ class KeyStore:
 
 class ProtocolRouter(Generic[T]):
     """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` converts the HTTP request
-    and its owner to the request that is passed to the handlers. Errors are sent as an ``error_response``."""
+    and its owner to the request for the handlers. ``error_response`` creates the response to an error."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class ProtocolRouter(Generic[T]):
         self._routes: list[Route] = []
 
     def add(self, method: str, path: str, handler: Callable[[T], Awaitable[Response]]) -> None:
-        async def endpoint(http: Request) -> Response:
+        async def endpoint(http_request: Request) -> Response:
             try:
-                owner = self._key_store.authenticate(http.headers)
-                return await handler(await self._parse_request(http, owner))
+                owner = self._key_store.authenticate(http_request.headers)
+                return await handler(await self._parse_request(http_request, owner))
             except ClientDisconnect:
                 return Response(status_code=400)
             except Exception as error:  # noqa: BLE001 - every error becomes a response to the client
@@ -75,10 +75,10 @@ class ProtocolRouter(Generic[T]):
         app.router.redirect_slashes = False  # A redirect would go to the host in the Host header.
         return app
 
-    async def _respond_unknown_route(self, http: Request, error: Exception) -> Response:
+    async def _respond_unknown_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         return self._error_response(
-            ProtocolError(f"this server does not support {http.method} {http.url.path}", status)
+            ProtocolError(f"this server does not support {request.method} {request.url.path}", status)
         )
 
 
@@ -106,7 +106,7 @@ def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) ->
 
 
 def find_sequence_id(body: bytes) -> int | None:
-    """Find the sequence id in a body that may be invalid JSON."""
+    """Return the first ``seq_id`` in a body that may be invalid JSON, or None if there is none."""
     match = _SEQUENCE_ID.search(body)
     return int(match[1]) if match else None
 

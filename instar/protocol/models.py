@@ -73,7 +73,7 @@ class CoreSharing:
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
         """Reserve cores for a model during the block. ``set_cores`` is called with the number of cores."""
-        set_cores(self._count_cores(others=self._sampling_count))
+        set_cores(self._cores_per_side(other_side_count=self._sampling_count))
         self._change_training_count(+1)
         try:
             yield
@@ -92,10 +92,10 @@ class CoreSharing:
     def _change_training_count(self, change: int) -> None:
         before, self._training_count = self._training_count, self._training_count + change
         if not (before and self._training_count):
-            self._set_sampler_cores(self._count_cores(others=self._training_count))
+            self._set_sampler_cores(self._cores_per_side(other_side_count=self._training_count))
 
-    def _count_cores(self, others: int) -> int:
-        return max(1, self._core_count // 2) if others else self._core_count
+    def _cores_per_side(self, other_side_count: int) -> int:
+        return max(1, self._core_count // 2) if other_side_count else self._core_count
 
 
 class TrainingModel:
@@ -121,7 +121,7 @@ class TrainingModel:
         self._base_model = base_model
         self._max_context = max_context
         self._core_sharing = cores
-        self._has_ended = False
+        self._is_closed = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return the logprob of every token in each sample (NaN at index 0)."""
@@ -154,7 +154,7 @@ class TrainingModel:
         )
 
     async def load(self, path: str, *, optimizer: bool) -> None:
-        self._check_not_ended()
+        self._check_not_closed()
         info = self._checkpoints.find(path, self.owner)
         if info.kind != "state":
             raise ProtocolError(
@@ -171,14 +171,14 @@ class TrainingModel:
             text = str(error).replace(str(folder), info.path)
             raise ProtocolError(text, error.status, error.category) from error
 
-    async def end(self) -> None:
+    async def close(self) -> None:
         """Close the model once all earlier calls have finished. Later calls raise ProtocolError 404."""
-        self._has_ended = True
+        self._is_closed = True
         await self._backend.close()
 
     @contextmanager
     def _prepare_computation(self, samples: Sequence[Sample] = ()) -> Generator[None]:
-        self._check_not_ended()
+        self._check_not_closed()
         for sample in samples:
             if len(sample) > self._max_context:
                 raise ProtocolError(
@@ -187,9 +187,9 @@ class TrainingModel:
         with convert_errors(), self._core_sharing.reserve_for_training(self._backend.use_cores):
             yield
 
-    def _check_not_ended(self) -> None:
-        if self._has_ended:
-            raise ProtocolError(f"model {self.model_id} has ended; create a new one", 404)
+    def _check_not_closed(self) -> None:
+        if self._is_closed:
+            raise ProtocolError(f"model {self.model_id} was closed; create a new one", 404)
 
     async def _write_checkpoint(
         self,
@@ -200,7 +200,7 @@ class TrainingModel:
         *,
         has_optimizer: bool = False,
     ) -> CheckpointInfo:
-        self._check_not_ended()
+        self._check_not_closed()
         info = CheckpointInfo(
             path="",
             kind=kind,
@@ -219,7 +219,7 @@ class TrainingModel:
 def create_backend(
     base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
-    """Return a backend that shares the weights of ``base``, and the adapter settings with the actual seed."""
+    """Return a backend that shares the weights of ``base``, and the adapter settings with the seed in use."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
     lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=select_lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)
@@ -227,7 +227,8 @@ def create_backend(
 
 
 def select_lora_targets(base: PreTrainedModel, adapter: AdapterSpec) -> list[str] | Literal["all-linear"]:
-    """Return the name suffixes of the linear layers to train. "all-linear" excludes only the output layer."""
+    """Return the name suffixes of the linear layers to train, or "all-linear" for all except the output
+    layer. Raises ProtocolError if no layer is selected."""
     if adapter.train_attn and adapter.train_mlp and not adapter.train_unembed:
         return "all-linear"
     head = base.get_output_embeddings()

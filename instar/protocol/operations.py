@@ -18,7 +18,7 @@ DELIVERED_RESULT_TTL_SECONDS = 300.0
 OperationFunction = Callable[[], Awaitable[Any]]
 REJECTED = "rejected request"
 """The kind of an operation that only consumes the sequence id of a rejected request."""
-_CONTINUE = "continue after the highest sequence id that was sent"
+_SEQUENCE_HINT = "use sequence ids above the highest one sent so far"
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +93,8 @@ class OperationScheduler:
         the same queue and sequence id, return the id of that operation. Error messages show ``seq - offset``,
         which is the client's own sequence id.
 
-        Raises ProtocolError: 400 if ``seq`` is out of range, 409 if the earlier operation has another kind or
-        its result has expired, 429 if there are too many operations, 503 if the server is shutting down."""
+        Raises ProtocolError: 400 if ``seq`` is out of range, 409 if the earlier operation was of a different
+        kind or its result has expired, 429 if there are too many operations, 503 during shutdown."""
         self._sweep()
         duplicate = self._find_duplicate(kind, owner, queue_name, seq, offset, key)
         if duplicate is not None:
@@ -152,7 +152,7 @@ class OperationScheduler:
         if sequence_queue is not None:
             sequence_queue.cancel_gap_timer()
             self._fail_waiting(
-                sequence_queue, ProtocolError(f"{queue_name} ended before this operation ran", 404)
+                sequence_queue, ProtocolError(f"{queue_name} was closed before this operation ran", 404)
             )
             sequence_queue.operations.clear()
 
@@ -172,7 +172,7 @@ class OperationScheduler:
         self, kind: str, owner: str, queue_name: str | None, seq: int | None, offset: int, key: str | None
     ) -> _Operation | None:
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
-        subject, action = "this idempotency key", "send another key"
+        subject, action = "this idempotency key", "use a different key"
         if operation is None and queue_name is not None and seq is not None:
             sequence_queue = self._queues.get(queue_name, _SequenceQueue(queue_name))
             highest_seq = sequence_queue.next_seq + self._limits.max_operations
@@ -182,15 +182,17 @@ class OperationScheduler:
                     f"and the highest one allowed now is {highest_seq - offset}"
                 )
             operation = sequence_queue.operations.get(seq)
-            subject, action = f"sequence id {seq - offset} of {queue_name}", _CONTINUE
+            subject, action = f"sequence id {seq - offset} of {queue_name}", _SEQUENCE_HINT
             if operation is None and seq < sequence_queue.next_seq:
                 raise ProtocolError(
                     f"the operation with {subject} has already run and its result has expired, or the "
-                    f"request arrived too late; {_CONTINUE}",
+                    f"request arrived too late; {_SEQUENCE_HINT}",
                     409,
                 )
         if operation is not None and (operation.kind != kind or operation.owner != owner):
-            raise ProtocolError(f"{subject} was used for another operation ({operation.kind}); {action}", 409)
+            raise ProtocolError(
+                f"{subject} was already used for a different operation ({operation.kind}); {action}", 409
+            )
         return operation
 
     # --- running ---
@@ -216,7 +218,7 @@ class OperationScheduler:
             ProtocolError(
                 f"the operation was not run, because sequence id {queue.next_seq - queue.offset} of "
                 f"{queue.name} did not arrive within {self._limits.sequence_gap_timeout:g} s; send "
-                f"that operation and the later ones again, and {_CONTINUE}"
+                f"that operation and all later ones again, and {_SEQUENCE_HINT}"
             ),
         )
         # Otherwise all later operations would wait for a sequence id that the client may never send.

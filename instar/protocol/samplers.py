@@ -24,7 +24,7 @@ from instar.models import load_tokenizer
 from instar.protocol.base import ProtocolError, SampledSequence
 from instar.types import Artifact, Floats, Ids, Policy, SamplingParams
 
-ENGINE_WAIT_SECONDS = 600.0
+ACQUIRE_TIMEOUT_SECONDS = 600.0
 """The maximum time to wait for a free engine and to load the policy into it."""
 BASE_MODEL_KEY = ""
 
@@ -37,9 +37,9 @@ class _PooledEngine:
 
 
 class SamplerPool:
-    """A pool of at most ``max_engines`` engines, each with one policy. If all engines are taken, a new policy
-    replaces the least recently used policy that is idle. The KV memory is divided between the engines in use;
-    an idle engine keeps its memory until another engine needs it."""
+    """A pool of at most ``max_engines`` engines, each with one policy. If the pool is full, a new policy
+    replaces the least recently used idle one, or waits until one is idle. The KV memory is divided between
+    the engines in use; an idle engine keeps its memory until another engine needs it."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model_config = model
@@ -68,21 +68,20 @@ class SamplerPool:
     async def sample(
         self, key: str, adapter: Path | None, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Sample ``count`` sequences with ``adapter``, or with the base model if it is None. ``key``
-        identifies the policy. If ``params`` has a seed, only the first sequence uses it; the others use seeds
-        derived from it."""
-        ids = self._to_ids(prompt, lambda ids: check_request(self.info, ids, params))
+        """Sample ``count`` sequences with ``adapter`` (None: the base model). ``key`` identifies the policy.
+        The first sequence uses the seed in ``params``, if any; the others use seeds derived from it."""
+        ids = self._to_valid_ids(prompt, lambda ids: check_request(self.info, ids, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
                 lambda index: self._generate(engine, ids, _with_derived_seed(params, index)), range(count)
             )
 
     async def compute_logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
-        ids = self._to_ids(tokens, lambda ids: check_score_request(self.info, ids))
+        ids = self._to_valid_ids(tokens, lambda ids: check_score_request(self.info, ids))
         async with self._borrow_engine(key, adapter) as engine:
             return await engine.logprobs(ids)
 
-    def _to_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
+    def _to_valid_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
         # An error in these checks is the client's fault; later errors are the server's.
         try:
             ids = to_ids(tokens)
@@ -126,7 +125,7 @@ class SamplerPool:
 
     async def _acquire(self, key: str, adapter: Path | None) -> _PooledEngine:
         try:
-            async with asyncio.timeout(ENGINE_WAIT_SECONDS):
+            async with asyncio.timeout(ACQUIRE_TIMEOUT_SECONDS):
                 if key not in self._engines:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
@@ -136,8 +135,8 @@ class SamplerPool:
         self._engines.move_to_end(key)
         pooled.user_count += 1
         if pooled.user_count == 1:
-            for unused in [other for other in self._engines.values() if other.user_count == 0]:
-                unused.engine.release_memory()
+            for idle in [other for other in self._engines.values() if other.user_count == 0]:
+                idle.engine.release_memory()
             self._divide_memory()
         return pooled
 
@@ -149,14 +148,14 @@ class SamplerPool:
     async def _load_policy(self, key: str, adapter: Path | None) -> None:
         async with self._loading_lock:  # the lock is fair, so requests are served in order
             while key not in self._engines:
-                unused_key = next(
+                idle_key = next(
                     (name for name, pooled in self._engines.items() if pooled.user_count == 0), None
                 )
                 if len(self._engines) < self._max_engines:
                     engine = await asyncio.to_thread(self._create_engine)
                     self._engines[key] = await self._load_adapter(_PooledEngine(engine), adapter)
-                elif unused_key is not None:
-                    self._engines[key] = await self._load_adapter(self._engines.pop(unused_key), adapter)
+                elif idle_key is not None:
+                    self._engines[key] = await self._load_adapter(self._engines.pop(idle_key), adapter)
                 else:
                     self._engine_released.clear()
                     await self._engine_released.wait()

@@ -19,7 +19,7 @@ APPS: dict[ProtocolName, str] = {
     "tinker": "instar.protocol.tinker.app:create_app",
     "weaver": "instar.protocol.weaver.app:create_app",
 }
-GRACE_SECONDS = 2.0
+SHUTDOWN_GRACE_SECONDS = 2.0
 """How long in-flight requests may take to finish after all operations have stopped."""
 
 
@@ -58,7 +58,7 @@ async def serve_protocol(
     operations = OperationScheduler(service.limits)
     server_stop = asyncio.Event()
     app = create_app(service, operations, keys)
-    server = asyncio.create_task(serve(app, listener, stop=server_stop, grace=GRACE_SECONDS))
+    server = asyncio.create_task(serve(app, listener, stop=server_stop, grace=SHUTDOWN_GRACE_SECONDS))
     stop_wait = asyncio.create_task((stop or asyncio.Event()).wait())
     try:
         if on_ready is not None:

@@ -17,7 +17,7 @@ from instar.protocol.models import ClientSession, CoreSharing, TrainingModel, cr
 from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
-EXPIRY_CHECK_SECONDS = 15.0
+EXPIRY_CHECK_INTERVAL_SECONDS = 15.0
 """The maximum interval between checks for expired sessions and checkpoints."""
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class TrainingService:
         self._expiry_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Load the base model. Raises ConfigError if this fails or another server uses the folder."""
+        """Load the base model. Raises ConfigError if that fails or another server uses the folder."""
         self.checkpoints = CheckpointStore(self._folder)
         try:
             self._base = await asyncio.to_thread(load_base, self._model_config)
@@ -65,7 +65,7 @@ class TrainingService:
         except BaseException:  # also when cancelled: the folder must not stay locked
             self.checkpoints.close()
             raise
-        self._cores = CoreSharing(self._sampler_pool.set_cores)
+        self._core_sharing = CoreSharing(self._sampler_pool.set_cores)
         self.max_context = self._sampler_pool.info.max_context
         self.vocab_size = self._sampler_pool.info.vocab_size
         self.tokenizer_path = str(self._sampler_pool.folder)
@@ -79,7 +79,7 @@ class TrainingService:
         return session_id
 
     def heartbeat(self, session_id: str, owner: str) -> ClientSession:
-        """Record a heartbeat and return the session. Raises ProtocolError 404 if the session is unknown."""
+        """Record a heartbeat and return the session. Raises ProtocolError 404 if it does not exist."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"session {session_id} does not exist or has ended", 404)
@@ -95,14 +95,14 @@ class TrainingService:
         models = [model for model in self._models.values() if model.session_id == session_id]
         for model in models:
             del self._models[model.model_id]
-        await asyncio.gather(*(model.end() for model in models))
+        await asyncio.gather(*(model.close() for model in models))
 
     # --- models ---
 
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Create a model. Raises ProtocolError if an argument is invalid or there are too many models."""
+        """Create a model. Raises ProtocolError if an argument is invalid or too many models are active."""
         session = self.heartbeat(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
@@ -121,10 +121,10 @@ class TrainingService:
             base_model=self.base_model,
             adapter=adapter,
             max_context=self.max_context,
-            cores=self._cores,
+            cores=self._core_sharing,
         )
         if session_id not in self._sessions:
-            await model.end()
+            await model.close()
             raise ProtocolError(f"session {session_id} ended while the model was being created", 404)
         self._models[model.model_id] = model
         return model
@@ -138,49 +138,49 @@ class TrainingService:
             raise ProtocolError(f"seed must be a signed 64-bit integer, got {adapter.seed}")
 
     async def _evict_idle_sessions(self) -> None:
-        """End idle sessions until there is room for another model, or raise ProtocolError 429."""
+        """End idle sessions until one more model fits. Raises ProtocolError 429 if too few are idle."""
         limit = self.limits.max_models
         while len(self._models) + self._models_being_created >= limit:
             sessions = [self._sessions[model.session_id] for model in self._models.values()]
             oldest = min(sessions, key=lambda session: session.last_seen, default=None)
-            if oldest is None or time.monotonic() - oldest.last_seen < self.limits.idle_before_eviction:
-                raise ProtocolError(f"too many models are in training (limit: {limit}); end one first", 429)
+            if oldest is None or time.monotonic() - oldest.last_seen < self.limits.eviction_idle_seconds:
+                raise ProtocolError(f"too many models are in training (limit: {limit}); close one first", 429)
             await self._end_session(oldest.session_id)
 
     def find_model(self, model_id: str, owner: str) -> TrainingModel:
-        """Return a model and record a heartbeat. Raises ProtocolError 404 if the model is unknown."""
+        """Return a model and record a heartbeat. Raises ProtocolError 404 if it does not exist."""
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
-            raise ProtocolError(f"model {model_id} does not exist or has ended", 404)
+            raise ProtocolError(f"model {model_id} does not exist or was closed", 404)
         self.heartbeat(model.session_id, owner)
         return model
 
-    async def end_model(self, model_id: str, owner: str) -> None:
+    async def close_model(self, model_id: str, owner: str) -> None:
         model = self.find_model(model_id, owner)
         del self._models[model_id]
-        await model.end()
+        await model.close()
 
     # --- sampling ---
 
     async def sample(
         self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Sample ``count`` sequences from the checkpoint at ``sampler``, or from the base model if None."""
+        """Sample ``count`` sequences from the checkpoint with the path ``sampler`` (None: the base model)."""
         if not 1 <= count <= self.limits.max_operations:
             limit = self.limits.max_operations
             raise ProtocolError(f"num_samples must be between 1 and {limit}, got {count}")
         key, adapter = self._resolve_policy(sampler, owner)
-        with convert_errors(), self._cores.reserve_for_sampling():
+        with convert_errors(), self._core_sharing.reserve_for_sampling():
             return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
     async def compute_logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
         """Return the logprob of every token (NaN at index 0). See `sample` for ``sampler``."""
         key, adapter = self._resolve_policy(sampler, owner)
-        with convert_errors(), self._cores.reserve_for_sampling():
+        with convert_errors(), self._core_sharing.reserve_for_sampling():
             return await self._sampler_pool.compute_logprobs(key, adapter, tokens)
 
     def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return the policy key and adapter folder for a checkpoint path. The base model has no folder."""
+        """Return a policy key and the adapter folder for a checkpoint path (None for the base model)."""
         if sampler is None:
             return BASE_MODEL_KEY, None
         info = self.checkpoints.find(sampler, owner)
@@ -191,10 +191,10 @@ class TrainingService:
 
     async def _remove_expired(self) -> None:
         while True:
-            await asyncio.sleep(min(EXPIRY_CHECK_SECONDS, self.limits.session_ttl / 4))
+            await asyncio.sleep(min(EXPIRY_CHECK_INTERVAL_SECONDS, self.limits.session_ttl / 4))
             cutoff = time.monotonic() - self.limits.session_ttl
             for session_id in [i for i, session in self._sessions.items() if session.last_seen < cutoff]:
-                logger.info("ended session %s: no heartbeat for %g s", session_id, self.limits.session_ttl)
+                logger.info("ending session %s: no heartbeat for %g s", session_id, self.limits.session_ttl)
                 await self._end_session(session_id)
             try:
                 self.checkpoints.remove_expired()
@@ -202,7 +202,7 @@ class TrainingService:
                 logger.warning("cannot remove expired checkpoints: %s", error)
 
     async def close(self) -> None:
-        """End all sessions. Checkpoints are kept."""
+        """End all sessions and close the samplers. Checkpoints are kept."""
         if self._expiry_task is None:
             return
         self._expiry_task.cancel()

@@ -19,8 +19,7 @@ MAX_REASON_CHARS = 1000
 
 
 def get_task(session: Session, group: Group | None) -> Task:
-    """Return the task of ``group`` if the session belongs to it, otherwise the task in the session's
-    metadata, or `NO_TASK` if there is none."""
+    """Return the group's task if it accepts the session, else the task in the metadata, else `NO_TASK`."""
     if group is not None and group.accepts(session):
         return group.task
     data = session.metadata.get("task")
@@ -36,6 +35,7 @@ class Transcript:
 
     @property
     def final(self) -> Message | None:
+        """The reply to the last call, or None if the session has no calls."""
         return self.calls[-1].reply if self.calls else None
 
     @property
@@ -57,8 +57,7 @@ class ScoringContext:
 
 
 class WorkerTextScorer(ABC):
-    """A task set's scorer that evaluates text from the model. Such text is untrusted, so the scorer runs in a
-    worker process."""
+    """A task set's scorer for text from the model. The text is untrusted, so a worker process scores it."""
 
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""

@@ -60,8 +60,7 @@ class BackgroundScorers:
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Create the scorers of a run, for a process without the task set. Raises ConfigError if a setting is
-    invalid."""
+    """Create a run's scorers for a process without the task set. Raises ConfigError like `create_scorers`."""
     scorers = create_scorers(config, _MissingTextScorer())
     live = [
         scorer

@@ -16,8 +16,8 @@ from instar.rewards.scoring import score_sessions
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
 
-POLL_SECONDS = 0.2
-FULL_SCAN_SECONDS = 30.0
+POLL_INTERVAL_SECONDS = 0.2
+FULL_SCAN_INTERVAL_SECONDS = 30.0
 PENDING_PER_SLOT = 8
 """Maximum number of pending sessions per concurrent attempt. Most of them wait for a slot or a retry."""
 ROLLOUT_CHANNELS = (Channel.TRAIN, Channel.VAL)
@@ -99,7 +99,7 @@ class ScoringRunner:
             raise errors.exceptions[0] from None
 
     def drain(self) -> None:
-        """Stop starting new sessions, so that `run` returns once the sessions in progress are scored."""
+        """Stop scoring new sessions, so that `run` returns once the sessions in progress are scored."""
         self.is_draining = True
 
     async def score(self, scorer: Scorer, task: Task, session_ids: list[str]) -> None:
@@ -143,7 +143,7 @@ class _ScorerQueue:
                 self._session_done.clear()
                 await self._session_done.wait()
             elif not await self._start_sessions(tasks):
-                await asyncio.sleep(POLL_SECONDS)
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _start_sessions(self, tasks: asyncio.TaskGroup) -> bool:
         """Start scoring as many sessions as allowed. Return False if there are no more sessions to check."""
@@ -172,7 +172,7 @@ class _ScorerQueue:
         # The next scan starts at the first session that may still become ready, or periodically at 0.
         self._after_seq = min([self._settled_seq, *(seq - 1 for seq in self._pending.values())])
         self._settled_seq = None
-        if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
+        if time.monotonic() - self._last_full_scan > FULL_SCAN_INTERVAL_SECONDS:
             self._after_seq, self._last_full_scan = 0, time.monotonic()
         return False
 
@@ -195,7 +195,7 @@ class _PendingGroup:
 
 
 class _GroupQueue:
-    """The queue of groups whose sessions have all finished. A group becomes ready when each of its completed
+    """The queue of groups whose sessions have all ended. A group becomes ready when each of its completed
     sessions has a score from every background scorer."""
 
     def __init__(
@@ -216,7 +216,7 @@ class _GroupQueue:
         if not self.session_scorers and not self.group_scorers:
             return
         while not self.runner.is_draining or self.runner.counts.in_progress:
-            if time.monotonic() - self._last_full_scan > FULL_SCAN_SECONDS:
+            if time.monotonic() - self._last_full_scan > FULL_SCAN_INTERVAL_SECONDS:
                 self.pending, self._group_ids = {}, {}
                 self._last_full_scan = time.monotonic()
             for channel in ROLLOUT_CHANNELS:
@@ -225,14 +225,14 @@ class _GroupQueue:
                     if group.group_id not in self.pending:
                         await self._add_group(group, tasks)
             await self._close_scored_groups()
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
         await self._close_scored_groups()
 
-    def mark_scored(self, session_id: str, scorer: str) -> None:
+    def mark_scored(self, session_id: str, scorer_name: str) -> None:
         if self._scored_during_read is not None:
-            self._scored_during_read.add((session_id, scorer))
+            self._scored_during_read.add((session_id, scorer_name))
         if group_id := self._group_ids.get(session_id):
-            self.pending[group_id].missing.discard((session_id, scorer))
+            self.pending[group_id].missing.discard((session_id, scorer_name))
 
     async def _add_group(self, group: Group, tasks: asyncio.TaskGroup) -> None:
         self._scored_during_read = set()

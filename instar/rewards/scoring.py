@@ -1,4 +1,4 @@
-"""Scores a session or a group with one scorer, with a deadline, retries and a fallback."""
+"""Scores a session or a group with one scorer, with a time limit, retries and a fallback."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ async def score_sessions(
             async with memory_slot or nullcontext():
                 transcripts = await load()
                 async with attempt_slot or nullcontext(), scorer.concurrency_limit or nullcontext():
-                    rewards = await _score_before_deadline(scorer, task, transcripts, config.deadline)
-            checked = _check_rewards(scorer, rewards, session_ids)
+                    rewards = await _score_with_timeout(scorer, task, transcripts, config.deadline)
+            checked_rewards = _check_rewards(scorer, rewards, session_ids)
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - a scorer is user code and may raise anything
@@ -76,11 +76,11 @@ async def score_sessions(
             scores = tuple(
                 Score(session_id, scorer.key, ScoreState.SCORED, attempt) for session_id in session_ids
             )
-            return ScoringResult(scores, checked)
-    raise AssertionError("unreachable: the last attempt returns")
+            return ScoringResult(scores, checked_rewards)
+    raise AssertionError("unreachable")
 
 
-async def _score_before_deadline(
+async def _score_with_timeout(
     scorer: Scorer, task: Task, transcripts: Sequence[Transcript], timeout: float
 ) -> list[Reward]:
     if isinstance(scorer, GroupScorer):
@@ -91,9 +91,9 @@ async def _score_before_deadline(
     return await run_with_timeout(
         timeout,
         attempt,
-        grace=CANCEL_GRACE_SECONDS,
-        on_timeout=ScoreError(f"the scorer did not finish within {timeout:g} s", retryable=True),
-        on_cancel=ScoreError("the scorer cancelled itself", retryable=True),
+        grace_seconds=CANCEL_GRACE_SECONDS,
+        timeout_error=ScoreError(f"the scorer did not finish within {timeout:g} s", retryable=True),
+        cancel_error=ScoreError("the scorer cancelled itself", retryable=True),
     )
 
 
@@ -114,7 +114,7 @@ def _check_rewards(
         try:
             json.dumps(reward.detail)
         except (TypeError, ValueError) as error:
-            raise ScoreError(f"the detail of a reward must be JSON: {error}") from error
+            raise ScoreError(f"a reward's detail cannot be encoded as JSON: {error}") from error
         key = "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
         key_counts[key] += 1
         checked.append(

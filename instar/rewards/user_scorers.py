@@ -1,5 +1,5 @@
-"""Scorers for user code: one uses the reward that the agent returned, the other calls the task set's scorer
-or a sync or async function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
+"""Rewards from user code: `AgentReward` uses what the agent returned, and `RuleReward` calls the task set's
+scorer or a sync or async function ``rule(task, transcript, **args) -> float``, where ``task`` is a dict."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ WORKER_TIMEOUT_SECONDS = 10.0
 
 
 class AgentReward(Scorer):
-    """Uses the reward that the agent function returned. Rewards that an agent sends to the gateway are
-    recorded by the gateway."""
+    """Uses the reward that the agent function returned. The gateway records rewards that are sent to it."""
 
     name = "returned"
 
@@ -63,9 +62,7 @@ class RuleReward(Scorer):
                 raise ConfigError(f"reward.function: {config.function} is not callable")
             self._is_async = inspect.iscoroutinefunction(self.function)
         elif text_scorer is None:
-            raise ConfigError(
-                "reward.function is required, because the run has no task set with its own scorer"
-            )
+            raise ConfigError("reward.function is required, because no task set provides a scorer")
         elif isinstance(text_scorer, WorkerTextScorer):
             check_name, check_args = text_scorer.check_name, text_scorer.check_args
             self.workers = CheckWorkerPool(

@@ -30,8 +30,8 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once. If this raises, the session fails, or is retried if the error is
-        transient."""
+        """Attempt the task once. If this raises an error, the session fails or, if the error is transient, is
+        retried."""
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

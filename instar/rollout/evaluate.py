@@ -28,7 +28,7 @@ RecordMetrics = Callable[[str, int, Mapping[str, Any]], None]
 ReportProgress = Callable[[int, int], None]
 """Called with the number of finished tasks and the total."""
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
-POLL_SECONDS = 0.1
+POLL_INTERVAL_SECONDS = 0.1
 SCORING_GRACE_SECONDS = 60.0
 """Extra time to wait for the next score, on top of the time that all of a scorer's attempts may take."""
 
@@ -57,7 +57,7 @@ class Evaluator:
         self.scoring = services.scoring
         self.combine = combine
         self.record = record
-        self.doing = "evaluating"
+        self.activity = "evaluating"
 
     async def evaluate_all(self, label: str) -> list[Json]:
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
@@ -99,14 +99,14 @@ class Evaluator:
             if group.status is GroupStatus.OPEN:
                 await self._run_group(slot_runner, group, index)
             finished += 1
-            self.doing = f"evaluation ({label}, {mode}): {finished} of {len(self.tasks)} tasks"
+            self.activity = f"evaluation ({label}, {mode}): {finished} of {len(self.tasks)} tasks"
             if progress is not None:
                 progress(finished, len(self.tasks))
 
         groups = await self._open_groups(f"{label}-{mode}-v{version}")
         await gather_or_cancel(run_task(index, group) for index, group in enumerate(groups))
         if self.scoring.has_background_scorers:
-            self.doing = f"evaluation ({label}, {mode}): waiting for rewards"
+            self.activity = f"evaluation ({label}, {mode}): waiting for rewards"
             await self._wait_for_scores({group.group_id for group in groups})
         rewards = [await self._load_reward(group) for group in groups]
         metrics: Json = {
@@ -173,7 +173,7 @@ class Evaluator:
                     max_wait,
                 )
                 return
-            await asyncio.sleep(POLL_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _load_reward(self, group: Group) -> float | None:
         """Return the group's combined reward, or None if its session failed or has no score."""

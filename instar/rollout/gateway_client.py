@@ -55,8 +55,7 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         scores: Sequence[Score] = (),
     ) -> EndedSession:
-        """End the session as completed and return its state. A session that has already ended is not
-        changed."""
+        """End the session as completed and return its state. A session that has ended is not changed."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
             rewards=[to_reward_body(reward) for reward in rewards],
@@ -85,10 +84,11 @@ class GatewayClient:
         try:
             response = await self._http.post(self.url + path, data)
         except NoResponse as error:
-            raise EngineUnavailable(f"the gateway at {self.url} did not answer {path}: {error}") from error
+            message = f"the gateway at {self.url} did not respond to {path}: {error}"
+            raise EngineUnavailable(message) from error
         if response.status in TRANSIENT_STATUSES:
             raise EngineUnavailable(
-                f"the gateway at {self.url} answered {path} with status {response.status}"
+                f"the gateway at {self.url} responded to {path} with status {response.status}"
             )
         if response.status >= 400:
             excerpt = response.excerpt(500)

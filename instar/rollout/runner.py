@@ -19,7 +19,7 @@ from instar.types import Channel, Group, GroupStatus, Session, SessionStatus, Ta
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 0.05
+POLL_INTERVAL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
 """The run fails after this many consecutive groups without a usable session."""
 
@@ -41,7 +41,7 @@ class RolloutRunner:
         self.groups_done = 0
         self._shuffled_indices = lru_cache(maxsize=2)(self._shuffle_indices)
         self._consecutive_failed_groups = 0
-        self._last_evaluated: int | None = None
+        self._last_evaluated_version: int | None = None
         """The newest evaluated version, or None until it has been read from the store."""
         self._is_evaluating = False
         self._is_draining = False
@@ -51,9 +51,9 @@ class RolloutRunner:
         self._running: set[asyncio.Task[None]] = set()
 
     @property
-    def doing(self) -> str:
+    def activity(self) -> str:
         if self._is_evaluating and self.evaluator is not None:
-            return self.evaluator.doing
+            return self.evaluator.activity
         counters = self.counters
         problem_counts = {"failed": counters.failed, "without a reward": counters.unscored}
         problems = ", ".join(f"{count} {label}" for label, count in problem_counts.items() if count)
@@ -95,10 +95,9 @@ class RolloutRunner:
         self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait until a slot has finished, but at most POLL_SECONDS, because training progress may also allow
-        a group to start."""
+        """Wait up to POLL_INTERVAL_SECONDS for a slot to finish. Training progress may also admit a group."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(POLL_SECONDS):
+            async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                 await self._slot_done.wait()
         self._slot_done.clear()
 
@@ -109,10 +108,11 @@ class RolloutRunner:
         version = state.progress.head_version
         if self.evaluator is None or every is None:
             return
-        if self._last_evaluated is None:  # an earlier process may have been interrupted during an evaluation
-            self._last_evaluated = await self.evaluator.last_evaluated_version()
-        if version // every > self._last_evaluated // every:
-            self._last_evaluated = version
+        if self._last_evaluated_version is None:
+            # An earlier process may have been interrupted during an evaluation.
+            self._last_evaluated_version = await self.evaluator.last_evaluated_version()
+        if version // every > self._last_evaluated_version // every:
+            self._last_evaluated_version = version
             self._is_evaluating = True
             try:
                 await self.evaluator.try_evaluate_all(f"v{version}")
@@ -143,8 +143,7 @@ class RolloutRunner:
         self._running.add(task)
 
     async def _run_group(self, group: Group, slots: list[RolloutSlot], has_failed: bool) -> None:
-        """Run the slots and close the group. ``has_failed`` is True if a slot failed in an earlier
-        process."""
+        """Run the slots and close the group. ``has_failed`` tells whether a slot has failed already."""
         results = await gather_or_cancel(self._run_slot(slot) for slot in slots)
         self._check_progress(results)
         has_failed = has_failed or any(result.status is SessionStatus.FAILED for result in results)
@@ -198,8 +197,8 @@ class RolloutRunner:
                     ended = [
                         s for s in attempts if s.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
                     ]
-                    final = max(ended, key=lambda session: session.attempt)
-                    has_failed = has_failed or final.status is SessionStatus.FAILED
+                    final_session = max(ended, key=lambda session: session.attempt)
+                    has_failed = has_failed or final_session.status is SessionStatus.FAILED
             logger.info("resuming %s: %d of %d sessions to run", group.group_id, len(slots), group.size)
             self._launch(group, slots, has_failed)
 

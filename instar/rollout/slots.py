@@ -1,7 +1,8 @@
 """Run one slot of a group: an agent's session from start to end, with retries and refills.
 
 After a transient error (a lost connection, status 429, 502 or 503), a new session is started, up to
-`rollout.retries` times. Any other agent error fails the session. A control API error stops the rollout.
+`rollout.retries` times. Any other error in an agent fails its session. An error from the gateway's control
+API stops the rollout.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class SlotRunner:
         self.semaphore = asyncio.Semaphore(config.concurrency)
 
     async def run(self, slot: RolloutSlot) -> SlotResult:
-        """Run sessions until one is final, and return the result of that session."""
+        """Run sessions until one is neither retried nor replaced, and return its result."""
         attempt, refills, retries = slot.attempt, slot.refills, 0
         can_refill = self.config.group_policy == "refill"
         while True:
@@ -171,7 +172,7 @@ class SlotRunner:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
         ended = await self.gateway.complete_session(session_id, scoring.rewards, metadata, scoring.scores)
         if ended.status is not SessionStatus.COMPLETED:
-            return self._count_failure(session_id, f"the session had already ended as {ended.status}")
+            return self._count_failure(session_id, f"the session had already ended: {ended.status}")
         if not ended.changed:
             # The session had already ended: the agent completed it, or the response to an earlier request was
             # lost. In the second case, recording the scores again changes nothing.
@@ -203,13 +204,14 @@ class SlotRunner:
 
 
 async def run_agent_with_timeout(seconds: float, coroutine: Coroutine[Any, Any, T], name: str) -> T:
-    """Return the coroutine's result. Raises AgentTimeout after ``seconds``, with ``name`` in the message."""
+    """Return the coroutine's result. Raises AgentTimeout after ``seconds``, and AgentError if the coroutine
+    cancels itself. The messages contain ``name``."""
     return await run_with_timeout(
         seconds,
         coroutine,
-        grace=CANCEL_GRACE_SECONDS,
-        on_timeout=AgentTimeout(f"{name} did not finish within {seconds:g} s"),
-        on_cancel=AgentError(f"{name} cancelled itself"),
+        grace_seconds=CANCEL_GRACE_SECONDS,
+        timeout_error=AgentTimeout(f"{name} did not finish within {seconds:g} s"),
+        cancel_error=AgentError(f"{name} cancelled itself"),
     )
 
 

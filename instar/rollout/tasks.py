@@ -66,8 +66,7 @@ def jsonl_tasks(config: JsonlTasksConfig) -> TaskSet:
 
 
 def python_tasks(config: PythonTasksConfig) -> TaskSet:
-    """Return one task for each dict that the function returns. A task's id is its field ``task_id``, or its
-    index."""
+    """Return one task for each dict that the function returns, with its ``task_id`` or index as the id."""
     result: object = registry.load_object(config.function)(**config.args)
     if not isinstance(result, Iterable):
         raise ConfigError(

@@ -19,27 +19,27 @@ class EngineSpeed:
     def __init__(self, points: dict[int, float]) -> None:
         self._sizes = [0, *sorted(points)]
         self._rates = [0.0, *(points[size] for size in sorted(points))]
-        self._per_reply: dict[int, float] = {}
+        self._reply_rates: dict[int, float] = {}
 
-    def __call__(self, batch: float) -> float:
-        index = bisect_right(self._sizes, batch)
+    def __call__(self, batch_size: float) -> float:
+        index = bisect_right(self._sizes, batch_size)
         if index == len(self._sizes):
             return self._rates[-1]
         low, high = self._sizes[index - 1], self._sizes[index]
-        fraction = (batch - low) / (high - low)
+        fraction = (batch_size - low) / (high - low)
         return self._rates[index - 1] + fraction * (self._rates[index] - self._rates[index - 1])
 
-    def per_reply(self, batch: int) -> float:
-        """Return the tokens per second of one of ``batch`` concurrent replies."""
-        rate = self._per_reply.get(batch)
+    def get_reply_rate(self, batch_size: int) -> float:
+        """Return the tokens per second of one of ``batch_size`` concurrent replies."""
+        rate = self._reply_rates.get(batch_size)
         if rate is None:
-            rate = self._per_reply[batch] = self(batch) / batch
+            rate = self._reply_rates[batch_size] = self(batch_size) / batch_size
         return rate
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sessions to run and the assumed timings and rates. See `SimulateConfig` for the other fields."""
+    """The sessions to run and the assumed timings and rates. Most fields are settings of `SimulateConfig`."""
 
     sessions: Sequence[SimulatedSession]
     """The sessions in the order in which they run, starting over after the last one."""
@@ -82,11 +82,12 @@ class ClusterSpec:
     """If True, stale tokens are masked; otherwise samples with stale tokens are dropped."""
     versions_per_token: bool = True
     """True if replies continue under a new policy, so that their tokens can have different versions."""
-    live_groups: Callable[[int], int] | None = None
+    live_group_counter: Callable[[int], int] | None = None
     """Returns how many groups in the first n steps are run by agents. If None, agents run all groups."""
 
     def count_live_groups(self, steps: int) -> int:
-        return steps * self.groups_per_step if self.live_groups is None else self.live_groups(steps)
+        counter = self.live_group_counter
+        return steps * self.groups_per_step if counter is None else counter(steps)
 
 
 @dataclass(slots=True)
@@ -102,6 +103,7 @@ class SimulationResult:
     engines_used: float = 0.0
     """Generated tokens as a fraction of what the engines can generate at the maximum batch size."""
     trainer_idle: float = 0.0
+    """Fraction of the time in which the trainer neither trains nor publishes."""
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])

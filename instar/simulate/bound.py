@@ -12,7 +12,7 @@ from instar.simulate.sessions import SimulatedSession, compute_mean
 
 @dataclass(frozen=True, slots=True)
 class ThroughputBound:
-    """Limits in samples per hour: of engines at full concurrency, and of a trainer that never waits."""
+    """Limits in samples per hour: for engines at full concurrency, and for a trainer that never waits."""
 
     rollout: float
     trainer: float
@@ -29,10 +29,10 @@ class ThroughputBound:
 class SessionCost(NamedTuple):
     """The mean cost of a session."""
 
-    generated: float
+    generated_tokens: float
     """Number of generated tokens, not counting the first token of each reply."""
     calls: float
-    waits: float
+    wait_seconds: float
     """Seconds spent in tools and before the first call."""
     tokens: float
 
@@ -46,8 +46,8 @@ class SlotCost(NamedTuple):
     cost: SessionCost
 
 
-def upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
-    """Return an upper bound on the throughput.
+def compute_upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
+    """Compute an upper bound on the throughput. It is 0 if every group is dropped.
 
     Sessions that wait for a tool or a first token generate nothing. At x sessions per second with a mean wait
     of w, x·w of the C concurrent sessions are waiting. So x times the mean number of tokens per session is at
@@ -103,30 +103,30 @@ def compute_slot_cost(workload: Workload, cluster: ClusterSpec) -> SlotCost | No
 def compute_session_cost(sessions: Sequence[SimulatedSession], *, fails: bool) -> SessionCost:
     """Return the mean cost of a completed session, or of a failed one if ``fails`` is True. A failed session
     is equally likely to end after any of its turns."""
-    generated = calls = waits = tokens = 0.0
+    generated_tokens = calls = wait_seconds = tokens = 0.0
     for session in sessions:
-        waits += session.start
+        wait_seconds += session.start_seconds
         for index, turn in enumerate(session.turns):
             probability = 1 - index / len(session.turns) if fails else 1.0
-            generated += probability * turn.tokens_after_first
+            generated_tokens += probability * turn.tokens_after_first
             calls += probability
-            waits += probability * turn.tool_seconds
+            wait_seconds += probability * turn.tool_seconds
             tokens += probability * turn.tokens
-    count = len(sessions)
-    return SessionCost(generated / count, calls / count, waits / count, tokens / count)
+    totals = (generated_tokens, calls, wait_seconds, tokens)
+    return SessionCost(*(total / len(sessions) for total in totals))
 
 
 def _find_max_slot_rate(workload: Workload, cluster: ClusterSpec, cost: SessionCost) -> float:
     """Find the highest number of slots per second that the engines can sustain, by bisection."""
-    tokens, latency = max(1e-9, cost.generated), cost.calls * compute_mean(workload.latency)
+    tokens, latency = max(1e-9, cost.generated_tokens), cost.calls * compute_mean(workload.latency)
     low, high = 0.0, workload.speed(cluster.max_batch) * cluster.engines / tokens
     for _ in range(60):
         rate = (low + high) / 2
-        calling_sessions = cluster.concurrency - rate * cost.waits
+        calling_sessions = cluster.concurrency - rate * cost.wait_seconds
         latency_factor = workload.latency_factor(calling_sessions / cluster.engines)
         generating_sessions = max(0.0, calling_sessions - rate * latency * latency_factor)
-        batch = min(cluster.max_batch, generating_sessions / cluster.engines)
-        if rate * tokens <= cluster.engines * workload.speed(batch):
+        batch_size = min(cluster.max_batch, generating_sessions / cluster.engines)
+        if rate * tokens <= cluster.engines * workload.speed(batch_size):
             low = rate
         else:
             high = rate

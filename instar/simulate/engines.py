@@ -52,7 +52,7 @@ class SimulatedRequest:
 
 @dataclass(slots=True, eq=False)
 class SimulatedEngine:
-    """A simulated engine.
+    """An engine whose running replies all advance at the same rate.
 
     ``progress`` is the number of tokens that a reply would have by now if it had been running from the start.
     A reply of n tokens that begins at progress p ends at p + n, however many replies share the engine.
@@ -159,7 +159,7 @@ class SimulatedPool:
         now = self.clock.now
         since = max(engine.updated_at, min(engine.paused_until, now))
         if engine.active and now > since:
-            progress = (now - since) * self.speed.per_reply(engine.active)
+            progress = (now - since) * self.speed.get_reply_rate(engine.active)
             engine.progress += progress
             engine.tokens += progress * engine.active
         if engine.active:
@@ -171,7 +171,7 @@ class SimulatedPool:
         if engine.running:
             remaining_tokens = max(0.0, engine.running[0][0] - engine.progress)
             pause = max(0.0, engine.paused_until - self.clock.now)
-            seconds = pause + remaining_tokens / self.speed.per_reply(engine.active)
+            seconds = pause + remaining_tokens / self.speed.get_reply_rate(engine.active)
             event_number = engine.next_event
             self.clock.after(seconds, lambda: self._end_next(engine, event_number))
 

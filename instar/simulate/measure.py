@@ -23,20 +23,19 @@ WARM_UP_STEPS = 1
 
 @dataclass(frozen=True, slots=True)
 class CallTiming:
-    """The timestamps of a call, and its number of sampled tokens."""
-
-    sent: float
-    first_token: float
-    ended: float
+    sent_at: float
+    first_token_at: float
+    ended_at: float
     tokens: int
+    """Number of sampled tokens."""
 
 
 async def measure(
     store: Store, run_id: str, records: Sequence[Json], *, engines: int, max_batch: int
 ) -> Workload:
-    """Measure the workload of a run with ``engines`` engines: its completed sessions, and the fitted speed of
-    an engine and duration of a step. ``records`` are the training steps in metrics.jsonl. Raises ConfigError
-    if the run has no completed sessions or no training steps."""
+    """Measure a run with ``engines`` engines: its completed sessions, the fraction that failed, and fits of
+    the latency, the step duration and the engine speed (up to ``max_batch`` replies). ``records`` are the
+    steps in metrics.jsonl. Raises ConfigError if the run has no completed sessions or no training steps."""
     rows = await store.sessions(run_id, channel=Channel.TRAIN, limit=MAX_SESSIONS)
     ended = [
         row.session for row in rows if row.session.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
@@ -46,8 +45,8 @@ async def measure(
     for session in ended:
         calls = [call for call in await store.calls(session.session_id) if len(call.sampled_ids)]
         for call in calls:
-            first_token = call.started_at if call.first_token_at is None else call.first_token_at
-            timings.append(CallTiming(call.started_at, first_token, call.ended_at, len(call.sampled_ids)))
+            first_token_at = call.started_at if call.first_token_at is None else call.first_token_at
+            timings.append(CallTiming(call.started_at, first_token_at, call.ended_at, len(call.sampled_ids)))
         if calls and session.status is SessionStatus.COMPLETED:
             sessions.append(to_simulated_session(session, calls))
     if not sessions or not records:
@@ -83,7 +82,7 @@ def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> Sim
         continued = lengths.pop(call.parent_id or "", 0) if call.link is Link.EXTENDS else 0
         tool_seconds = max(0.0, next_start - call.ended_at)
         turns.append(SimulatedTurn(len(call.prompt_ids) - continued, len(call.sampled_ids), tool_seconds))
-    return SimulatedSession(tuple(turns), start=max(0.0, calls[0].started_at - session.created_at))
+    return SimulatedSession(tuple(turns), max(0.0, calls[0].started_at - session.created_at))
 
 
 def _to_distribution(values: Sequence[float]) -> DistributionConfig:
@@ -96,19 +95,19 @@ def _skip_warm_up(records: Sequence[Json]) -> Sequence[Json]:
 
 
 def fit_training(records: Sequence[Json]) -> tuple[float, float]:
-    """Fit (seconds of a step without tokens, seconds per token) by least squares.
+    """Fit the seconds of a step without tokens and the seconds per token, by least squares.
 
-    The second value is 0 if there are fewer than 4 steps, their sizes differ too little, or the fit is not
-    positive. If the backend reports the number of distinct tokens, the fit uses it, so that shared prefixes
-    count once. The ratio of distinct tokens to all tokens is assumed to be the same in all steps.
+    If there are fewer than 4 steps, their sizes differ too little, or a fitted value is not positive, return
+    the mean seconds of a step and 0. If the backend reports the number of distinct tokens, the fit uses it,
+    so that shared prefixes count once. Their ratio to all tokens is assumed to be the same in all steps.
     """
-    used = _skip_warm_up(records)
-    seconds = np.array([record["train_seconds"] for record in used], float)
-    sequence_tokens = np.array([record.get("sequence_tokens", 0) for record in used], float)
-    distinct = [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in used]
+    steps = _skip_warm_up(records)
+    seconds = np.array([record["train_seconds"] for record in steps], float)
+    sequence_tokens = np.array([record.get("sequence_tokens", 0) for record in steps], float)
+    distinct = [record.get("distinct_tokens", record.get("sequence_tokens", 0)) for record in steps]
     tokens = np.array(distinct, float)
     distinct_ratio = float(tokens.sum() / sequence_tokens.sum()) if sequence_tokens.any() else 1.0
-    if len(used) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
+    if len(steps) >= 4 and tokens.std() > 0.02 * tokens.mean() > 0:
         slope = float(np.cov(tokens, seconds)[0, 1] / tokens.var(ddof=1))
         base = float(seconds.mean() - slope * tokens.mean())
         if slope > 0 and base > 0:
@@ -119,13 +118,14 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
     """Fit the speed of an engine. Over all calls, the seconds per token are fitted as c + d · (concurrent
     replies - 1). The concurrency of a call is the mean number of replies per engine during the call."""
-    used = [call for call in calls if call.tokens > 1 and call.ended > call.first_token]
+    used = [call for call in calls if call.tokens > 1 and call.ended_at > call.first_token_at]
     if not used:
-        finished = [call for call in calls if call.ended > call.sent] or [CallTiming(0.0, 0.0, 1.0, 1)]
-        used = [replace(call, first_token=call.sent) for call in finished]
-    spans = np.array([(call.first_token, call.ended) for call in used])
+        # If no call has a duration either, assume one token per second.
+        timed = [call for call in calls if call.ended_at > call.sent_at] or [CallTiming(0.0, 0.0, 1.0, 1)]
+        used = [replace(call, first_token_at=call.sent_at) for call in timed]
+    spans = np.array([(call.first_token_at, call.ended_at) for call in used])
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
-    seconds = np.array([call.ended - call.first_token for call in used])
+    seconds = np.array([call.ended_at - call.first_token_at for call in used])
     others = np.maximum(0.0, _compute_mean_concurrency(spans, spans) / engines - 1)
     # seconds = c · tokens + d · tokens · others, so long replies count more.
     design = np.stack([tokens, tokens * others], axis=1)
@@ -137,11 +137,11 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
 
 
 def fit_latency(calls: Sequence[CallTiming], engines: int) -> tuple[DistributionConfig, float]:
-    """Fit (latencies of calls that are alone on their engine, relative increase per additional call) over all
-    calls. The concurrency of a call is the mean number of calls per engine while it waited."""
-    seconds = np.array([max(0.0, call.first_token - call.sent) for call in calls])
-    waits = np.array([(call.sent, call.first_token) for call in calls])
-    spans = np.array([(call.sent, call.ended) for call in calls])
+    """Fit the latencies of calls that are alone on their engine, and the relative increase per additional
+    call. The concurrency of a call is the mean number of calls per engine while it waited."""
+    seconds = np.array([max(0.0, call.first_token_at - call.sent_at) for call in calls])
+    waits = np.array([(call.sent_at, call.first_token_at) for call in calls])
+    spans = np.array([(call.sent_at, call.ended_at) for call in calls])
     others = np.maximum(0.0, _compute_mean_concurrency(spans, waits) / engines - 1)
     growth = 0.0
     if others.std() > 0:

@@ -17,8 +17,8 @@ from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.engines import SimulatedEngine, SimulatedPool, SimulatedRequest, VirtualClock
 from instar.simulate.sessions import SimulatedSession, make_draw
 
-POLL_DELAY = 0.03
-"""Assumed mean seconds until rollout and trainer notice each other's progress. Both poll every 0.05 s."""
+POLL_DELAY_SECONDS = 0.03
+"""The assumed mean time until rollout and trainer notice each other's progress. Both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
 """The limit on consecutive groups without a successful session. The same as in `rollout/runner`."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
@@ -27,8 +27,7 @@ MAX_VIRTUAL_SECONDS = 1000 * 3600.0
 class SimulatedSample(NamedTuple):
     oldest_version: int
     compared_version: int
-    """The version of the token that decides whether the sample is stale: the newest token if stale tokens are
-    masked, otherwise the oldest."""
+    """The version that decides staleness: the newest if stale tokens are masked, otherwise the oldest."""
     tokens: int
 
 
@@ -120,7 +119,7 @@ class PipelineSimulation:
     def _schedule_admission(self) -> None:
         if not self._will_admit:
             self._will_admit = True
-            self.clock.after(POLL_DELAY, self._admit)
+            self.clock.after(POLL_DELAY_SECONDS, self._admit)
 
     def _admit(self) -> None:
         self._will_admit = False
@@ -158,7 +157,7 @@ class PipelineSimulation:
     def _start(self, attempt: SessionAttempt) -> None:
         self._change_running_sessions(1)
         self.clock.after(self.cluster.timeout, lambda: self._on_timeout(attempt))
-        self.clock.after(attempt.session.start, lambda: self._call(attempt))
+        self.clock.after(attempt.session.start_seconds, lambda: self._call(attempt))
 
     def _call(self, attempt: SessionAttempt) -> None:
         if attempt.has_ended:
@@ -279,7 +278,7 @@ class PipelineSimulation:
     def _schedule_batch(self) -> None:
         if not self.is_training and not self._will_batch:
             self._will_batch = True
-            self.clock.after(POLL_DELAY, self._form_batch)
+            self.clock.after(POLL_DELAY_SECONDS, self._form_batch)
 
     def _form_batch(self) -> None:
         self._will_batch = False
@@ -294,8 +293,8 @@ class PipelineSimulation:
             self._schedule_admission()
         fresh.sort(key=lambda group: group.index)
         self.ready_groups = fresh
-        live_groups = self.cluster.count_live_groups
-        needed = live_groups(self.claimed_steps + 1) - live_groups(self.claimed_steps)
+        count_groups = self.cluster.count_live_groups
+        needed = count_groups(self.claimed_steps + 1) - count_groups(self.claimed_steps)
         if len(fresh) >= needed and self.claimed_steps < self.cluster.steps:
             self.ready_groups = fresh[needed:]
             self._train(fresh[:needed], oldest_allowed)
@@ -360,5 +359,5 @@ def simulate(
     seed: int = 0,
     on_step: Callable[[int], None] = lambda _: None,
 ) -> SimulationResult:
-    """Simulate a run until it ends or gets stuck. ``on_step`` is called with the number of finished steps."""
+    """Simulate a run until it ends or cannot finish. ``on_step`` gets the number of finished steps."""
     return PipelineSimulation(workload, cluster, seed, on_step).run()

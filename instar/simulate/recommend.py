@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
 
-GOOD_ENOUGH_THROUGHPUT = 0.95
+GOOD_ENOUGH_FRACTION = 0.95
 """Prefer fewer engines or less staleness if they reach this fraction of the best throughput."""
 MAX_DROPPED_FRACTION = 0.02
 """Maximum fraction of samples that may be dropped as stale. Stale samples come from long sessions, so
 dropping many of them would bias the data."""
-MIN_THROUGHPUT = 0.5
+MIN_FRESH_THROUGHPUT_FRACTION = 0.5
 """The limit on dropped samples is ignored if it reduces throughput below this fraction of the best."""
-STEPS_PER_TRIAL = 24
+MIN_STEPS_PER_TRIAL = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ def recommend(
     staleness, and finally the staleness for that number of engines. In ``sync`` mode, the staleness is 0.
     ``on_trial`` is called with a description of each trial before it runs.
     """
-    steps = min(cluster.steps, max(STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
+    steps = min(cluster.steps, max(MIN_STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
     trials: dict[tuple[int, int], SimulationTrial] = {}
 
     def run_trial(engines: int, staleness: int) -> SimulationTrial:
         trial = trials.get((engines, staleness))
         if trial is None:
-            on_trial(f"simulating {engines} engines with max_staleness {staleness}")
+            on_trial(f"simulating engines={engines}, max_staleness={staleness}")
             trial_cluster = replace(cluster, steps=steps, engines=engines, max_staleness=staleness)
             result = simulate(workload, trial_cluster, seed=seed)
             trial = trials[engines, staleness] = SimulationTrial(engines, staleness, result)
@@ -87,14 +87,12 @@ def _list_candidates(first: int, last: int) -> list[int]:
 
 
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
-    """Return the trial with the smallest value of ``field`` among those that drop few stale samples and whose
-    throughput is close to the best. The limit on dropped samples is ignored if it would cost more than half
-    of the throughput."""
+    """Return the trial with the smallest ``field`` among those with few stale samples and good throughput."""
     best = _find_best_throughput(trials)
     fresh = [trial for trial in trials if trial.result.dropped_fraction <= MAX_DROPPED_FRACTION]
-    if fresh and _find_best_throughput(fresh) >= MIN_THROUGHPUT * best:
+    if fresh and _find_best_throughput(fresh) >= MIN_FRESH_THROUGHPUT_FRACTION * best:
         trials, best = fresh, _find_best_throughput(fresh)
-    candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_THROUGHPUT * best]
+    candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_FRACTION * best]
     return min(candidates, key=lambda trial: getattr(trial, field))
 
 

@@ -18,27 +18,27 @@ DrawValue = Callable[[], float]
 
 
 class SimulatedTurn(NamedTuple):
-    prompt: int
+    prompt_tokens: int
     """Number of tokens that the prompt adds to the trained samples. Where the session branches, this is the
     length of the complete prompt, because both samples contain the preceding tokens."""
-    generated: int
+    generated_tokens: int
     tool_seconds: float
     """Seconds until the next call or the end of the session."""
 
     @property
     def tokens_after_first(self) -> int:
-        """The number of generated tokens after the first one, whose time is the latency of the call."""
-        return max(0, self.generated - 1)
+        """Number of generated tokens except the first one, whose time is the latency of the call."""
+        return max(0, self.generated_tokens - 1)
 
     @property
     def tokens(self) -> int:
-        return self.prompt + self.generated
+        return self.prompt_tokens + self.generated_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedSession:
     turns: tuple[SimulatedTurn, ...]
-    start: float = 0.0
+    start_seconds: float = 0.0
     """Seconds from the start of the session to its first call."""
 
     @property
@@ -131,7 +131,7 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
     if not session.turns:
         raise ConfigError(f"{location}: the session has no turns")
     for number, turn in enumerate(session.turns, 1):
-        if not (turn.prompt >= 0 and turn.generated >= 1 and turn.tool_seconds >= 0):
+        if not (turn.prompt_tokens >= 0 and turn.generated_tokens >= 1 and turn.tool_seconds >= 0):
             raise ConfigError(
                 f"{location}: turn {number} must have at least 1 generated token and no negative numbers, "
                 f"got {list(turn)}"
@@ -142,6 +142,6 @@ def _parse_session(line: str, location: str) -> SimulatedSession:
 def write_workload(path: Path, sessions: Sequence[SimulatedSession]) -> None:
     with path.open("w", encoding="utf-8") as file:
         for session in sessions:
-            turns = [[turn.prompt, turn.generated, round(turn.tool_seconds, 4)] for turn in session.turns]
-            start = {"start": round(session.start, 4)} if session.start else {}
+            turns = [(prompt, generated, round(seconds, 4)) for prompt, generated, seconds in session.turns]
+            start = {"start": round(session.start_seconds, 4)} if session.start_seconds else {}
             file.write(json.dumps({**start, "turns": turns}, separators=(",", ":")) + "\n")

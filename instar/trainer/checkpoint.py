@@ -1,4 +1,4 @@
-"""Save, verify and load checkpoints. A checkpoint holds the state of the backend and of the trainer.
+"""Save, verify, load and prune checkpoints, which contain the state of the backend and of the trainer.
 
 A checkpoint folder is written under a temporary name, flushed to disk and then renamed, so a folder with the
 final name is always complete. It contains the hashes of its files, which reveal later damage.
@@ -69,7 +69,7 @@ def _find_damage(path: Path) -> str | None:
     """Return what is wrong with the checkpoint, or None if it is intact. Checkpoints saved by earlier
     versions of Instar have no hashes, so only their trainer state is checked."""
     if not path.is_dir():
-        return "it does not exist; to resume on another machine, set `dir` to a folder on a shared disk"
+        return "it does not exist; to resume on a different machine, set `dir` to a folder on a shared disk"
     name = HASHES_FILE
     try:
         if (path / HASHES_FILE).exists():
@@ -116,7 +116,7 @@ async def load_newest_intact(
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
         lost_steps = list(range(step + 1, steps[-1] + 1))
         logger.warning(
-            "damaged checkpoints: %s. The updates of steps %s are lost; their samples will be used again",
+            "damaged or missing checkpoints: %s. The updates of steps %s are lost and will be repeated",
             details,
             lost_steps,
         )
@@ -146,19 +146,19 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
             shutil.rmtree(path)
 
 
-def find_outdated(folder: Path, count: int, exclude: frozenset[Path]) -> list[Path]:
-    """Return all complete entries of a folder except the newest ``count`` and those in ``exclude``."""
+def find_outdated(folder: Path, keep_count: int, exclude: frozenset[Path]) -> list[Path]:
+    """Return the complete subfolders, except the newest ``keep_count`` and those in ``exclude``."""
     if not folder.is_dir():
         return []
-    entries = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
-    return [path for path in entries[:-count] if path not in exclude]
+    complete = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [path for path in complete[:-keep_count] if path not in exclude]
 
 
 def is_pruned(artifact: Artifact) -> bool:
     return artifact.kind in ("adapter", "weights") and not Path(artifact.path).exists()
 
 
-def prune_folder(folder: Path, count: int, exclude: frozenset[Path]) -> None:
-    """Remove incomplete entries, and the complete ones that `find_outdated` returns."""
-    for path in [*folder.glob(".*"), *find_outdated(folder, count, exclude)]:
+def prune_folder(folder: Path, keep_count: int, exclude: frozenset[Path]) -> None:
+    """Remove incomplete subfolders, and the complete ones that `find_outdated` returns."""
+    for path in [*folder.glob(".*"), *find_outdated(folder, keep_count, exclude)]:
         shutil.rmtree(path, ignore_errors=True)

@@ -25,7 +25,7 @@ MAX_RETRY_DELAY_SECONDS = 60.0
 STATUS_TIMEOUT_SECONDS = 3.0
 MAX_REFUSALS = 4
 """The run fails after this many consecutive pushes that every engine, or the route itself, refused.
-Otherwise it would go on with samples from an old version."""
+Otherwise, it would continue with samples from an old version."""
 
 
 class PolicyPublisher:
@@ -42,8 +42,8 @@ class PolicyPublisher:
         """The metrics of the last push to all engines."""
 
     async def push(self, policy: Policy) -> None:
-        """Push the policy to every engine. Engines that cannot be reached keep their version, and the run
-        continues. Raises SyncError if all engines refused `MAX_REFUSALS` pushes in a row."""
+        """Push the policy to every engine. If an engine cannot be reached, it keeps its version, and the run
+        continues. Raises SyncError if `MAX_REFUSALS` pushes in a row were refused."""
         engines = await self._list_engines()
         started_at = time.monotonic()
         failure_count = await self._push_to(policy, engines)
@@ -53,11 +53,11 @@ class PolicyPublisher:
             "engines_behind": float(failure_count),
         }
 
-    async def sync_while_waiting(self, policy: Policy, waiting: Coroutine[Any, Any, T]) -> T:
-        """Await ``waiting`` and return its result. Until then, push the policy to engines that serve another
-        version because they were restarted or missed a push."""
+    async def sync_while_waiting(self, policy: Policy, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Await ``coroutine`` and return its result. Until then, push the policy to engines that serve a
+        different version because they were restarted or missed a push."""
         self._should_stop = False
-        waiting_task = asyncio.create_task(waiting)
+        waiting_task = asyncio.create_task(coroutine)
         sync_task = asyncio.create_task(self._sync_lagging_engines(policy))
         try:
             await asyncio.wait({waiting_task, sync_task}, return_when=asyncio.FIRST_COMPLETED)

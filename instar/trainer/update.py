@@ -11,7 +11,7 @@ from typing import Any
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
 from instar.data.batcher import StepBatch
-from instar.data.off_policy import apply_decoupled_ppo, compute_importance
+from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics
 from instar.types import Json, Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
@@ -39,7 +39,7 @@ async def correct_off_policy(
     samples, scales, metrics = apply_decoupled_ppo(batch.samples, batch.scales, proximal, config)
     trained = [index for index, sample in enumerate(samples) if sample.trained_tokens]
     corrected = replace(batch, samples=[samples[i] for i in trained], scales=[scales[i] for i in trained])
-    importance = compute_importance(batch.samples, proximal)
+    importance = compute_importance_metrics(batch.samples, proximal)
     return corrected, {**metrics, **importance, "proximal_seconds": time.monotonic() - started}
 
 

@@ -28,9 +28,9 @@ from instar.cluster.ray.host import MetricsMirror, PlacedRole, RoleHost, RoleRep
 from instar.cluster.ray.placement import (
     ClusterNode,
     check_capacity,
+    format_resources,
     parse_nodes,
     plan_placement,
-    requested_resources,
 )
 from instar.cluster.supervisor import LEASE_ENV
 from instar.config import RayClusterConfig, RunConfig, SqliteStoreConfig
@@ -38,13 +38,13 @@ from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import is_loopback
 
 REPORT_INTERVAL_SECONDS = 0.5
-ANSWER_SECONDS = 5.0
-"""Timeout for an actor to answer one call."""
-HEAD_ANSWER_SECONDS = 30.0
-PLACEMENT_SECONDS = 60.0
+CALL_TIMEOUT_SECONDS = 5.0
+"""Timeout for one call to an actor."""
+HEAD_TIMEOUT_SECONDS = 30.0
+PLACEMENT_TIMEOUT_SECONDS = 60.0
 """Timeout for an actor to be placed and to start its role."""
 MAX_PLACEMENT_ATTEMPTS = 5
-SHUTDOWN_SECONDS = 30.0
+SHUTDOWN_TIMEOUT_SECONDS = 30.0
 EXIT_LOST = -int(signal.SIGKILL)
 """Exit code of a role that was killed or lost with its actor."""
 
@@ -54,9 +54,11 @@ class ActorLostError(Exception):
 
 
 @dataclass(eq=False)
-class RoleActor(RoleHandle):
+class RayRole(RoleHandle):
+    """A role, and the Ray actor that runs it. If the actor is lost, the role gets a new one."""
+
     spec: RoleSpec | None = None
-    handle: Any = None
+    actor: Any = None
     host: str = ""
     node_id: str = ""
     shares_folder: bool = False
@@ -84,7 +86,7 @@ class RayCluster(Cluster):
         self._ray = ray
         self._is_single_machine = resolve_address(config.cluster) == LOCAL_CLUSTER
         self._directory = directory
-        self._actors: dict[str, RoleActor] = {}
+        self._roles: dict[str, RayRole] = {}
         self._unreachable_nodes: set[str] = set()
         self._metrics = MetricsMirror(folder.path)
         self._hosts_file = folder.path / "hosts.json"
@@ -96,7 +98,7 @@ class RayCluster(Cluster):
         cls, config: RunConfig, folder: RunFolder, directory: EndpointDirectory, *, log: Callable[[str], None]
     ) -> Self:
         """Connect to the cluster and return it. Raises ConfigError if the cluster cannot be reached or cannot
-        run this config, and InstarError if it does not answer in time."""
+        run this config, and InstarError if it does not respond in time."""
         assert isinstance(config.cluster, RayClusterConfig)
         ray = await connect(resolve_address(config.cluster))
         cluster = cls(ray, config, folder, directory, log=log)
@@ -117,24 +119,24 @@ class RayCluster(Cluster):
 
     async def nodes(self) -> list[ClusterNode]:
         try:
-            async with asyncio.timeout(HEAD_ANSWER_SECONDS):
+            async with asyncio.timeout(HEAD_TIMEOUT_SECONDS):
                 return parse_nodes(await run_in_daemon_thread(self._ray.nodes))
         except TimeoutError as error:
             raise InstarError(
-                f"the head node of the Ray cluster did not answer within {HEAD_ANSWER_SECONDS:g} s; check "
+                f"the head node of the Ray cluster did not respond within {HEAD_TIMEOUT_SECONDS:g} s; check "
                 "that it is running"
             ) from error
 
     @property
-    def roles(self) -> Mapping[str, RoleActor]:
-        return self._actors
+    def roles(self) -> Mapping[str, RayRole]:
+        return self._roles
 
     def describe_listen_host(self, host: str) -> str:
         return "the address of its node" if is_loopback(host) and not self._is_single_machine else host
 
-    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RoleActor:
+    async def start(self, role: str, *arguments: str, **options: Unpack[RoleOptions]) -> RayRole:
         name = options.get("name") or role
-        if (previous := self._actors.get(name)) is not None:
+        if (previous := self._roles.get(name)) is not None:
             self._kill_actor(previous)
         exclude_env = frozenset(options.get("exclude_env", ()))
         spec = RoleSpec(
@@ -152,48 +154,50 @@ class RayCluster(Cluster):
             is_single_machine=self._is_single_machine,
             driver_timeout=self._section.node_timeout,
         )
-        actor = RoleActor(role, name, spec=spec)
-        actor.host = previous.host if previous else self._read_hosts().get(name, "")
-        self._actors[name] = actor
-        await self._place(actor)
-        self._start_watcher(actor, self._watch(actor))
-        return actor
+        ray_role = RayRole(role, name, spec=spec)
+        ray_role.host = previous.host if previous else self._read_hosts().get(name, "")
+        self._roles[name] = ray_role
+        await self._place(ray_role)
+        self._start_watcher(ray_role, self._watch(ray_role))
+        return ray_role
 
-    async def _place(self, actor: RoleActor) -> None:
-        """Create the actor on a node with free resources, and start its role. Raises InstarError if there is
-        no such node or the role cannot start. If the role is told to exit during this, mark it as exited."""
+    async def _place(self, role: RayRole) -> None:
+        """Create an actor on a node with free resources, and start the role there. Raises InstarError if no
+        node has the resources or the role cannot start. A role told to exit meanwhile is marked as exited."""
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
-            await self._create(actor)
-            assert actor.spec is not None
+            await self._create_actor(role)
+            assert role.spec is not None
             try:
-                placed: PlacedRole = await self._ask(actor.handle.start.remote(actor.spec), PLACEMENT_SECONDS)
+                placed: PlacedRole = await self._await_result(
+                    role.actor.start.remote(role.spec), PLACEMENT_TIMEOUT_SECONDS
+                )
             except InstarError as error:
-                self._kill_actor(actor)
+                self._kill_actor(role)
                 # Ray adds text to the message; `cause` is the error that the actor raised.
-                raise InstarError(f"{actor.name}: {getattr(error, 'cause', None) or error}") from error
+                raise InstarError(f"{role.name}: {getattr(error, 'cause', None) or error}") from error
             except (ActorLostError, TimeoutError) as error:
-                reason = str(error) or f"no node had free resources within {PLACEMENT_SECONDS:g} s"
-                self._kill_actor(actor)
-                if self._end_if_stopping(actor):
+                reason = str(error) or f"no node had free resources within {PLACEMENT_TIMEOUT_SECONDS:g} s"
+                self._kill_actor(role)
+                if self._end_if_stopping(role):
                     return
-                await self._renew_lease(actor)  # the role may have started even though no answer arrived
+                await self._renew_lease(role)  # the role may have started even though no response arrived
                 continue
-            actor.host, actor.node_id = placed.host, placed.node_id
-            actor.url, actor.log, actor.shares_folder = placed.url, placed.log, placed.shares_folder
-            actor.placed_at, actor.generation = time.monotonic(), 1
-            hosts = {**self._read_hosts(), actor.name: actor.host}
+            role.host, role.node_id = placed.host, placed.node_id
+            role.url, role.log, role.shares_folder = placed.url, placed.log, placed.shares_folder
+            role.placed_at, role.generation = time.monotonic(), 1
+            hosts = {**self._read_hosts(), role.name: role.host}
             scratch = self._hosts_file.with_suffix(".partial")
             scratch.write_bytes(msgspec.json.encode(hosts))
             scratch.replace(self._hosts_file)
-            self._end_if_stopping(actor)
+            self._end_if_stopping(role)
             return
-        resources = requested_resources(plan_placement(actor.role, self.config, await self.nodes()))
-        raise InstarError(f"{actor.name} cannot be placed on the Ray cluster (needs {resources}): {reason}")
+        resources = format_resources(plan_placement(role.role, self.config, await self.nodes()))
+        raise InstarError(f"{role.name} cannot be placed on the Ray cluster (needs {resources}): {reason}")
 
-    async def _create(self, actor: RoleActor) -> None:
+    async def _create_actor(self, role: RayRole) -> None:
         nodes = await self.nodes()
-        placement = plan_placement(actor.role, self.config, nodes)
+        placement = plan_placement(role.role, self.config, nodes)
         options: dict[str, Any] = {
             "num_cpus": placement.cpus,
             "num_gpus": placement.gpus,
@@ -202,126 +206,125 @@ class RayCluster(Cluster):
             "max_task_retries": 0,
             "scheduling_strategy": "SPREAD",
         }
-        if (node := self._required_node(actor, nodes)) is not None:
+        if (node := self._required_node(role, nodes)) is not None:
             affinity = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             options["scheduling_strategy"] = affinity(node.node_id, soft=False)
         elif unreachable := self._unreachable_nodes & {node.node_id for node in nodes}:
             options["label_selector"] = {"ray.io/node-id": f"!in({','.join(sorted(unreachable))})"}
-        actor.handle = self._ray.remote(RoleHost).options(**options).remote()
+        role.actor = self._ray.remote(RoleHost).options(**options).remote()
 
-    def _required_node(self, actor: RoleActor, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the actor must run on, or None if it may run on any node. If the store is a
-        file, all actors run on the node of this process. A trainer stays on the node that has its
-        checkpoints, if that node is reachable."""
+    def _required_node(self, role: RayRole, nodes: list[ClusterNode]) -> ClusterNode | None:
+        """Return the node that the role must run on, or None if it may run on any node. If the store is a
+        file, all roles run on the node of this process. A trainer stays on the node that has its checkpoints,
+        if that node is reachable."""
         if isinstance(self.config.store, SqliteStoreConfig):
             this_node = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == this_node), None)
-        if actor.role != "trainer" or not actor.host:
+        if role.role != "trainer" or not role.host:
             return None
         reachable = (node for node in nodes if node.node_id not in self._unreachable_nodes)
-        return next((node for node in reachable if node.host == actor.host), None)
+        return next((node for node in reachable if node.host == role.host), None)
 
     def _read_hosts(self) -> dict[str, str]:
         """Return the last host of each role, including hosts from earlier starts of this run."""
         return msgspec.json.decode(self._hosts_file.read_bytes()) if self._hosts_file.is_file() else {}
 
-    async def _watch(self, actor: RoleActor) -> None:
+    async def _watch(self, role: RayRole) -> None:
         """Follow the actor until this process kills it, and move the role if the actor is lost. The actor
         outlives its role, so that the socket stays open and the log can be read."""
-        while actor.handle is not None:
+        while role.actor is not None:
             try:
-                await self._follow(actor)
+                await self._follow(role)
             except ActorLostError as lost:
                 try:
-                    await self._move(actor, str(lost))
+                    await self._move(role, str(lost))
                 except InstarError as error:
-                    self._set_exit_code(actor, EXIT_LOST)
+                    self._set_exit_code(role, EXIT_LOST)
                     self.fail(error)
 
-    async def _follow(self, actor: RoleActor) -> None:
+    async def _follow(self, role: RayRole) -> None:
         """Handle the actor's reports until this process kills it. Raises ActorLostError if it is lost."""
         last_report = time.monotonic()
-        timeout = min(ANSWER_SECONDS, self._section.node_timeout / 3)
-        while actor.handle is not None:
+        timeout = min(CALL_TIMEOUT_SECONDS, self._section.node_timeout / 3)
+        while role.actor is not None:
             try:
-                report: RoleReport = await self._ask(actor.handle.report.remote(), timeout)
-                await self._handle_report(actor, report)
+                report: RoleReport = await self._await_result(role.actor.report.remote(), timeout)
+                await self._handle_report(role, report)
             except TimeoutError as error:
-                silent_seconds = time.monotonic() - last_report
-                if silent_seconds > self._section.node_timeout:
-                    self._unreachable_nodes.add(actor.node_id)
-                    raise ActorLostError(f"no report from {actor.host} for {silent_seconds:.0f} s") from error
+                elapsed = time.monotonic() - last_report
+                if elapsed > self._section.node_timeout:
+                    self._unreachable_nodes.add(role.node_id)
+                    raise ActorLostError(f"no report from {role.host} for {elapsed:.0f} s") from error
                 continue
             last_report = time.monotonic()
-            self._unreachable_nodes.discard(actor.node_id)
+            self._unreachable_nodes.discard(role.node_id)
             await asyncio.sleep(REPORT_INTERVAL_SECONDS)
 
-    async def _handle_report(self, actor: RoleActor, report: RoleReport) -> None:
+    async def _handle_report(self, role: RayRole, report: RoleReport) -> None:
         for event in report.events:
             self.log(event)
-        actor.restarts = actor.moves + report.restarts
-        handle = actor.handle  # the actor that sent the report; the role may move during the wait below
-        if handle is not None and not actor.shares_folder and actor.role in ("trainer", "rollout"):
+        role.restarts = role.moves + report.restarts
+        actor = role.actor  # the actor that sent the report; the role may move during the wait below
+        if actor is not None and not role.shares_folder and role.role in ("trainer", "rollout"):
             await self._metrics.fetch(
-                actor.host, lambda offset: self._ask(handle.read_metrics.remote(offset), ANSWER_SECONDS)
+                role.host,
+                lambda offset: self._await_result(actor.read_metrics.remote(offset), CALL_TIMEOUT_SECONDS),
             )
         if report.failure is not None:
             self.fail(InstarError(report.failure))
-        if report.exit_code is not None and report.generation >= actor.generation:
-            self._set_exit_code(actor, report.exit_code)
+        if report.exit_code is not None and report.generation >= role.generation:
+            self._set_exit_code(role, report.exit_code)
 
-    async def _move(self, actor: RoleActor, reason: str) -> None:
-        self._kill_actor(actor)
-        if self._end_if_stopping(actor) or actor.exit_code.done():
+    async def _move(self, role: RayRole, reason: str) -> None:
+        self._kill_actor(role)
+        if self._end_if_stopping(role) or role.exit_code.done():
             return
-        if time.monotonic() - actor.placed_at > RESTART_RESET_SECONDS:
-            actor.moves = 0
-        if actor.moves >= len(RESTART_BACKOFF):
-            loss = f"{actor.name} was lost {actor.moves + 1} times in a row and will not be restarted"
-            raise InstarError(f"{loss}; last reason: {reason}\n(log: {actor.log})")
-        self.log(f"{actor.name} was lost ({reason}); restarting it on a node with free resources")
-        await asyncio.sleep(RESTART_BACKOFF[actor.moves])
-        actor.moves += 1
-        if not self._end_if_stopping(actor):
-            await self._replace(actor)
+        if time.monotonic() - role.placed_at > RESTART_RESET_SECONDS:
+            role.moves = 0
+        if role.moves >= len(RESTART_BACKOFF):
+            loss = f"{role.name} was lost {role.moves + 1} times in a row and will not be restarted"
+            raise InstarError(f"{loss}; last reason: {reason}\n(log: {role.log})")
+        self.log(f"{role.name} was lost ({reason}); restarting it on a node with free resources")
+        await asyncio.sleep(RESTART_BACKOFF[role.moves])
+        role.moves += 1
+        if not self._end_if_stopping(role):
+            await self._replace_actor(role)
 
-    async def _replace(self, actor: RoleActor) -> None:
-        """Create a new actor for the role. A new lease prevents the previous actor from writing to the
-        store."""
-        await self._renew_lease(actor)
-        await self._place(actor)
-        if actor.handle is not None and actor.url:
-            await self._directory.register(actor)
+    async def _replace_actor(self, role: RayRole) -> None:
+        """Run the role in a new actor. A new lease prevents the previous one from writing to the store."""
+        await self._renew_lease(role)
+        await self._place(role)
+        if role.actor is not None and role.url:
+            await self._directory.register(role)
 
-    async def _renew_lease(self, actor: RoleActor) -> None:
-        assert actor.spec is not None
-        lease = await self._directory.take_lease(actor.name)
-        actor.spec = replace(actor.spec, env={**actor.spec.env, LEASE_ENV: lease})
+    async def _renew_lease(self, role: RayRole) -> None:
+        assert role.spec is not None
+        lease = await self._directory.take_lease(role.name)
+        role.spec = replace(role.spec, env={**role.spec.env, LEASE_ENV: lease})
 
-    def _end_if_stopping(self, actor: RoleActor) -> bool:
-        """If the role was told to exit while it was lost or being placed, mark it as exited and return
-        True."""
-        if actor.is_stopping:
-            self._kill_actor(actor)
-            self._set_exit_code(actor, EXIT_LOST)
-        return actor.is_stopping
+    def _end_if_stopping(self, role: RayRole) -> bool:
+        """Mark a role as exited and return True if it was told to exit while lost or being placed."""
+        if role.is_stopping:
+            self._kill_actor(role)
+            self._set_exit_code(role, EXIT_LOST)
+        return role.is_stopping
 
-    def _set_exit_code(self, actor: RoleActor, code: int) -> None:
-        if not actor.exit_code.done():
-            actor.exit_code.set_result(code)
+    def _set_exit_code(self, role: RayRole, code: int) -> None:
+        if not role.exit_code.done():
+            role.exit_code.set_result(code)
 
-    def _kill_actor(self, actor: RoleActor) -> None:
-        handle, actor.handle = actor.handle, None
-        if handle is not None:
-            self._ray.kill(handle)
+    def _kill_actor(self, role: RayRole) -> None:
+        actor, role.actor = role.actor, None
+        if actor is not None:
+            self._ray.kill(actor)
 
-    async def _ask(self, answer: Any, seconds: float) -> Any:
-        """Await an actor's answer. Raises ActorLostError if the actor has exited, TimeoutError if it cannot
-        be reached or does not answer within ``seconds``, and any error that the actor raised."""
+    async def _await_result(self, reference: Any, timeout: float) -> Any:
+        """Await the result of a call to an actor. Raises ActorLostError if the actor has exited, TimeoutError
+        if it cannot be reached or does not respond in time, and any error that it raised."""
         errors = self._ray.exceptions
         try:
-            async with asyncio.timeout(seconds):
-                return await answer
+            async with asyncio.timeout(timeout):
+                return await reference
         except errors.ActorUnavailableError as error:
             await asyncio.sleep(REPORT_INTERVAL_SECONDS)
             raise TimeoutError from error
@@ -331,51 +334,51 @@ class RayCluster(Cluster):
             raise ActorLostError(str(error).strip().splitlines()[0]) from error
 
     def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
-        if (actor := self._actors.get(name)) is not None:
-            actor.is_stopping = True
-            if actor.handle is not None:
-                actor.handle.signal.remote(signum)
+        if (role := self._roles.get(name)) is not None:
+            role.is_stopping = True
+            if role.actor is not None:
+                role.actor.signal.remote(signum)
 
     def kill(self, name: str) -> None:
-        if (actor := self._actors.get(name)) is not None:
-            actor.is_stopping = True
-            if actor.handle is not None and not actor.exit_code.done():
-                actor.handle.kill.remote()
-            self._set_exit_code(actor, EXIT_LOST)
+        if (role := self._roles.get(name)) is not None:
+            role.is_stopping = True
+            if role.actor is not None and not role.exit_code.done():
+                role.actor.kill.remote()
+            self._set_exit_code(role, EXIT_LOST)
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        actor = self._actors[name]
-        actor.is_stopping = False
-        if actor.handle is None:
-            await self._replace(actor)
-            if self._end_if_stopping(actor):
+        role = self._roles[name]
+        role.is_stopping = False
+        if role.actor is None:
+            await self._replace_actor(role)
+            if self._end_if_stopping(role):
                 return
-            self._start_watcher(actor, self._watch(actor))
+            self._start_watcher(role, self._watch(role))
         else:
             try:
-                actor.generation = await self._ask(
-                    actor.handle.restart.remote(timeout), timeout + ANSWER_SECONDS
+                role.generation = await self._await_result(
+                    role.actor.restart.remote(timeout), timeout + CALL_TIMEOUT_SECONDS
                 )
             except (ActorLostError, TimeoutError) as error:
                 raise InstarError(
-                    f"{name} cannot be restarted: its actor on {actor.host} has exited or does not answer"
+                    f"{name} cannot be restarted: its actor on {role.host} has exited or does not respond"
                 ) from error
-        if actor.exit_code.done():
-            actor.exit_code = asyncio.get_running_loop().create_future()
+        if role.exit_code.done():
+            role.exit_code = asyncio.get_running_loop().create_future()
 
     async def tail(self, name: str, lines: int = 12) -> str:
-        actor = self._actors[name]
-        if actor.handle is None:
+        role = self._roles[name]
+        if role.actor is None:
             return ""
         try:
-            return await self._ask(actor.handle.tail.remote(lines), ANSWER_SECONDS)
+            return await self._await_result(role.actor.tail.remote(lines), CALL_TIMEOUT_SECONDS)
         except (ActorLostError, TimeoutError):
             return ""
 
     async def close(self) -> None:
         await super().close()
         try:
-            async with asyncio.timeout(SHUTDOWN_SECONDS):
+            async with asyncio.timeout(SHUTDOWN_TIMEOUT_SECONDS):
                 await run_in_daemon_thread(self._ray.shutdown)
         except TimeoutError:  # Ray exits with this process, and the result of the run matters more
-            self.log(f"Ray did not shut down within {SHUTDOWN_SECONDS:g} s")
+            self.log(f"Ray did not shut down within {SHUTDOWN_TIMEOUT_SECONDS:g} s")

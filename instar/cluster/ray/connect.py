@@ -17,8 +17,7 @@ LOCAL_CLUSTER = "local"
 REACH_TIMEOUT_SECONDS = 10.0
 CONNECT_TIMEOUT_SECONDS = 90.0
 FORWARDED_VARIABLES = ("PYTHONPATH",)
-"""The environment variables that Ray's workers need to import Instar. Ray displays their values, so they must
-not be secrets."""
+"""Variables that Ray's workers need to import Instar. They must not be secret, because Ray displays them."""
 
 
 def resolve_address(section: RayClusterConfig) -> str:
@@ -27,7 +26,7 @@ def resolve_address(section: RayClusterConfig) -> str:
 
 async def connect(address: str) -> Any:
     """Connect to the cluster and return the `ray` module. Raises ConfigError if the package is missing, the
-    address is wrong or nothing listens there, and InstarError if the cluster does not answer in time."""
+    address is invalid or the cluster cannot be reached, and InstarError if it does not respond in time."""
     if find_spec("ray") is None:
         raise ConfigError("cluster.type: ray requires the package ray; run: pip install 'instar[ray]'")
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray reads this variable during the import
@@ -53,7 +52,7 @@ async def connect(address: str) -> Any:
             await run_in_daemon_thread(lambda: ray.init(**options), keep_thread=True)
     except TimeoutError as error:
         raise InstarError(
-            f"cluster.address: the Ray cluster at {address} did not answer within "
+            f"cluster.address: the Ray cluster at {address} did not respond within "
             f"{CONNECT_TIMEOUT_SECONDS:g} s; check that it is running"
         ) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -65,7 +64,7 @@ async def connect(address: str) -> Any:
 
 
 async def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nothing listens at a host:port address. Ray itself would try for much longer."""
+    """Raise ConfigError if a host:port address cannot be reached. Ray itself would try for much longer."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
         return
@@ -74,6 +73,6 @@ async def _check_reachable(address: str) -> None:
             _, writer = await asyncio.open_connection(host, int(port))
     except (OSError, TimeoutError) as error:
         raise ConfigError(
-            f"cluster.address: no Ray cluster answers at {address}; check that it is running"
+            f"cluster.address: cannot reach a Ray cluster at {address}; check that it is running"
         ) from error
     writer.close()

@@ -36,7 +36,7 @@ ROLES_USING_RAY = ("engine", "teacher", "trainer")
 CLUSTER_VARIABLES = ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables that give access to the cluster. Agent processes must not inherit them."""
 ALWAYS_FORWARDED_VARIABLES = ("PYTHONPATH", "CUDA_HOME", "OMP_NUM_THREADS", "HF_HOME", "HF_HUB_OFFLINE")
-POLL_SECONDS = 0.5
+POLL_INTERVAL_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RoleHost:
         self._generation = 1
         self._folder = RunFolder(Path())
         self._events: list[str] = []
-        self._last_call = time.monotonic()
+        self._last_poll_time = time.monotonic()
         self._background_tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, spec: RoleSpec) -> PlacedRole:
@@ -99,7 +99,7 @@ class RoleHost:
         listen = spec.listen
         if listen is not None and is_loopback(listen[0]):
             listen = (host, listen[1])
-        self._last_call = time.monotonic()
+        self._last_poll_time = time.monotonic()
         self._background_tasks.add(asyncio.create_task(self._exit_when_driver_is_lost(spec.driver_timeout)))
         self._name, self._folder = spec.name, RunFolder(spec.folder)
         shares_folder = self._prepare_folder(spec)
@@ -135,7 +135,7 @@ class RoleHost:
 
     async def report(self) -> RoleReport:
         """Return the role's state and the events since the last call. The driver polls this method."""
-        self._last_call = time.monotonic()
+        self._last_poll_time = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
         failed = self._supervisor.failure
@@ -178,8 +178,8 @@ class RoleHost:
 
     async def _exit_when_driver_is_lost(self, timeout: float) -> None:
         """Kill the role and exit if the driver does not call `report` for ``timeout`` seconds."""
-        while time.monotonic() - self._last_call < timeout:  # noqa: ASYNC110 - updated by `report`
-            await asyncio.sleep(POLL_SECONDS)
+        while time.monotonic() - self._last_poll_time < timeout:  # noqa: ASYNC110 - updated by `report`
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
         try:
             if self._supervisor is not None:
                 self._supervisor.kill(self._name)
@@ -233,8 +233,7 @@ class MetricsMirror:
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:
-        """Append the host's new complete lines. ``read`` returns the content of the host's file from an
-        offset on."""
+        """Append the host's new complete lines. ``read`` returns its file's content from an offset."""
         # Two roles on one host write to the same file.
         async with self._locks.setdefault(host, asyncio.Lock()):
             offset = self._offsets.get(host, 0)

@@ -84,14 +84,18 @@ def _round_down(amount: float) -> float:
 
 
 def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
-    requested = requested_resources(placement)
+    requested = _requested_resources(placement)
     for node in nodes:
         if all(node.resources.get(name, 0.0) >= amount for name, amount in requested.items()):
             return
-    listed = ", ".join(f"{name}: {amount:g}" for name, amount in requested.items())
-    raise ConfigError(f"cluster.placement.{role}: no node in the cluster has {listed}; lower the request")
+    needed = format_resources(placement)
+    raise ConfigError(f"cluster.placement.{role}: no node has {needed}; request fewer resources")
 
 
-def requested_resources(placement: PlacementConfig) -> dict[str, float]:
+def _requested_resources(placement: PlacementConfig) -> dict[str, float]:
     resources = {"CPU": placement.cpus, "GPU": placement.gpus, **placement.resources}
     return {name: amount for name, amount in resources.items() if amount}
+
+
+def format_resources(placement: PlacementConfig) -> str:
+    return ", ".join(f"{name}: {amount:g}" for name, amount in _requested_resources(placement).items())

@@ -8,7 +8,7 @@ import os
 import time
 from pathlib import Path
 
-from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, RoleContext
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names, engine_process_config, teacher_config, teacher_names
 from instar.cluster.tasks import run_until_first, wait_forever
@@ -29,7 +29,7 @@ async def run_engine(context: RoleContext) -> None:
     await context.announce(store, "loading the model")
     names = engine_names(context.config)
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
-    await engine.bring_up(context.folder.log(context.name), logger.info)
+    await engine.start(context.folder.log(context.name), logger.info)
     head = await store.latest_policy(context.policy_id)
     if head.version > 0 and _is_loadable(head):
         await engine.load(head)
@@ -48,7 +48,7 @@ async def run_teacher(context: RoleContext) -> None:
         require_same_vocabulary(context.config.model, config.model)
     names = teacher_names(context.config)
     engine = create_engine(engine_process_config(config, names.index(context.name)))
-    await engine.bring_up(context.folder.log(context.name), logger.info)
+    await engine.start(context.folder.log(context.name), logger.info)
     if not engine.info.can_score:
         raise ConfigError(
             f"trainer.reference.engine.type: the {engine.info.kind} engine cannot compute prompt logprobs, "
@@ -65,35 +65,35 @@ async def _serve_engine(
     While one of several processes drains, the others take new requests. If there is only one process, new
     requests wait in its socket until the next process accepts them.
     """
-    listener = context.socket()
+    listener = context.open_inherited_listener()
     gate = DrainGate()
     status = await engine.status()
-    unavailable = ""
+    unavailable_reason = ""
 
-    def describe_status() -> str:
-        if unavailable:
-            return f"not ready: {unavailable}"
+    def describe_activity() -> str:
+        if unavailable_reason:
+            return f"not ready: {unavailable_reason}"
         busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
         return f"draining: {busy}" if context.drain.is_set() else busy
 
     async def drain() -> None:
         await context.drain.wait()
-        await context.announce(store, describe_status())
-        # Clients that have not read the announcement yet may still connect, and must be answered.
-        await asyncio.sleep(HEARTBEAT_SECONDS)
+        await context.announce(store, describe_activity())
+        # Clients that have not read the announcement yet may still connect, and must be served.
+        await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
         gate.close()
         await gate.drained.wait()
         context.stop.set()
         await wait_forever()
 
-    async def refresh() -> None:
-        nonlocal status, unavailable
+    async def refresh_status() -> None:
+        nonlocal status, unavailable_reason
         while True:
             try:
-                status, unavailable = await engine.status(), ""
+                status, unavailable_reason = await engine.status(), ""
             except EngineUnavailable as error:  # the engine either recovers or raises a different error
-                unavailable = str(error)
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+                unavailable_reason = str(error)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
 
     app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate)
     is_only_process = process_count == 1
@@ -101,18 +101,17 @@ async def _serve_engine(
     await run_until_first(
         serve(app, listener, stop=context.stop, drain=context.drain if is_only_process else None),
         wait_forever() if is_only_process else drain(),
-        refresh(),
+        refresh_status(),
         share_cores(context.config, store, other_role, engine.use_cores, process_count=process_count),
-        context.heartbeat(store, describe_status),
+        context.heartbeat(store, describe_activity),
     )
     await engine.close()
     await store.close()
 
 
 def _is_loadable(policy: Policy) -> bool:
-    """Return True if a new engine can load the policy itself. It cannot if only the trainer has the weights,
-    if the folder does not exist on this machine, or if a cloud sampler has expired. The trainer then sends
-    the policy."""
+    """Return True if a new engine can load the policy itself. If only the trainer has the weights, the folder
+    is not on this machine, or a cloud sampler has expired, the trainer sends the policy instead."""
     artifact = policy.artifact
     if artifact.kind in ("adapter", "weights"):
         return Path(artifact.path).is_dir()

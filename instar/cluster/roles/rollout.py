@@ -52,7 +52,7 @@ async def run_rollout(context: RoleContext) -> None:
             if context.arguments.evaluate:
                 assert evaluator is not None
                 context.is_started = True
-                async with background_tasks(context.heartbeat(store, lambda: evaluator.doing)):
+                async with background_tasks(context.heartbeat(store, lambda: evaluator.activity)):
                     await run_until_first(
                         evaluator.try_evaluate_all(context.arguments.evaluate),
                         wait_any(context.stop, context.drain),
@@ -63,7 +63,8 @@ async def run_rollout(context: RoleContext) -> None:
                 runner.evaluator = evaluator
                 context.is_started = True
                 async with background_tasks(
-                    context.heartbeat(store, lambda: runner.doing), call_when_set(runner.drain, context.drain)
+                    context.heartbeat(store, lambda: runner.activity),
+                    call_when_set(runner.drain, context.drain),
                 ):
                     await run_until_first(runner.run(), context.stop.wait())
     if not (context.stop.is_set() or context.drain.is_set() or context.arguments.evaluate):

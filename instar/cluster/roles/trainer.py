@@ -8,7 +8,7 @@ import os
 from contextlib import AsyncExitStack
 
 from instar.backends.factory import apply_capabilities, create_backend
-from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_SECONDS, ROLLOUT_FINISHED, RoleContext
+from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, ROLLOUT_FINISHED, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.layout import teacher_names
@@ -36,7 +36,7 @@ async def run_trainer(context: RoleContext) -> None:
         engines = EngineConnections(
             EndpointDirectory(store, context.run_id),
             os.environ[ENGINE_TOKEN_ENV],
-            skip_silent=not isinstance(config.cluster, LocalClusterConfig),
+            skip_unresponsive=not isinstance(config.cluster, LocalClusterConfig),
         )
         resources.push_async_callback(engines.close)
         resources.push_async_callback(backend.close)
@@ -71,10 +71,10 @@ async def run_trainer(context: RoleContext) -> None:
                 call_when_set(trainer.stop, context.stop, context.drain),
                 _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
-                context.heartbeat(store, lambda: trainer.doing),
+                context.heartbeat(store, lambda: trainer.activity),
             ):
                 await trainer.run()
-    await context.announce(store, trainer.doing)
+    await context.announce(store, trainer.activity)
     await store.close()
 
 
@@ -85,4 +85,4 @@ async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
             trainer.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)
-        await asyncio.sleep(HEARTBEAT_SECONDS)
+        await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)

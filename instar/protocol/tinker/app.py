@@ -28,7 +28,7 @@ from instar.protocol.tinker.training import TinkerTrainingRoutes
 from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
-HOLD_SECONDS = 30.0
+LONG_POLL_TIMEOUT_SECONDS = 30.0
 """How long a request for a result is held open. Clients give up after 45 s."""
 
 
@@ -102,7 +102,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         # An unknown operation was started before the server was restarted, or its result has expired. On 410,
         # clients resubmit sampling requests and report training requests as lost.
         with _convert_404_to_410():
-            result = await self._operations.wait(request_id, request.owner, HOLD_SECONDS)
+            result = await self._operations.wait(request_id, request.owner, LONG_POLL_TIMEOUT_SECONDS)
         if result is None:
             fields = {"type": "try_again", "request_id": request_id, "queue_state": "active"}
             return json_response(fields, 408)
@@ -125,7 +125,7 @@ def _convert_404_to_410() -> Generator[None]:
 
 
 class TinkerListingRoutes(TinkerRoutes):
-    """The routes that list the served models, training runs and checkpoints."""
+    """The routes for the served models, training runs and checkpoints."""
 
     def register(self, router: TinkerRouter) -> None:
         router.add("GET", "get_server_capabilities", self.capabilities)
@@ -218,16 +218,16 @@ def _run_fields(run_id: str, checkpoints: Sequence[CheckpointInfo]) -> Json:
     return fields
 
 
-def _base_run_fields(run_id: str, base_model: str, rank: int, last_request: datetime) -> dict[str, Any]:
+def _base_run_fields(run_id: str, base_model: str, rank: int, last_request_time: datetime) -> dict[str, Any]:
     return {
         "training_run_id": run_id,
         "base_model": base_model,
         "model_owner": "",
         "is_lora": True,
         "lora_rank": rank,
-        "last_request_time": last_request,
+        "last_request_time": last_request_time,
     }
 
 
-def _to_datetime(seconds: float) -> datetime:
-    return datetime.fromtimestamp(seconds, UTC)
+def _to_datetime(timestamp: float) -> datetime:
+    return datetime.fromtimestamp(timestamp, UTC)

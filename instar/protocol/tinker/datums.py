@@ -57,7 +57,7 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
         raise ProtocolError(f"{name}: model_input has no tokens; send at least one")
     _check_tensors(name, datum, loss)
     last_target = int(datum.tensors["target_tokens"][-1])
-    # The last target has no next input to compare it with, and a larger number would be truncated.
+    # The last target has no next input to be compared with, and larger numbers would be truncated.
     if not 0 <= last_target < 1 << 31:
         raise ProtocolError(f"{name}: target_tokens[{count - 1}] must be a token id, got {last_target}")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")

@@ -63,14 +63,14 @@ TinkerRouter = ProtocolRouter[TinkerRequest]
 
 
 def create_router(keys: KeyStore, max_body: int) -> TinkerRouter:
-    async def parse_request(http: Request, owner: str) -> TinkerRequest:
-        if http.headers.get("content-encoding", "identity") != "identity":
+    async def parse_request(http_request: Request, owner: str) -> TinkerRequest:
+        if http_request.headers.get("content-encoding", "identity") != "identity":
             raise ProtocolError(
                 "compressed request bodies are not supported; send the body without Content-Encoding", 415
             )
         try:
             async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
-                return TinkerRequest(http, owner, await read_body(http, max_body))
+                return TinkerRequest(http_request, owner, await read_body(http_request, max_body))
         except TimeoutError as error:
             raise ProtocolError(
                 f"the request body did not arrive within {BODY_TIMEOUT_SECONDS:g} s; send it again", 408
@@ -134,7 +134,7 @@ def _encode_jwt_part(value: Json) -> str:
 
 
 def _decode_jwt_part(text: str) -> Json:
-    """Decode a base64url JSON object. Return {} if the text is invalid."""
+    """Decode a base64url-encoded JSON object. Return {} if the text is anything else."""
     try:
         value = orjson.loads(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)))
     except ValueError:

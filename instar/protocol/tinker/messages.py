@@ -74,7 +74,7 @@ def _build_file_descriptor() -> FileDescriptorProto:
     return file
 
 
-# Not the default pool, in which an SDK in the same process registers its own messages.
+# A separate pool, because an SDK in the same process registers its own messages in the default pool.
 _pool = DescriptorPool()
 _pool.AddSerializedFile(_build_file_descriptor().SerializeToString())
 

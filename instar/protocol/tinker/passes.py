@@ -82,8 +82,8 @@ def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     )
 
 
-def find_rejected_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
-    """Return the ids in a rejected request. Ids that cannot be read are empty or None."""
+def read_request_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
+    """Read the ids from a request that may be invalid. Unreadable ids are "" (model) and None (sequence)."""
     if is_protobuf:
         message = messages.ForwardBackwardRequest()
         with contextlib.suppress(DecodeError):  # the fields before the error are set
@@ -127,7 +127,7 @@ def _parse_protobuf_datum(index: int, datum: Any) -> TinkerDatum:
 
 def _parse_protobuf_tensor(index: int, name: str, tensor: Any) -> Array:
     if tensor.sparse_csr or len(tensor.shape) > 1:
-        raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
+        raise ProtocolError(f"datum {index}: {name} must be a dense, one-dimensional tensor")
     dtype = _DTYPES.get(tensor.dtype)
     if dtype is None:
         raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype}; supported: {_DTYPE_NAMES}")
@@ -173,7 +173,7 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
 
 def _parse_json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
-        raise ProtocolError(f"datum {index}: {name} is sparse or not one-dimensional; send a dense vector")
+        raise ProtocolError(f"datum {index}: {name} must be a dense, one-dimensional tensor")
     if tensor.dtype not in ("float32", "int64"):
         raise ProtocolError(f"datum {index}: {name} has dtype {tensor.dtype!r}; supported: float32, int64")
     try:

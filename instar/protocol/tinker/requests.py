@@ -44,7 +44,7 @@ class TinkerSaveWeights(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """If False, it is an error if the checkpoint exists. Older clients omit this field and overwrite it."""
+    """If False, an existing checkpoint is an error. Older clients omit the field and overwrite it."""
 
 
 class TinkerSaveForSampler(TinkerModelRequest):

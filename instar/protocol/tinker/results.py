@@ -1,4 +1,4 @@
-"""Operation results, encoded as protobuf for clients that accept it and as JSON for the others."""
+"""Operation results, encoded as protobuf for clients that accept it and as JSON for others."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ class TinkerSampleResult:
 
 
 def drop_non_finite(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the finite metrics, because JSON has neither NaN nor infinity."""
+    """Drop NaN and infinite metrics, which JSON cannot represent."""
     return {name: value for name, value in metrics.items() if math.isfinite(value)}

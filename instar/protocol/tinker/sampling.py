@@ -31,6 +31,7 @@ MAX_SAMPLES_PER_REQUEST = 1024
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingSession:
     session_id: str
+    """The client session that it belongs to."""
     owner: str
     path: str | None
     """The checkpoint's path, or None for the base model."""
@@ -130,7 +131,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         return None
 
     async def _sample(self, body: TinkerSampleRequest, path: str | None, owner: str) -> TinkerSampleResult:
-        _check_supported(body)
+        _check_request(body)
         prompt = concatenate_chunks(body.prompt.chunks, "prompt")
         params = _to_params(body.sampling_params, self._service.max_context)
         if not body.prompt_logprobs:
@@ -145,12 +146,12 @@ class TinkerSamplingRoutes(TinkerRoutes):
         self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
-            # Clients that want prompt logprobs also request one token, which does not fit into the context.
+            # To get prompt logprobs, clients also request one token, which does not fit into the context.
             return [SampledSequence([], [], "length", "") for _ in range(body.num_samples)]
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 
 
-def _check_supported(body: TinkerSampleRequest) -> None:
+def _check_request(body: TinkerSampleRequest) -> None:
     if not 1 <= body.num_samples <= MAX_SAMPLES_PER_REQUEST:
         raise ProtocolError(
             f"num_samples must be between 1 and {MAX_SAMPLES_PER_REQUEST}, got {body.num_samples}"

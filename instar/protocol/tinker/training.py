@@ -15,9 +15,9 @@ from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import (
     TinkerBatch,
     TinkerPass,
-    find_rejected_ids,
     parse_json_pass,
     parse_protobuf_pass,
+    read_request_ids,
 )
 from instar.protocol.tinker.requests import (
     TinkerCreateModel,
@@ -53,15 +53,15 @@ class TinkerTrainingRoutes(TinkerRoutes):
             router.add("POST", path, self._consume_rejected_seq_ids(handler))
 
     def _consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
-        """Wrap a handler so that an invalid request (400 or 409) consumes its sequence id. Clients do not
-        send the id again, and later operations wait for it."""
+        """Wrap a handler so that an invalid request (400 or 409) consumes its sequence id. Otherwise later
+        operations would wait for the id, which clients do not send again."""
 
         async def handle(request: TinkerRequest) -> Response:
             try:
                 return await handler(request)
             except ProtocolError as error:
                 if error.status in (400, 409):
-                    ids = find_rejected_ids(request.body, is_protobuf=_is_protobuf(request))
+                    ids = read_request_ids(request.body, is_protobuf=_is_protobuf(request))
                     if ids.seq_id is not None and ids.model_id:
                         model = self._service.find_model(ids.model_id, request.owner)
                         self._operations.reject(request.owner, model.model_id, ids.seq_id, error)
@@ -94,7 +94,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         self._service.find_model(model_id, request.owner)
 
         async def run() -> Json:
-            await self._service.end_model(model_id, request.owner)
+            await self._service.close_model(model_id, request.owner)
             self._operations.close_queue(model_id)
             return {"type": "unload_model", "model_id": model_id}
 
@@ -145,7 +145,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 for info in self._service.checkpoints.list_checkpoints(request.owner, model.model_id)
             ):
                 raise ProtocolError(
-                    f"checkpoint {name!r} already exists; choose another name or set overwrite to true"
+                    f"checkpoint {name!r} already exists; choose a different name or set overwrite to true"
                 )
             saved = await model.save(name, optimizer=True, ttl=body.ttl_seconds)
             return {"type": "save_weights", "path": saved.path}
@@ -196,7 +196,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body: TinkerModelRequest,
         run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
-        """Submit an operation to the model's queue. Raises ProtocolError 404 if the model has ended."""
+        """Submit an operation to the model's queue. Raises ProtocolError 404 if the model does not exist."""
         model = self._service.find_model(body.model_id, request.owner)
         request_id = self._operations.submit(
             kind,

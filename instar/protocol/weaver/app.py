@@ -1,4 +1,4 @@
-"""The app that serves the training and sampling routes of Weaver's protocol."""
+"""The app that serves Weaver's protocol."""
 
 from __future__ import annotations
 
@@ -113,5 +113,5 @@ class WeaverSessionRoutes:
 
 
 def _session_fields(session_id: str) -> dict[str, Any]:
-    # `WeaverClient` reads ``tensor_transports``. The SDK ignores it.
+    # Instar's `WeaverClient` reads ``tensor_transports``. The SDK ignores it.
     return {"id": session_id, "tensor_transports": TRANSPORTS}

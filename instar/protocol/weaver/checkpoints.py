@@ -15,8 +15,7 @@ SERVICE_FOLDERS = {"checkpoints": "weights", "samplers": "sampler_weights"}
 
 
 def to_weaver_path(info: CheckpointInfo) -> str:
-    """Return `weaver://<model>/checkpoints/<name>` for a training state, or
-    `weaver://<model>/samplers/<name>` for a sampler."""
+    """Return `weaver://<model>/checkpoints/<name>`, or `weaver://<model>/samplers/<name>` for a sampler."""
     return f"{SCHEME}{info.model_id}/{FOLDERS[info.kind]}/{_checkpoint_name(info)}"
 
 

@@ -50,19 +50,19 @@ class WeaverModelInput(msgspec.Struct):
             if chunk.type != "encoded_text":
                 raise ProtocolError(f"unsupported chunk type {chunk.type!r}; supported: encoded_text")
         try:
-            rows = [_to_row(chunk.tokens, pack) for chunk in self.chunks]
+            parts = [_decode_chunk(chunk.tokens, pack) for chunk in self.chunks]
         except OverflowError:
             raise ProtocolError("a token id does not fit into 64 bits") from None
-        return rows[0] if len(rows) == 1 else np.concatenate([np.empty(0, np.int64), *rows])
+        return parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, np.int64), *parts])
 
 
-def _to_row(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
+def _decode_chunk(tokens: list[int] | PackedTensor, pack: TensorPack) -> Ints:
     if isinstance(tokens, list):
         return np.array(tokens, np.int64)
-    row = pack.read_array(tokens.location)
-    if row.dtype.kind != "i":
-        raise ProtocolError(f"tokens have dtype {row.dtype}; supported: int32, int64")
-    return row.astype(np.int64)
+    ids = pack.read_array(tokens.location)
+    if ids.dtype.kind != "i":
+        raise ProtocolError(f"tokens have dtype {ids.dtype}; supported: int32, int64")
+    return ids.astype(np.int64)
 
 
 class WeaverDatum(msgspec.Struct):
@@ -143,17 +143,17 @@ def _parse_datum(
     targets = inputs.read_ints("target_tokens")
     has_target = targets != NO_TARGET
     ids = np.append(tokens, targets[-1:][has_target[-1:]])
-    invalid_ids = np.flatnonzero((ids < 0) | (ids >= vocab_size))
-    if len(invalid_ids):
+    invalid = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if len(invalid):
         raise ProtocolError(
-            f"datum {index}: token {ids[invalid_ids[0]]} at index {invalid_ids[0]} is outside the vocabulary "
-            f"of {vocab_size} tokens"
+            f"datum {index}: token {ids[invalid[0]]} at index {invalid[0]} is outside the vocabulary of "
+            f"{vocab_size} tokens"
         )
     is_scored = has_target & (np.append(tokens[1:], targets[-1:]) == targets)
     mask, advantages, logprobs = _read_loss_tensors(inputs, loss_fn, is_scored)
-    invalid_targets = np.flatnonzero((mask != 0) & has_target & ~is_scored)
-    if len(invalid_targets):
-        position = int(invalid_targets[0])
+    mismatches = np.flatnonzero((mask != 0) & has_target & ~is_scored)
+    if len(mismatches):
+        position = int(mismatches[0])
         raise ProtocolError(
             f"datum {index}: target_tokens[{position}] is {targets[position]}, but the next input token is "
             f"{tokens[position + 1]}; send the next input token, or {NO_TARGET} for no target"

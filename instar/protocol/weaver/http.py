@@ -1,7 +1,7 @@
 """Requests and responses of Weaver's protocol, including operation results.
 
 A request that starts or polls an operation is held open until the operation is done, for at most
-`HOLD_SECONDS`. Otherwise the SDK would poll it with a backoff of 0.5 s to 10 s.
+`LONG_POLL_TIMEOUT_SECONDS`. Otherwise the SDK would poll with a backoff of 0.5 s to 10 s.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ERROR_CODES = {
     503: "unavailable",
 }
 RETRYABLE_STATUSES = frozenset({429, 503})
-HOLD_SECONDS = 25.0
+LONG_POLL_TIMEOUT_SECONDS = 25.0
 """How long a request is held open. The SDK gives up after 60 s."""
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class WeaverRequest:
     content_type: str
     body: bytes
     call_id: str | None
-    """The same for all attempts of a call: its trace context or the digest of its manifest, or None."""
+    """Identifies a call across retries: its trace context or the digest of its manifest. None if unknown."""
 
     @property
     def media_type(self) -> str:
@@ -58,13 +58,13 @@ class WeaverRequest:
 
 
 def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest]:
-    async def parse_request(http: Request, owner: str) -> WeaverRequest:
+    async def parse_request(http_request: Request, owner: str) -> WeaverRequest:
         request = WeaverRequest(
             owner=owner,
-            path_params=http.path_params,
-            content_type=http.headers.get("content-type", JSON),
-            body=await read_body(http, max_body),
-            call_id=http.headers.get("traceparent"),
+            path_params=http_request.path_params,
+            content_type=http_request.headers.get("content-type", JSON),
+            body=await read_body(http_request, max_body),
+            call_id=http_request.headers.get("traceparent"),
         )
         if request.media_type not in (JSON, MULTIPART):
             raise ProtocolError(
@@ -106,7 +106,7 @@ class WeaverOperationRoutes:
         operation_id = self._operations.submit(kind, request.owner, function, key=key)
         result = await self._operations.wait(operation_id, request.owner, timeout)
         if result is None:
-            raise ProtocolError(f"{kind} did not finish within {timeout:g} s; send it again", 503, "server")
+            raise ProtocolError(f"{kind} did not finish within {timeout:g} s; try again", 503, "server")
         if result.error is not None:
             raise result.error
         return result.value
@@ -115,7 +115,7 @@ class WeaverOperationRoutes:
         return await self.respond(request.path_params["operation"], request)
 
     async def respond(self, operation_id: str, request: WeaverRequest) -> Response:
-        result = await self._operations.wait(operation_id, request.owner, HOLD_SECONDS)
+        result = await self._operations.wait(operation_id, request.owner, LONG_POLL_TIMEOUT_SECONDS)
         fields: dict[str, Any] = {"id": operation_id, "status": "running"}
         if result is not None and result.error is None:
             fields |= {"status": "done", "response": result.value}

@@ -165,10 +165,10 @@ def _encode_id(model_path: str | None) -> str:
 
 
 def _decode_id(session_id: str) -> str | None:
-    """Decode the sampler path from a session id. Return None for the base model."""
-    code = session_id.removeprefix(ID_PREFIX)
+    """Decode the sampler path (None: the base model). Raises ProtocolError 404 if the id is invalid."""
+    encoded = session_id.removeprefix(ID_PREFIX)
     try:
-        path = base64.urlsafe_b64decode(code + "=" * (-len(code) % 4)).decode()
+        path = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
     except (binascii.Error, UnicodeDecodeError):
         path = None
     if path is None or _encode_id(path) != session_id:

@@ -88,18 +88,18 @@ class TensorPack:
 
 
 def unpack_request(request: WeaverRequest, max_bytes: int) -> tuple[WeaverRequest, TensorPack]:
-    """Return the JSON request and its tensors. Raises ProtocolError 413 if they exceed ``max_bytes``."""
+    """Return the JSON request and its tensors. Raises ProtocolError 400 (malformed) or 413 (too large)."""
     if request.media_type == JSON:
         return request, TensorPack()
     parts = _split_parts(request)
-    text = bytes(parts["manifest"])
-    manifest = parse_json(text, TensorManifest)
+    manifest_json = bytes(parts["manifest"])
+    manifest = parse_json(manifest_json, TensorManifest)
     if manifest.version != 1:
         raise ProtocolError(f"unsupported manifest version {manifest.version}; supported: 1")
     content = _decode_pack(parts["tensor_pack"], manifest.tensor_pack, max_bytes)
     # The SDK does not retry requests with a pack, so the client's own retries have different trace contexts.
     # The manifest identifies the call by the model, the sequence id and the digest of the pack.
-    call_id = hashlib.sha256(text).hexdigest()
+    call_id = hashlib.sha256(manifest_json).hexdigest()
     json_request = replace(request, content_type=JSON, body=bytes(manifest.request), call_id=call_id)
     return json_request, TensorPack(content)
 
@@ -139,10 +139,10 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, max_bytes: int) -> byte
         raise ProtocolError("the SHA-256 of the tensor pack does not match the manifest")
     if info.codec == "raw":
         return pack
-    if info.codec != "zstd" or info.decoded_size_bytes is None:
-        raise ProtocolError(
-            f"unsupported tensor_pack.codec {info.codec!r}; supported: raw, and zstd with decoded_size_bytes"
-        )
+    if info.codec != "zstd":
+        raise ProtocolError(f"unsupported tensor_pack.codec {info.codec!r}; supported: raw, zstd")
+    if info.decoded_size_bytes is None:
+        raise ProtocolError("tensor_pack.decoded_size_bytes is missing; the zstd codec requires it")
     if not 0 <= info.decoded_size_bytes <= max_bytes:
         raise ProtocolError(
             f"tensor_pack.decoded_size_bytes must be between 0 and {max_bytes}, "

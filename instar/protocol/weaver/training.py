@@ -96,12 +96,12 @@ class WeaverCallOrder:
 
     def submit_numbered(self, seq: int, call_id: str | None, submit: SubmitFunction) -> str:
         """Submit a call with the client's sequence id and return the operation id. A retry has the same
-        ``call_id``. Raises ProtocolError 409 if another call has used the sequence id."""
-        previous = self._call_ids.get(seq)
-        if previous is not None and call_id is not None and previous != call_id:
+        ``call_id``. Raises ProtocolError 409 if a different call has used the sequence id."""
+        previous_id = self._call_ids.get(seq)
+        if previous_id is not None and call_id is not None and previous_id != call_id:
             raise ProtocolError(
-                f"sequence id {seq} was already used by another call, and only one client can train a model; "
-                "create another model and load a saved state",
+                f"sequence id {seq} was already used by a different call, and only one client can train a "
+                "model; create a new model and load a saved state",
                 409,
             )
         offset = bisect_left(self._inserted_after, seq)
@@ -202,7 +202,7 @@ class WeaverTrainingRoutes:
     async def _run_sequenced(
         self, kind: str, request: WeaverRequest, function: SequencedFunction
     ) -> Response:
-        # Later calls wait for the sequence id, so invalid content fails the operation, not the request.
+        # Later calls wait for the sequence id, so invalid data fails the operation when it runs.
         model = self._find_model(request)
         with self._consume_rejected_seq_id(request, model):
             request, pack = unpack_request(request, self._service.limits.max_body)
@@ -218,8 +218,8 @@ class WeaverTrainingRoutes:
 
     @contextmanager
     def _consume_rejected_seq_id(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
-        """Consume the sequence id of a request that is rejected in the block. Clients do not send the id
-        again, and later calls wait for it."""
+        """Consume the sequence id of a request that is rejected in the block. Otherwise later calls would
+        wait for the id, which clients do not send again."""
         try:
             yield
         except ProtocolError as error:
@@ -292,7 +292,7 @@ class WeaverTrainingRoutes:
         return self._call_orders.setdefault(model, WeaverCallOrder())
 
     async def checkpoints(self, request: WeaverRequest) -> Response:
-        """Return a model's checkpoints, even if the model has ended."""
+        """Return a model's checkpoints, even if the model was closed."""
         checkpoints = self._service.checkpoints.list_checkpoints(request.owner, request.path_params["model"])
         if not checkpoints:
             self._find_model(request)
@@ -301,7 +301,7 @@ class WeaverTrainingRoutes:
     async def terminate(self, request: WeaverRequest) -> Response:
         model = self._find_model(request)
         if "trainer" in request.parse(WeaverTerminate).instance_types:
-            await self._service.end_model(model.model_id, request.owner)
+            await self._service.close_model(model.model_id, request.owner)
             self._operations.close_queue(model.model_id)
         return json_response({"id": model.model_id, "status": "terminated"})
 

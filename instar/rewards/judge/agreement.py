@@ -26,7 +26,7 @@ class JudgeAgreement:
     order_agreement: float | None
     """The fraction of votes on pairs that have the same result in both orders."""
     rule_sessions: int
-    """The number of sessions with rewards from this judge and a rule (the last one, if there are several)."""
+    """The number of sessions with rewards from both this judge and a rule. The last rule reward counts."""
     rule_same_side: float | None
     """The fraction of these sessions in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
@@ -34,8 +34,7 @@ class JudgeAgreement:
 
 
 async def measure_run_agreement(store: Store, run_id: str, *, page_size: int = 500) -> list[JudgeAgreement]:
-    """Measure the agreement of every judge version in the run, sorted by name. Each query reads at most
-    ``page_size`` sessions."""
+    """Measure every judge version in the run, sorted by name. Sessions are read in pages of ``page_size``."""
     tallies: dict[str, _Tally] = {}
     after = 0
     while rows := await store.sessions(run_id, after=after, limit=page_size):

@@ -241,9 +241,7 @@ class RunModelEndpoint(JudgeEndpoint):
         try:
             return msgspec.json.decode(raw, type=OpenedSession)
         except msgspec.DecodeError as error:
-            raise ScoreError(
-                f"the gateway returned an invalid session for the judge: {error}", retryable=True
-            ) from error
+            raise ScoreError(f"the gateway returned an invalid session: {error}", retryable=True) from error
 
 
 def _build_headers(key: str) -> dict[str, str]:

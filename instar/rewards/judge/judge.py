@@ -1,4 +1,4 @@
-"""The base class of all judges. Answers are stored, so that no answer is paid for twice."""
+"""The base class of all judges, and their budget. Answers are stored, so that none is paid for twice."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class JudgeBudget:
 
     @asynccontextmanager
     async def reserve(self, budget: BudgetConfig, max_cost: float) -> AsyncGenerator[None]:
-        """Reserve ``max_cost`` dollars for one call. Wait as long as calls in progress have reserved the rest
-        of the budget. Raises ScoreError if the call does not fit into the unspent budget."""
+        """Reserve ``max_cost`` dollars for one call. Wait while calls in progress have reserved the rest of
+        the budget. Raises ScoreError if the call does not fit into the unspent budget."""
         while not self._fits(budget, self._pending_calls, self._pending_dollars + max_cost):
             if not self._fits(budget, 0, max_cost):
                 if budget.calls is not None and self.calls >= budget.calls:
@@ -151,7 +151,7 @@ class Judge(Scorer):
     async def ask(
         self, parts: Sequence[JudgePromptPart], parse: ParseAnswer[T], session_id: str, **fields: str
     ) -> list[JudgeVote[T]]:
-        """Request all votes concurrently and return them. If a request fails, raise ScoreError after all
+        """Request all votes concurrently and return them. If a request fails, raise its error after all
         requests have finished. Votes that have arrived are stored and not requested again."""
         low, high = self.config.scale
         fields |= {"low": f"{low:g}", "high": f"{high:g}"}
@@ -224,7 +224,7 @@ def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Jso
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
     """Wait for all awaitables and return their results. If any fail, raise the most severe error: errors that
-    are not ScoreErrors come first, then non-retryable errors, then those with the longest delay."""
+    are not ScoreErrors come first, then non-retryable errors, then the longest retry delay."""
 
     def get_severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):

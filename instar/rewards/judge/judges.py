@@ -1,4 +1,4 @@
-"""Judges for single sessions and calls, and the table of all judges."""
+"""Judges that score individual sessions and calls, and the table of all judges."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class OutcomeJudge(Judge):
 
 
 class StepJudge(Judge, Generic[T]):
-    """A judge for single steps. Each prompt contains as many steps as fit."""
+    """Base class for judges that score individual steps. Each prompt contains as many steps as fit."""
 
-    shows_following = False
-    """If True, prompts show what followed each step, and the last step of a conversation is not judged."""
+    include_followup = False
+    """If True, prompts show what followed each step, and steps that nothing followed are not judged."""
 
     @abstractmethod
     def parse_answers(self, json_answer: Json) -> StepAnswers[T]: ...
@@ -55,7 +55,7 @@ class StepJudge(Judge, Generic[T]):
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]
-        steps = [step for step in complete if step.after] if self.shows_following else complete
+        steps = [step for step in complete if step.after] if self.include_followup else complete
         windows = session_steps.split_into_windows(steps, self._render_step, self.max_session_chars)
         task_parts = self.build_task_parts(task)
         rewards = await gather_all(
@@ -67,7 +67,7 @@ class StepJudge(Judge, Generic[T]):
         return [reward for window_rewards in rewards for reward in window_rewards]
 
     def _render_step(self, step: SessionStep) -> list[JudgePromptPart]:
-        return [*step.before, step.reply, *(step.after if self.shows_following else ())]
+        return [*step.before, step.reply, *(step.after if self.include_followup else ())]
 
     async def _judge_window(
         self, session_id: str, steps: Sequence[SessionStep], parts: Sequence[JudgePromptPart]
@@ -75,7 +75,7 @@ class StepJudge(Judge, Generic[T]):
         def parse_complete(json_answer: Json) -> StepAnswers[T]:
             parsed = self.parse_answers(json_answer)
             if missing := [step.number for step in steps if step.number not in parsed]:
-                raise answers.UnparseableAnswer(f"it has no answer for step {missing[0]}")
+                raise answers.UnparseableAnswer(f"step {missing[0]} is missing")
             return parsed
 
         numbers = ", ".join(str(step.number) for step in steps)
@@ -106,9 +106,9 @@ class ProcessJudge(StepJudge[float]):
 
 
 class FollowupJudge(StepJudge[str]):
-    """A judge that rates each call by what followed it. A tie or an unclear signal gives no reward."""
+    """A judge that rates each call by what followed it. Ties and signals without a value give no reward."""
 
-    shows_following = True
+    include_followup = True
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
         steps = convert_answer(json_answer, answers.StepSignalsAnswer).steps

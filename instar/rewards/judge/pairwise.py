@@ -16,8 +16,8 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
-Winner = tuple[Literal["A", "B", "tie"], str]
-
+Verdict = tuple[Literal["A", "B", "tie"], str]
+"""The winner and the reasons."""
 PRIOR_DRAWS = 0.5
 """Each session gets this many virtual draws against an average session. Without them, a session that won all
 its comparisons would have infinite strength."""
@@ -103,13 +103,13 @@ class PairwiseJudge(GroupScorer, Judge):
         return self.build_reward(sessions[index].session_id, value, detail, cost)
 
 
-def _parse_answer(json_answer: Json) -> Winner:
+def _parse_answer(json_answer: Json) -> Verdict:
     answer = convert_answer(json_answer, ComparisonAnswer)
     return answer.winner, truncate(answer.reasons)
 
 
 def _combine_orders(
-    a: int, b: int, forward: Sequence[JudgeVote[Winner]], backward: Sequence[JudgeVote[Winner]]
+    a: int, b: int, forward: Sequence[JudgeVote[Verdict]], backward: Sequence[JudgeVote[Verdict]]
 ) -> PairComparison:
     points: list[float] = []
     agreed = 0
@@ -123,8 +123,7 @@ def _combine_orders(
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:
-    """Return at most ``max_pairs`` pairs of session indices, but at least the ``size - 1`` pairs that connect
-    all sessions."""
+    """Return at most ``max_pairs`` pairs of session indices, but enough pairs to connect all sessions."""
     # The sessions form a ring. Neighbours come first, so that any two sessions are connected through others.
     ring = (
         (start, (start + distance) % size)

@@ -52,14 +52,14 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
 
 
 def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
-    """Return the messages of a call that follow those shared with its parent and the parent's reply."""
+    """Return the messages of a call after the prefix that it shares with its parent's messages and reply."""
     if parent is None:
         return call.messages
     if call.link is Link.EXTENDS:
         return call.messages[len(parent.messages) + 1 :]
-    rendered = (*parent.messages, parent.reply)
+    earlier = (*parent.messages, parent.reply)
     shared = 0
-    while shared < min(len(rendered), len(call.messages)) and rendered[shared] == call.messages[shared]:
+    while shared < min(len(earlier), len(call.messages)) and earlier[shared] == call.messages[shared]:
         shared += 1
     return call.messages[shared:]
 

@@ -78,9 +78,8 @@ def compute_settings_version(section: Section) -> str:
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
-    """Return a part of the text, or None if it is missing. If there is no code block, `last_block` is the
-    whole text. If ``after`` is set, only the text after its last occurrence counts; if it does not occur,
-    return None."""
+    """Return a part of the text, or None if it is missing. Without a code block, `last_block` is the whole
+    text. If ``after`` is set, only the text after its last occurrence counts; without one, return None."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:

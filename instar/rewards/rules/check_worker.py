@@ -1,6 +1,6 @@
 """A worker process that checks answers. It runs as a script whose arguments are the name of a check and the
 check's arguments as JSON. It sandboxes itself if the machine supports it, because some libraries evaluate the
-answer. It writes ``ready`` or the ``missing`` package, then answers each line of JSON with a line of JSON."""
+answer. It writes ``ready`` or the ``missing`` package, then one line of JSON for each line that it reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +53,8 @@ def create_math_check() -> Check:
 
 def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(dict(pairs)) < len(pairs):  # JSON parsers differ in which of the values they keep
-        raise ValueError("an object contains the same key twice")
+        duplicate, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {duplicate!r}")
     return dict(pairs)
 
 
@@ -76,7 +78,7 @@ def create_json_schema_check() -> Check:
                 request["answer"], object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant
             )
         except ValueError as error:
-            return {"ok": False, "reason": f"the answer is not JSON: {error}"}
+            return {"ok": False, "reason": f"the answer is not valid JSON: {error}"}
         except RecursionError:
             return {"ok": False, "reason": "the answer is nested too deeply"}
         for error in validator(schema).iter_errors(value):

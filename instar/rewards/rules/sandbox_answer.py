@@ -1,4 +1,4 @@
-"""Runs an answer alone in a sandbox. Its tests run in another sandbox and call the answer remotely."""
+"""Runs an answer alone in a sandbox. Its tests run in a separate sandbox and call the answer remotely."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def execute_answer(file: str) -> types.ModuleType:
     return module
 
 
-def encode_name(peer: Peer, name: str, value: Any) -> Any:
+def encode_global(peer: Peer, name: str, value: Any) -> Any:
+    """Encode a global of the answer. Modules become ``["module", name]``, and objects from the standard
+    library ``["library", module]``, because the tests import their own copies."""
     if isinstance(value, types.ModuleType):
         return ["module", value.__name__]
     module = str(getattr(value, "__module__", ""))
@@ -50,13 +52,13 @@ def main(descriptor: str, file: str) -> None:
     try:
         module = execute_answer(file)
         message["names"] = {
-            name: encode_name(peer, name, value)
+            name: encode_global(peer, name, value)
             for name, value in vars(module).items()
             if not name.startswith("__")
         }
         message["module"] = Encoder(peer).encode(module)
     except BaseException:  # noqa: BLE001 - an answer that raises SystemExit fails, too
-        message = {"failed": traceback.format_exc(limit=-1)}
+        message = {"error": traceback.format_exc(limit=-1)}
     try:
         peer.send({**message, "output": peer.take_output()})
         peer.serve()

@@ -1,4 +1,4 @@
-"""Gives tests in one sandbox access to an answer that runs alone in another sandbox."""
+"""Gives tests access to an answer that runs alone in a separate sandbox."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TestsPeer(Peer):
     def check_export(self, value: Any) -> None:
         if isinstance(value, FUNCTION_TYPES) or hasattr(type(value), "__next__") or self._is_mock(value):
             return
-        if not self._is_object(value):
+        if not self._is_test_object(value):
             raise TypeError(f"a test cannot pass a {type(value).__name__} to the answer; pass data instead")
 
     def authorize(self, name: Any, args: list[Any]) -> None:
@@ -59,13 +59,13 @@ class TestsPeer(Peer):
             return False
         if self._is_mock(target):
             return not is_write and name not in dir(sys.modules["unittest.mock"].NonCallableMock)
-        if not self._is_object(target):
+        if not self._is_test_object(target):
             return not is_write and name in FUNCTION_FIELDS
         if is_write and (isinstance(target, type) or hasattr(type(target), name)):
             return False  # the answer must not replace a method that the tests define
         return not name.startswith("_") or (name in OBJECT_FIELDS and not is_write)
 
-    def _is_object(self, value: Any) -> bool:
+    def _is_test_object(self, value: Any) -> bool:
         cls: type[Any] = value if isinstance(value, type) else type(value)
         return cls.__module__ == self.tests_module or isinstance(value, io.StringIO | io.BytesIO)
 
@@ -99,7 +99,7 @@ class Answer:
 
     def __init__(self, descriptor: int, module_name: str, tests_module: str) -> None:
         self.peer = TestsPeer(descriptor, tests_module)
-        setattr(builtins, UPDATE_ARGUMENTS, proxies.update_arguments)
+        setattr(builtins, UPDATE_ARGUMENTS, proxies.wrap_with_write_back)
         self.module_name = module_name
         self.names: dict[str, Any] | None = None
         sys.modules[module_name] = None  # pyright: ignore[reportArgumentType]
@@ -107,14 +107,14 @@ class Answer:
             message = self.peer.receive()
             sys.stdout.write(message.get("output", ""))
             if "names" not in message:
-                sys.stderr.write(message["failed"])
+                sys.stderr.write(message["error"])
                 return
             module = Decoder(self.peer).decode(message["module"])
             self.names = {
                 name: value
                 for name, encoded in message["names"].items()
                 # The answer must not replace __builtins__.
-                if not name.startswith("__") and (value := self._decode_name(name, encoded)) is not None
+                if not name.startswith("__") and (value := self._decode_global(name, encoded)) is not None
             }
         except (ConnectionLost, LookupError, TypeError, ValueError, AttributeError) as error:
             sys.stderr.write(f"the answer could not be loaded: {error}\n")
@@ -122,9 +122,9 @@ class Answer:
             own = {word: value for word, value in self.names.items() if word not in PROTECTED_NAMES}
             sys.modules[module_name] = AnswerModule(module_name, module, own)
 
-    def _decode_name(self, name: str, encoded: Any) -> Any:
-        """Return the value of a name in the answer's module. Library modules, and objects from them, are
-        imported in this process. Return None if the library is not allowed."""
+    def _decode_global(self, name: str, encoded: Any) -> Any:
+        """Return the value of a global of the answer. Library modules, and objects from them, are imported in
+        this process. Return None if the library is not allowed."""
         match encoded:
             case ["module", str(module)] | ["library", str(module)]:
                 if module.partition(".")[0] not in LIBRARIES:

@@ -67,7 +67,7 @@ class RemoteObject:
             return False
         try:
             return not self._peer.request("eq", [self, secrets.token_hex(8)])
-        except Exception:  # noqa: BLE001 - an `__eq__` may raise anything for an object of another type
+        except Exception:  # noqa: BLE001 - an `__eq__` may raise anything for an object of a different type
             return True
 
     def __enter__(self) -> Any:
@@ -151,8 +151,8 @@ def set_label(value: Any, name: str) -> Any:
     return value
 
 
-def update_arguments(function: Any) -> Any:
-    """Return the function or, if it is remote, a wrapper that copies changes to mutable arguments back."""
+def wrap_with_write_back(function: Any) -> Any:
+    """Make a remote function copy changes to mutable arguments back. Other functions are returned as is."""
     if not isinstance(function, RemoteFunction):
         return function
 

@@ -1,5 +1,5 @@
 """A pytest plugin that reports test results from a sandbox, in the format of ``sandbox_runner.py``. If there
-is a file ``channel``, the answer runs in another sandbox, and the tests import a proxy for it."""
+is a file ``channel``, the answer runs in a separate sandbox, and the tests import a proxy for it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Remote calls between an answer and its tests, each alone in a sandbox. Messages are JSON. Data is copied;
-other objects stay in their process, and the other process gets a proxy (``sandbox_proxies.py``). Nothing is
-pickled, and only the standard library is required."""
+"""Remote calls between an answer and its tests, which run in separate sandboxes. Messages are JSON. Data is
+copied; other objects stay in their process, and the other process gets a proxy (``sandbox_proxies.py``).
+Nothing is pickled, and only the standard library is required."""
 
 from __future__ import annotations
 
@@ -183,9 +183,10 @@ class Peer:
             self.writer.flush()
         except OSError as error:
             self.is_lost = True
-            raise ConnectionLost("the other process has exited") from error
+            raise ConnectionLost("the connection was closed") from error
 
     def receive(self) -> dict[str, Any]:
+        line = b""
         try:
             line = self.reader.readline(MAX_MESSAGE_BYTES)
             message = json.loads(line) if line.endswith(b"\n") else None
@@ -193,7 +194,8 @@ class Peer:
             message = None
         if not isinstance(message, dict):
             self.is_lost = True
-            raise ConnectionLost("the other process has exited or sent an invalid message")
+            problem = f"invalid message: {line[:100]!r}" if line else "the connection was closed"
+            raise ConnectionLost(problem)
         return message
 
     def serve(self) -> None:
@@ -214,6 +216,9 @@ def get_data(value: Any) -> Any:
 
 
 class Encoder:
+    """Encodes values as JSON. Objects of this process become ``["mine", handle, ...]``, those of the other
+    process ``["yours", handle]``, and containers that were already encoded ``["same", index]``."""
+
     def __init__(self, peer: Peer, containers: Iterable[Any] = ()) -> None:
         self.peer = peer
         self.containers = list(containers)

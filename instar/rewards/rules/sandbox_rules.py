@@ -131,7 +131,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         fraction = passed / total if total else 0.0
         value = fraction if self.config.reward == "share" else float(fraction == 1.0 and result.ok)
         if report is None or failure is not None:
-            summary = "it exited before its tests finished"
+            summary = "the answer exited before its tests finished"
         else:
             summary = f"{passed} of {total} tests passed" if total else "no tests were run"
         failed = failure or result
@@ -145,7 +145,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         self, code: str, tests: list[str], key: str
     ) -> tuple[SandboxResult, SandboxResult | None]:
         """Run the answer and its tests in separate sandboxes. Return the result of the tests, and the result
-        of the answer if it ended before them, otherwise None. If the answer exceeds a limit, the tests are
+        of the answer if it exited before them, otherwise None. If the answer exceeds a limit, the tests are
         stopped, and both results are the answer's."""
         answer_end, tests_end = socket.socketpair()
         try:

@@ -1,5 +1,5 @@
 """Runs an answer's tests inside a sandbox and reports the result in one line that starts with a key. With a
-file descriptor, the answer runs in another sandbox. Otherwise it runs in this process and could forge the
+file descriptor, the answer runs in a separate sandbox. Otherwise it runs in this process and could forge the
 report, but not just by printing one, because the key file is deleted before the answer runs."""
 
 from __future__ import annotations
@@ -121,9 +121,8 @@ class _Result(unittest.TestResult):
 
 
 def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
-    """Return the number of passed tests and the total in a TestCase. Tests that a decorator skips or expects
-    to fail are not counted. A test that is skipped while it runs counts as failed, because the answer may
-    have caused the skip."""
+    """Return the number of passed tests and the total in a TestCase, except tests that a decorator skips or
+    expects to fail. A test that is skipped while it runs has failed, because the answer may be the cause."""
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
     total = suite.countTestCases()
     result = _Result()

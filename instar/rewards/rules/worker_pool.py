@@ -114,8 +114,7 @@ class CheckWorkerPool:
 
 
 def build_bubblewrap_command() -> list[str]:
-    """Return the command prefix that runs a process without write access or network access. Raises
-    ConfigError if bubblewrap is not installed."""
+    """Return a command prefix that denies writes and network access, or raise ConfigError without `bwrap`."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(

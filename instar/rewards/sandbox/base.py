@@ -38,8 +38,7 @@ class SandboxJob:
     readable_paths: Sequence[Path] = ()
     """Paths that the job may read in addition to system folders and this Python installation."""
     channel: socket | None = None
-    """A socket that the job inherits with the same file descriptor. This process closes its copy when the job
-    starts."""
+    """A socket that the job inherits with the same descriptor. Closed in this process once the job starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class SandboxResult:
     output: str
     exceeded_limit: SandboxLimitName | None
     reason: str
-    """Why the job failed, for example `it ran longer than 10 s`. Empty if it succeeded."""
+    """Why the job failed, for example `ran longer than 10 s`. Empty if it succeeded."""
 
     @property
     def ok(self) -> bool:

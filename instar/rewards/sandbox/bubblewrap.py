@@ -1,4 +1,4 @@
-"""A sandbox with namespaces. A job sees its own processes, the allowed files, and by default no network."""
+"""A sandbox with namespaces. A job sees only its processes and allowed files, and by default no network."""
 
 from __future__ import annotations
 
@@ -86,13 +86,13 @@ def _kill(root_pid: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _measure_files(processes: list[int]) -> tuple[int, int]:
+def _measure_files(pids: list[int]) -> tuple[int, int]:
     size = count = 0
     # Until bubblewrap has changed the root, the process still sees the machine's files.
-    if processes and Path(f"/proc/{processes[0]}/root{MOUNTED_LAUNCHER}").exists():
+    if pids and Path(f"/proc/{pids[0]}/root{MOUNTED_LAUNCHER}").exists():
         for folder in WRITABLE_FOLDERS:
             with suppress(OSError):  # the process has exited
-                usage = os.statvfs(f"/proc/{processes[0]}/root{folder}")
+                usage = os.statvfs(f"/proc/{pids[0]}/root{folder}")
                 size += (usage.f_blocks - usage.f_bfree) * usage.f_frsize
                 count += usage.f_files - usage.f_ffree
     return size, count

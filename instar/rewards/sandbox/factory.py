@@ -15,7 +15,7 @@ TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """Return the first sandbox that passes a trial run. Raises ConfigError if none of this kind does."""
+    """Return the first sandbox that passes a trial run. Raises ConfigError if none does."""
     await asyncio.to_thread(remove_leftover_folders)
     problems: list[str] = []
     for name in SANDBOX_TYPES if kind == "auto" else [kind]:
@@ -29,6 +29,6 @@ async def create_sandbox(kind: str = "auto") -> Sandbox:
             return sandbox
         problems.append(f"{name}: the trial run failed: {result.reason} {result.output.strip()[-300:]}")
     raise ConfigError(
-        f"reward.sandbox: model-written code requires a sandbox, but none of kind {kind!r} works on this "
-        f"machine: {'; '.join(problems)}"
+        "reward.sandbox: model-written code requires a sandbox, but none works on this machine "
+        f"(kind: {kind}): {'; '.join(problems)}"
     )

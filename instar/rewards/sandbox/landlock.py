@@ -78,7 +78,7 @@ class LandlockSandbox(Sandbox):
                 "devices": list(DEVICES),
             },
             kill_job=_kill,
-            measure_files=lambda processes: _measure_files(folder, processes),
+            measure_files=lambda pids: _measure_files(folder, pids),
         )
 
 
@@ -115,16 +115,15 @@ def _kill(root_pid: int) -> None:
         os.kill(root_pid, signal.SIGTERM)
 
 
-def _measure_files(folder: Path, processes: list[int]) -> tuple[int, int]:
-    """Return the size of the job's files in bytes, including deleted files that are still open, and the
-    number of files and folders."""
+def _measure_files(folder: Path, pids: list[int]) -> tuple[int, int]:
+    """Return the disk usage in bytes, including deleted open files, and the number of files and folders."""
     size = count = 0
     for root, _, names in os.walk(folder):
         count += len(names) + 1
         for name in names:
             with suppress(OSError):
                 size += os.lstat(f"{root}/{name}").st_blocks * 512
-    for pid in processes:
+    for pid in pids:
         with suppress(OSError):  # the process has exited
             for entry in os.scandir(f"/proc/{pid}/fd"):
                 with suppress(OSError):

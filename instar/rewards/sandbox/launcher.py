@@ -49,8 +49,8 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
     """Run the job in its own process group, adopt its orphaned processes, and exit with its exit code."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    job = os.fork()
-    if job == 0:
+    job_pid = os.fork()
+    if job_pid == 0:
         os.setsid()
         exec_job(settings)
     os.close(settings["status"])
@@ -59,15 +59,15 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
 
     def stop(*_: Any) -> None:
         try:
-            os.killpg(job, signal.SIGKILL)
+            os.killpg(job_pid, signal.SIGKILL)
         except ProcessLookupError:
-            os.kill(job, signal.SIGKILL)  # the job has no process group yet
+            os.kill(job_pid, signal.SIGKILL)  # the job has no process group yet
 
     signal.signal(signal.SIGTERM, stop)
     # The job is reaped only after its group is killed, so that the group id cannot be reused.
-    os.waitid(os.P_PID, job, os.WEXITED | os.WNOWAIT)
+    os.waitid(os.P_PID, job_pid, os.WEXITED | os.WNOWAIT)
     stop()
-    _, status = os.waitpid(job, 0)
+    _, status = os.waitpid(job_pid, 0)
     while True:
         try:
             os.wait()
@@ -127,9 +127,8 @@ def change_user(uid: int, *, keep_search_access: bool) -> None:
 def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
-    """Deny access to all files outside the listed paths. Files under ``read`` may be executed only if
-    ``allow_execute`` is True. From SCOPE_ABI on, also deny signals and abstract Unix sockets to processes
-    outside the sandbox."""
+    """Allow access only to the listed paths. Files under ``read`` may be executed if ``allow_execute`` is
+    True. From SCOPE_ABI on, also deny signals and abstract Unix sockets to processes outside the sandbox."""
     all_access = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
     attributes = struct.pack("=QQQ", all_access, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= SCOPE_ABI else 0)
     size = 24 if abi >= SCOPE_ABI else 8

@@ -24,11 +24,11 @@ CHECK_INTERVAL_SECONDS = 0.02
 KILL_TIMEOUT_SECONDS = 10.0
 MB = 2**20
 LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
-    "time": "it ran longer than {seconds:g} s",
-    "memory": "it used more than {memory_mb} MB of memory",
-    "processes": "it had more than {processes} processes and threads",
-    "output": "it wrote more than {output_kb} KB of output",
-    "files": "it wrote more than {files_mb} MB or more than {files} files",
+    "time": "ran longer than {seconds:g} s",
+    "memory": "used more than {memory_mb} MB of memory",
+    "processes": "had more than {processes} processes and threads",
+    "output": "wrote more than {output_kb} KB of output",
+    "files": "wrote more than {files_mb} MB or more than {files} files",
 }
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -51,8 +51,7 @@ class SandboxLaunch:
     kill_job: Callable[[int], None]
     """Kills all processes of the job. The argument is the id of the process that was started."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Returns the total size in bytes and the number of the job's files. The argument lists the job's process
-    ids."""
+    """Returns the total bytes and the number of the job's files. The argument lists the job's process ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
@@ -68,8 +67,7 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 
 def pick_unused_uid() -> int | None:
-    """Return a random user id that is very likely unused, or None if this process is not root or can use only
-    a few ids."""
+    """Return a random user id that is likely unused, or None if not root or if only a few ids are mapped."""
     # The kernel limits processes per user. A job with its own user id does not share the limit with others.
     if os.geteuid() != 0:
         return None
@@ -80,6 +78,7 @@ def pick_unused_uid() -> int | None:
 
 
 async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
+    """Run a job and return its result. Raises ScoreError if the sandbox cannot start it."""
     status_fd, child_status_fd = os.pipe()
     os.set_blocking(status_fd, False)
     try:
@@ -203,15 +202,15 @@ async def _wait_for_exit_or_limit(
     return None
 
 
-def _find_exceeded_limit(root: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
-    processes = find_descendant_pids(root)
-    task_count = sum(len(_list_folder(f"/proc/{pid}/task")) for pid in processes)
+def _find_exceeded_limit(pid: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:
+    pids = find_descendant_pids(pid)
+    task_count = sum(len(_list_folder(f"/proc/{child_pid}/task")) for child_pid in pids)
     # Up to two tasks belong to the launcher and bubblewrap, which do not count towards the limit.
     if task_count > limits.processes + 2:
         return "processes"
-    if all(_measure_memory(processes, metric) > limits.memory_mb * MB for metric in ("rss", "pss")):
+    if all(_measure_memory(pids, metric) > limits.memory_mb * MB for metric in ("rss", "pss")):
         return "memory"
-    size, count = launch.measure_files(processes)
+    size, count = launch.measure_files(pids)
     return "files" if size > limits.files_mb * MB or count > limits.files else None
 
 
@@ -250,10 +249,10 @@ async def _read_output(
             output_full.set()
 
 
-def find_descendant_pids(root: int) -> list[int]:
-    """Return the ids of all descendants of ``root``, including orphans, which the sandbox adopts."""
+def find_descendant_pids(root_pid: int) -> list[int]:
+    """Return the ids of all descendants of a process, including orphans, which the sandbox adopts."""
     descendants: list[int] = []
-    unvisited = [root]
+    unvisited = [root_pid]
     while unvisited:
         pid = unvisited.pop()
         for task in _list_folder(f"/proc/{pid}/task"):
@@ -271,11 +270,11 @@ def _list_folder(folder: str) -> list[str]:
         return []
 
 
-def _measure_memory(processes: Iterable[int], metric: str) -> int:
+def _measure_memory(pids: Iterable[int], metric: str) -> int:
     """Return the memory of the processes in bytes. ``rss`` is fast to read but counts shared pages once per
     process. ``pss`` divides shared pages between the processes that share them."""
     total = 0
-    for pid in processes:
+    for pid in pids:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited
             if metric == "rss":
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
@@ -301,5 +300,5 @@ def _describe_failure(code: int, exceeded: SandboxLimitName | None, limits: Sand
         return LIMIT_MESSAGES[exceeded].format(**asdict(limits))
     if code > 128:
         with suppress(ValueError):
-            return f"it was killed by {signal.Signals(code - 128).name}"
-    return f"it exited with code {code}" if code else ""
+            return f"killed by {signal.Signals(code - 128).name}"
+    return f"exited with code {code}" if code else ""

@@ -1,4 +1,4 @@
-"""GSM8K: grade school math problems. A task has the fields `question`, `answer`, which ends in a line such as
+"""GSM8K: grade school math problems. A task has a `question`, a worked `answer` that ends in a line such as
 `#### 72`, and `final`, the number in that line."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from instar.rollout.tasks import TaskSet, read_json_lines
 from instar.rollout.tasksets.word_problems import NUMBER, make_problems, parse_number
 from instar.types import Json, Task
 
-ANSWER_MARK = "####"
+ANSWER_MARKER = "####"
 
 
 def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
@@ -27,8 +27,8 @@ def score(task: Task, text: str) -> float:
 
 def final_number(text: str) -> float | None:
     """Return the first number after the last `####`, or else the last number in the text, if any."""
-    before, mark, after = text.rpartition(ANSWER_MARK)
-    if mark and (match := NUMBER.search(after)):
+    before, marker, after = text.rpartition(ANSWER_MARKER)
+    if marker and (match := NUMBER.search(after)):
         return parse_number(match[0])
     numbers = NUMBER.findall(before or after)
     return parse_number(numbers[-1]) if numbers else None
@@ -49,9 +49,10 @@ def _add_final(record: Json, location: str) -> Json:
         case {"question": str(), "answer": str() as answer}:
             pass
         case _:
-            raise ConfigError(f"{location}: the string 'question' or 'answer' is missing; GSM8K needs both")
-    if ANSWER_MARK not in answer or not NUMBER.fullmatch(final := answer.rpartition(ANSWER_MARK)[2].strip()):
+            raise ConfigError(f"{location}: 'question' and 'answer' must both be strings")
+    _, marker, after = answer.rpartition(ANSWER_MARKER)
+    if not marker or not NUMBER.fullmatch(final := after.strip()):
         raise ConfigError(
-            f"{location}: the answer does not end in '{ANSWER_MARK}' and a number, as in '#### 72'"
+            f"{location}: the answer must end in '{ANSWER_MARKER}' and a number, for example '#### 72'"
         )
     return {**record, "final": final.replace(",", "")}

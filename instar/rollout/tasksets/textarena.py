@@ -64,8 +64,8 @@ class TextArenaGame:
         with self._isolated_rng():
             self.is_done, _ = self._env.step(text if "[" in text and "]" in text else f"[{text.strip()}]")
 
-    def rewards(self) -> dict[int, float] | None:
-        """Close the game and return the rewards by player, or None if the game is not over."""
+    def collect_rewards(self) -> dict[int, float] | None:
+        """Close the game if it is over, and return the rewards by player. Return None if it is not over."""
         return self._env.close()[0] if self.is_done else None
 
     @contextmanager
