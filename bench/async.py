@@ -2,13 +2,13 @@
 
     python bench/async.py [--device cpu|gpu] [--json] [--out FILE] [--only sync|async] [--steps N] [--scale S]
 
-The benchmark runs `instar train` twice, with YAML files that differ only in `trainer.mode` and
-`trainer.max_staleness`. The agents replay bench/workloads/agents.jsonl (see the README there) in shortened
-time. `mode: sync` starts all sessions of a step together and trains when the last one has ended; `async`
-keeps sampling while the trainer works.
+The benchmark runs `instar train` twice, with YAML files that differ only in `trainer.mode`,
+`trainer.max_staleness` and the run's name and folder. The agents replay bench/workloads/agents.jsonl (see the
+README there) in shortened time. `mode: sync` starts all sessions of a step together and trains when the last
+one has ended; `async` keeps sampling while the trainer works.
 
-gpu: vLLM and the trainer share a GPU, with SmolLM2. cpu: the local engine, with a tiny model with random
-weights.
+With `--device gpu`, vLLM and the trainer share a GPU and use SmolLM2. With `--device cpu`, the local engine
+runs a tiny model with random weights.
 
 `samples_per_hour` is measured from the moment the trainer is ready to the end of the last step. This
 includes the start, when there is nothing to train on yet, and the end, when no further sessions are started.
@@ -38,7 +38,7 @@ from rich.table import Table
 from instar.cli.config_file import load_config
 from instar.cli.simulate import cluster_from_config, load_workload, result_json
 from instar.conformance.tiny import make_tiny_model
-from instar.simulate.bound import upper_bound
+from instar.simulate.bound import compute_upper_bound
 from instar.simulate.pipeline import simulate
 from instar.simulate.sessions import read_workload, write_workload
 
@@ -63,7 +63,7 @@ GPU = RunPlan(
     speed=250.0,
     context=8192,
     eval_tasks=128,
-    timeout=570.0,
+    timeout_seconds=570.0,
 )
 CPU = RunPlan(
     engine={"type": "local", "threads": 1, "max_batch": 64},
@@ -80,7 +80,7 @@ CPU = RunPlan(
     speed=60.0,
     context=4096,
     eval_tasks=128,
-    timeout=540.0,
+    timeout_seconds=540.0,
 )
 
 
@@ -99,7 +99,7 @@ def make_plan(arguments: argparse.Namespace, folder: Path) -> RunPlan:
         plan = replace(plan, engine={**plan.engine, **json.loads(arguments.engine)})
     overrides = {
         name: value
-        for name in ("steps", "scale", "concurrency", "max_staleness", "speed", "timeout")
+        for name in ("steps", "scale", "concurrency", "max_staleness", "speed", "timeout_seconds")
         if (value := getattr(arguments, name)) is not None
     }
     return replace(plan, **overrides)
@@ -111,7 +111,7 @@ def predict_run(folder: Path, mode: Mode) -> dict[str, Any]:
     workload = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
     cluster = cluster_from_config(config)
     return result_json(
-        simulate(workload, cluster, seed=config.seed), upper_bound(workload, cluster), None, cluster
+        simulate(workload, cluster, seed=config.seed), compute_upper_bound(workload, cluster), None, cluster
     )
 
 
@@ -214,7 +214,9 @@ def main() -> None:
     )
     parser.add_argument("--concurrency", type=int)
     parser.add_argument("--max-staleness", type=int)
-    parser.add_argument("--limit", dest="timeout", type=float, help="time limit of a run, in seconds")
+    parser.add_argument(
+        "--limit", dest="timeout_seconds", type=float, help="time limit for each run, in seconds"
+    )
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:

@@ -3,10 +3,11 @@
     python bench/backends.py [--quick] [--mint PYTHON] [--device cuda] [--json]
 
 Every backend runs in its own process, which runs ``forward_backward`` on a fixed batch on request. One
-process has the local backend. The others have the backend of one SDK each, connected to a protocol server on
-this machine that uses the same local backend. The processes take turns, so that other load on the machine
-affects all of them. ``overhead`` is relative to the local backend on the default model (4k tokens, 16k on a
-GPU), and ``overhead_ms`` is measured on a one-layer model with the same batch.
+process runs the local backend. Each of the others runs the backend for one SDK, connected to a protocol
+server on this machine that uses the same local backend. The processes take turns, so that other load on the
+machine affects all of them. ``overhead`` is the largest slowdown among the protocols, as a fraction of the
+local backend's time on the default model (4k tokens, 16k on a GPU). ``overhead_ms`` is the largest slowdown
+in milliseconds on a one-layer model with the same batch.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class BackendClient:
     def __init__(self, name: str, process: subprocess.Popen[str]) -> None:
         self.name = name
         self.process = process
-        self.seconds: list[float] = []
         self._read_line()  # "ready"
 
     def measure(self) -> float:
+        """Run one ``forward_backward`` in the process and return its duration in seconds."""
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
@@ -89,7 +90,7 @@ def start_client(
 def measure(
     model: ModelConfig, batch_args: dict[str, int], rounds: int, pythons: dict[str, str], folder: Path
 ) -> dict[str, list[float]]:
-    """Return the duration of each round in seconds, by backend."""
+    """Return the durations of ``forward_backward`` in seconds, one per round, by backend."""
     with ExitStack() as stack:
         section = {"type": "local", "lora": {"rank": RANK, "alpha": 32.0}}
         clients = [
@@ -139,7 +140,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT (default: skip MinT)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rounds", type=int, default=0, help="number of rounds with the default model")
+    parser.add_argument(
+        "--rounds", type=int, default=0, help="number of rounds with the default model (default: by device)"
+    )
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     options = parser.parse_args(arguments)
     pythons = {"tinker": sys.executable, "weaver": sys.executable}

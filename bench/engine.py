@@ -4,8 +4,9 @@
 
 Throughput: concurrent clients send requests of mixed length. It is compared with static batches in
 ``model.generate``, each of which runs until its longest reply is complete; only requested tokens count.
-Neither side stops at an end-of-sequence token. Time to first token: a second turn that extends a session is
-compared with the same prompt and an empty cache.
+Neither side stops at an end-of-sequence token. For reference, transformers' continuous batching is measured
+on a part of the requests. Time to first token: a second turn that extends a session is compared with the same
+prompt and an empty cache.
 """
 
 from __future__ import annotations
@@ -41,48 +42,51 @@ WORDS = ["the", "sum", "of", "two", "numbers", "is", "what", "you", "get", "when
 @dataclass(frozen=True)
 class RequestLoad:
     prompts: list[list[int]]
-    lengths: list[int]
+    reply_lengths: list[int]
     clients: int
     session_tokens: int
+    """The length of the history before a second turn."""
     repeats: int
+    """The number of second turns to measure."""
 
     @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+    def reply_tokens(self) -> int:
+        return sum(self.reply_lengths)
 
     def take(self, count: int) -> RequestLoad:
-        return replace(self, prompts=self.prompts[:count], lengths=self.lengths[:count])
+        """Return a load with only the first ``count`` requests."""
+        return replace(self, prompts=self.prompts[:count], reply_lengths=self.reply_lengths[:count])
 
 
 def make_load(tokenizer: Any, quick: bool) -> RequestLoad:
     rng = random.Random(0)
-    requests, longest = (8, 12) if quick else (64, 256)
-    texts = [" ".join(rng.choices(WORDS, k=rng.randint(24, 120))) for _ in range(requests)]
+    request_count, max_length = (8, 12) if quick else (64, 256)
+    texts = [" ".join(rng.choices(WORDS, k=rng.randint(24, 120))) for _ in range(request_count)]
     return RequestLoad(
         prompts=[tokenizer.encode(text) for text in texts],
-        lengths=[rng.randint(4 if quick else 16, longest) for _ in range(requests)],
+        reply_lengths=[rng.randint(4 if quick else 16, max_length) for _ in range(request_count)],
         clients=4 if quick else 16,
         session_tokens=100 if quick else 1000,
         repeats=1 if quick else 5,
     )
 
 
-def make_adapter(folder: Path, target: Path) -> None:
+def make_adapter(model_folder: Path, adapter_folder: Path) -> None:
     """Save a rank 16 adapter for all linear layers, with small random weights."""
     torch.manual_seed(0)
     model = get_peft_model(
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+        AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.bfloat16),
         LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    model.save_pretrained(str(target))
+    model.save_pretrained(str(adapter_folder))
 
 
 async def run_local_engine(engine: LocalEngine, load: RequestLoad) -> float:
-    """Return the seconds for all requests with ``load.clients`` concurrent clients."""
-    remaining = list(reversed(list(zip(load.prompts, load.lengths, strict=True))))
+    """Send all requests with ``load.clients`` concurrent clients and return the duration in seconds."""
+    remaining = list(reversed(list(zip(load.prompts, load.reply_lengths, strict=True))))
 
     async def run_client() -> None:
         while remaining:
@@ -98,6 +102,7 @@ async def run_local_engine(engine: LocalEngine, load: RequestLoad) -> float:
 
 
 async def measure_first_token(engine: LocalEngine, prompt: list[int]) -> float:
+    """Return the time to the first token in seconds."""
     start = time.perf_counter()
     stream = engine.generate(prompt, SamplingParams(max_tokens=4))
     await anext(stream)
@@ -108,7 +113,7 @@ async def measure_first_token(engine: LocalEngine, prompt: list[int]) -> float:
 
 
 async def measure_second_turns(engine: LocalEngine, load: RequestLoad, policy: Policy) -> tuple[float, float]:
-    """Return the median time to the first token of a second turn, with a warm and with an empty cache."""
+    """Return the median seconds to the first token of a second turn, with a warm and with an empty cache."""
     warm: list[float] = []
     cold: list[float] = []
     for n in range(load.repeats):
@@ -116,7 +121,7 @@ async def measure_second_turns(engine: LocalEngine, load: RequestLoad, policy: P
         reply = [c.token_ids[0] async for c in engine.generate(history, SamplingParams(max_tokens=32))]
         turn = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
         warm.append(await measure_first_token(engine, turn))
-        await engine.load(policy)
+        await engine.load(policy)  # empties the cache
         cold.append(await measure_first_token(engine, turn))
     return statistics.median(warm), statistics.median(cold)
 
@@ -129,7 +134,7 @@ def make_generation_config() -> GenerationConfig:
 
 
 def run_static_batches(model: Any, load: RequestLoad) -> float:
-    """Return the seconds for all requests in left-padded batches of ``load.clients`` requests."""
+    """Generate all replies in left-padded batches of ``load.clients`` and return the duration in seconds."""
     config = make_generation_config()
     seconds = 0.0
     for start in range(0, len(load.prompts), load.clients):
@@ -138,7 +143,7 @@ def run_static_batches(model: Any, load: RequestLoad) -> float:
         width = max(map(len, prompts))
         ids = torch.tensor([[0] * (width - len(p)) + p for p in prompts], device=model.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-        config.max_new_tokens = max(load.lengths[start : start + load.clients])
+        config.max_new_tokens = max(load.reply_lengths[start : start + load.clients])
         started_at = time.perf_counter()
         with torch.inference_mode():
             model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
@@ -147,9 +152,9 @@ def run_static_batches(model: Any, load: RequestLoad) -> float:
 
 
 def run_transformers_continuous(model: Any, load: RequestLoad) -> float:
-    """Return the seconds for all requests with transformers' continuous batching."""
+    """Generate all replies with transformers' continuous batching and return the duration in seconds."""
     config = make_generation_config()
-    config.max_new_tokens, config.eos_token_id = max(load.lengths), -1
+    config.max_new_tokens, config.eos_token_id = max(load.reply_lengths), -1
     batching = ContinuousBatchingConfig(
         page_size=32,
         num_blocks=2048,
@@ -160,16 +165,16 @@ def run_transformers_continuous(model: Any, load: RequestLoad) -> float:
     )
     with model.continuous_batching_context_manager(config, continuous_batching_config=batching) as manager:
         start = time.perf_counter()
-        for prompt, length in zip(load.prompts, load.lengths, strict=True):
+        for prompt, length in zip(load.prompts, load.reply_lengths, strict=True):
             manager.add_request(prompt, max_new_tokens=length, eos_token_id=-1)
         tokens = 0
         for _ in load.prompts:
             result = manager.get_result(timeout=300)
-            assert result is not None, "transformers' continuous batching stopped"
+            assert result is not None, "transformers' continuous batching returned no result within 300 s"
             assert result.error is None, result.error
             tokens += len(result.generated_tokens)
         seconds = time.perf_counter() - start
-    assert tokens == load.tokens
+    assert tokens == load.reply_tokens
     return seconds
 
 
@@ -184,7 +189,7 @@ def measure(quick: bool) -> dict[str, float]:
     load = make_load(AutoTokenizer.from_pretrained(folder), quick)
     metrics: dict[str, float] = {
         "requests": len(load.prompts),
-        "tokens": load.tokens,
+        "tokens": load.reply_tokens,
         "clients": load.clients,
     }
     with tempfile.TemporaryDirectory() as scratch:
@@ -194,13 +199,13 @@ def measure(quick: bool) -> dict[str, float]:
         base = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
         # Keep the adapter in the precision of the base model, because peft's default (fp32) is slower.
         model: Any = PeftModel.from_pretrained(base, scratch, autocast_adapter_dtype=False)
-    metrics["static_tokens_per_second"] = load.tokens / run_static_batches(model, load)
+    metrics["static_tokens_per_second"] = load.reply_tokens / run_static_batches(model, load)
     try:
         # A quarter of the requests is enough for a point of reference, and this is slow on a CPU.
         log("measuring transformers' continuous batching")
         subset = load.take(max(load.clients, len(load.prompts) // 4))
         seconds = run_transformers_continuous(model.get_base_model(), subset)
-        metrics["transformers_cb_tokens_per_second"] = subset.tokens / seconds
+        metrics["transformers_cb_tokens_per_second"] = subset.reply_tokens / seconds
     except (ValueError, RuntimeError, TypeError, AttributeError) as error:
         # This API changes between transformers releases, and the main comparison does not need it.
         warnings.warn(f"transformers' continuous batching did not run: {error}", stacklevel=1)
@@ -213,13 +218,13 @@ async def measure_local_engine(config: ModelConfig, load: RequestLoad, adapter: 
     engine = LocalEngine(config, LocalEngineConfig(), stop_at_eos=False)
     policy = Policy("bench", 1, Artifact("adapter", str(adapter)))
     await engine.load(policy)
-    await measure_first_token(engine, load.prompts[0])
-    await engine.load(policy)
+    await measure_first_token(engine, load.prompts[0])  # warm-up
+    await engine.load(policy)  # empties the cache
     seconds = await run_local_engine(engine, load)
     warm, cold = await measure_second_turns(engine, load, policy)
     await engine.close()
     return {
-        "tokens_per_second": load.tokens / seconds,
+        "tokens_per_second": load.reply_tokens / seconds,
         "warm_turn_seconds": warm,
         "cold_turn_seconds": cold,
     }

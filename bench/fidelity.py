@@ -12,6 +12,8 @@ metrics are the fractions of
                   change earlier messages are not counted
     trained       sampled tokens that the mask of a training sample includes
 
+The exit status is 1 if a fraction is below 1 for a reason that the benchmark does not know.
+
 Python clients are installed once under .cache/clients, tokenizers under .cache/tokenizers. Command-line
 agents are measured if they are installed in .cache/agents (run `python -m tests.integration.agents.cli` to
 install them).
@@ -31,8 +33,8 @@ from pathlib import Path
 
 from fidelity_parts.conversations import ClientConversation, run_cli_agent, run_python_client
 from fidelity_parts.families import FAMILIES, Family, TokenizerUnavailable
-from fidelity_parts.gateway import RUN, start_gateway
-from fidelity_parts.score import Score, add_scores, score
+from fidelity_parts.gateway import RUN, run_gateway
+from fidelity_parts.score import Score, add_scores, score_conversation
 from rich.console import Console
 from rich.table import Table
 
@@ -68,7 +70,7 @@ def log(text: str) -> None:
 async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Row]:
     """Measure the named clients, one after another, with one gateway."""
     script = f"fidelity_parts.script:{family.script}"
-    async with start_gateway(family, script, folder / "store.db") as gateway:
+    async with run_gateway(family, script, folder / "store.db") as gateway:
         conversations: list[ClientConversation] = []
         for i, client in enumerate(client for client in CLIENTS if client.name in names):
             log(f"{family.name}: {client.name} {', '.join(client.variants)}")
@@ -87,7 +89,7 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
                 continue
             candidates = [session for session in all_sessions if may_contain_calls(session, conversation)]
             sessions = select_calls_with_question(candidates, conversation.prompt_marker, gateway.decode)
-            row.score += score(
+            row.score += score_conversation(
                 sessions,
                 session_id=conversation.endpoint.session_id,
                 drops_reasoning=family.drops_reasoning,
@@ -99,7 +101,7 @@ async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Ro
 def may_contain_calls(candidate: RecordedSession, conversation: ClientConversation) -> bool:
     """True if the session may contain calls of this conversation.
 
-    A live agent's calls are in the sessions of its agent id, all others in sessions that were opened
+    A live agent's calls are in sessions with its agent id. All other calls are in sessions that were opened
     explicitly.
     """
     if conversation.endpoint.session_id:
@@ -146,7 +148,7 @@ def main() -> None:
     if options.json:
         overall = add_scores(row.score for row in rows).fractions
         print(json.dumps({**overall, "rows": [row.to_json() for row in rows]}))
-    if any(row.score.unexplained for row in rows):
+    if any(row.score.has_unexplained for row in rows):
         raise SystemExit(1)
 
 

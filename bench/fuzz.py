@@ -7,14 +7,14 @@ generators: random changes to valid requests (*grammar*), connections that viola
 (*raw*), and Schemathesis with the gateway's OpenAPI description (*schema*). Schemathesis is installed into
 its own environment under .cache/bench on the first run.
 
-Failures are counted in three metrics. `server_errors`: statuses of 500 and above except the documented 502,
-503 and 504, errors in the log, and responses that are not valid HTTP or JSON. `hangs`: requests that neither
-get a response nor have their connection closed. `rss_growth`: memory growth after the first fifth of the
-requests. In addition, a well-behaved client in its own process makes a call from time to time.
-`bystander_ratio` is its latency during fuzzing divided by its latency while as many connections send only
-valid requests (the larger of the ratios at the median and at the 95th percentile).
+Five metrics decide whether the run fails. `server_errors`: statuses of 500 and above except the documented
+502, 503 and 504, errors in the log, and responses that are not valid HTTP or JSON. `hangs`: requests that
+neither get a response nor have their connection closed. `mismatches`: responses that differ from the OpenAPI
+description. `rss_growth`: memory growth after the first fifth of the requests. `bystander_ratio`: the latency
+of a well-behaved client in its own process during fuzzing, divided by its latency while as many connections
+send only valid requests (the larger of the ratios at the median and at the 95th percentile).
 
-By default, the run ends after 15 minutes and reports the fraction of the requests that it sent. `--full`
+By default, the run ends after 15 minutes and reports which fraction of the requests it sent. `--full`
 sends all of them and continues an interrupted run. Every failing request is written to a file with its seed,
 and `--replay SEED` sends it again to a new gateway.
 """
@@ -23,23 +23,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import uvloop
+from fuzz_parts.bystander import start_bystander
 from fuzz_parts.cases import Pool, Route, list_routes
 from fuzz_parts.client import connect
-from fuzz_parts.fuzzer import SESSIONS, FailureLog, Fuzzer, find_problem, open_session, refresh_pool, send
+from fuzz_parts.fuzzer import (
+    SESSION_COUNT,
+    FailureLog,
+    Fuzzer,
+    find_problem,
+    open_session,
+    refresh_pool,
+    send,
+)
 from fuzz_parts.schema import Schemathesis
 from gateway_parts.processes import MeasurementError, read_usage
 from gateway_parts.servers import GatewayProcess, start_gateway
@@ -47,10 +53,11 @@ from rich.console import Console
 from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
-FULL = 1_000_000
+FULL_RUN_REQUESTS = 1_000_000
 SCHEMA_FRACTION = 0.005
-"""Small, because Schemathesis takes about 50 ms per request, a hundred times as long as the others."""
-STATE = CACHE / "fuzz-state.json"
+"""The fraction of requests from Schemathesis. It takes about 50 ms per request, 100 times as long as the
+other generators."""
+STATE_FILE = CACHE / "fuzz-state.json"
 """The progress of an interrupted run, from which `--full` continues."""
 ROUND_SIZE = 20_000
 VALID_ROUND_SIZE = 1_500
@@ -59,34 +66,37 @@ do not count as fuzzing requests."""
 MAX_RSS_GROWTH = 0.05
 MAX_BYSTANDER_RATIO = 2.0
 REPLIES = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
-LIMITS = {"read_timeout": 3.0, "request_timeout": 15.0, "max_sessions_in_memory": 256}
+GATEWAY_LIMITS = {"read_timeout": 3.0, "request_timeout": 15.0, "max_sessions_in_memory": 256}
 
 console = Console(stderr=True)
 
 
 @dataclass
 class Progress:
-    """The results so far. Saved after each round."""
+    """The results so far. They are saved after each round and each Schemathesis batch."""
 
     base: int
+    """The number from which the seeds of all cases are derived (`--seed`)."""
     next_case: int = 0
     next_batch: int = 0
     requests: dict[str, int] = field(default_factory=lambda: {"grammar and raw": 0, "schema": 0})
     server_errors: int = 0
     hangs: int = 0
     unavailable: int = 0
+    """Responses with a documented 502, 503 or 504."""
     mismatches: int = 0
     """Responses that differ from the OpenAPI description."""
     statuses: dict[str, int] = field(default_factory=dict[str, int])
     rss_mb: list[list[float]] = field(default_factory=list[list[float]])
     """The memory of each gateway process after each round."""
     latencies_ms: dict[str, list[float]] = field(default_factory=lambda: {"valid": [], "fuzz": []})
+    """The well-behaved client's latencies."""
 
     def save(self) -> None:
-        STATE.write_text(json.dumps(asdict(self)))
+        STATE_FILE.write_text(json.dumps(asdict(self)))
 
     @property
-    def total(self) -> int:
+    def total_requests(self) -> int:
         return sum(self.requests.values())
 
 
@@ -100,7 +110,10 @@ def percentile(values: list[float], fraction: float) -> float:
 
 
 def measure_growth(samples: list[float]) -> float:
-    """Return the relative growth from just after the first fifth of the samples to the last tenth."""
+    """Return the relative growth from the samples just after the first fifth to the last tenth of them.
+
+    The result is 0 for fewer than five samples.
+    """
     if len(samples) < 5:
         return 0.0
     start = statistics.median(samples[len(samples) // 5 : len(samples) // 5 + max(1, len(samples) // 10)])
@@ -114,8 +127,8 @@ def compute_metrics(progress: Progress) -> dict[str, Any]:
         for fraction in (0.5, 0.95)
     ]
     return {
-        "requests": progress.total,
-        "share": round(min(1.0, progress.total / FULL), 4),
+        "requests": progress.total_requests,
+        "share": round(min(1.0, progress.total_requests / FULL_RUN_REQUESTS), 4),
         "server_errors": progress.server_errors,
         "hangs": progress.hangs,
         "rss_growth": round(max((measure_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
@@ -141,51 +154,6 @@ def is_failure(metrics: dict[str, Any]) -> bool:
     )
 
 
-# --- the well-behaved client ---------------------------------------------------------------------
-
-
-class BystanderLog:
-    """Reads the latencies that the well-behaved client records."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._position = 0
-
-    def read(self, start: float, end: float) -> list[float]:
-        """Return the latencies of new calls that began and ended in this period."""
-        with self._path.open() as file:
-            file.seek(self._position)
-            lines = file.read().splitlines()
-            self._position = file.tell()
-        pairs = [tuple(map(float, line.split())) for line in lines if line.count(" ") == 1]
-        return [ms for began, ms in pairs if began >= start and began + ms / 1000 <= end]
-
-
-@contextlib.contextmanager
-def start_bystander(folder: Path, address: tuple[str, int], admin_key: str) -> Generator[BystanderLog]:
-    output, host = folder / "latencies", address[0]
-    output.touch()
-    command = [sys.executable, "-m", "fuzz_parts.bystander", host, str(address[1]), str(output)]
-    process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parent
-    )
-    assert process.stdin is not None
-    assert process.stderr is not None
-    process.stdin.write(admin_key + "\n")
-    process.stdin.close()
-    try:
-        yield BystanderLog(output)
-        if process.poll() is not None:
-            raise MeasurementError(f"the well-behaved client exited: {process.stderr.read()[-500:]}")
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-
-
-# --- the run -------------------------------------------------------------------------------------
-
-
 @dataclass
 class Target:
     """A running gateway with the keys and sessions that cases use."""
@@ -202,7 +170,7 @@ async def prepare_target(gateway: GatewayProcess) -> Target:
     pool = Pool(gateway.admin_key, gateway.agent_key, [])
     connection = await connect(*address)
     description = await send(connection, "GET", "/openapi.json", pool.admin_key)
-    pool.sessions += [await open_session(connection, pool) for _ in range(SESSIONS)]
+    pool.sessions += [await open_session(connection, pool) for _ in range(SESSION_COUNT)]
     connection.transport.abort()
     return Target(gateway, address, list_routes(description), pool)
 
@@ -210,26 +178,32 @@ async def prepare_target(gateway: GatewayProcess) -> Target:
 async def run_rounds(
     target: Target, progress: Progress, count: int, stop_at: float, folder: Path, failures: FailureLog
 ) -> None:
-    """Send cases in rounds until there are ``count`` or ``time.monotonic()`` reaches ``stop_at``."""
+    """Send cases in rounds, up to case number ``count`` or until ``time.monotonic()`` reaches ``stop_at``.
+
+    At the end, calls that are still in flight are counted as hangs.
+    """
     fuzzer = Fuzzer(target.address, progress.base, target.routes, target.pool, failures)
     refresher = asyncio.create_task(refresh_pool(target.address, target.pool))
     samples: list[float] = []
     progress.rss_mb.append(samples)
     with start_bystander(folder, target.address, target.gateway.admin_key) as bystander:
         while progress.next_case < count and time.monotonic() < stop_at:
-            size = min(ROUND_SIZE, count - progress.next_case)
-            for kind, number in (("valid", min(VALID_ROUND_SIZE, size // 2)), ("fuzz", size)):
+            round_size = min(ROUND_SIZE, count - progress.next_case)
+            for phase, case_count in (
+                ("valid", min(VALID_ROUND_SIZE, round_size // 2)),
+                ("fuzz", round_size),
+            ):
                 start = time.time()
-                await fuzzer.run(progress.next_case, number, is_valid=kind == "valid")
-                progress.latencies_ms[kind] += await asyncio.to_thread(bystander.read, start, time.time())
-            progress.next_case += size
+                await fuzzer.run(progress.next_case, case_count, is_valid=phase == "valid")
+                progress.latencies_ms[phase] += await asyncio.to_thread(bystander.read, start, time.time())
+            progress.next_case += round_size
             samples.append(read_usage(target.gateway.pid).rss_mb)
             add_counts(progress, fuzzer)
             progress.save()
             problems = f"{progress.server_errors} server errors, {progress.hangs} hangs"
-            log(f"{progress.total:,} requests, {problems}, {samples[-1]:.0f} MB")
+            log(f"{progress.total_requests:,} requests, {problems}, {samples[-1]:.0f} MB")
             if refresher.done():
-                refresher.result()
+                refresher.result()  # raise its error
         await fuzzer.drain()
     refresher.cancel()
     await asyncio.wait([refresher])
@@ -250,9 +224,9 @@ def add_counts(progress: Progress, fuzzer: Fuzzer) -> None:
     fuzzer.reset()
 
 
-async def count_stuck_calls(target: Target, timeout: float = 30.0) -> int:
-    """Return the number of calls that are still in flight after all clients have disconnected."""
-    deadline = time.monotonic() + timeout
+async def count_stuck_calls(target: Target, timeout_seconds: float = 30.0) -> int:
+    """Wait until no calls are in flight, and return the number that still are when the timeout expires."""
+    deadline = time.monotonic() + timeout_seconds
     while True:
         connection = await connect(*target.address)
         stats = await send(connection, "GET", "/stats", target.pool.admin_key)
@@ -262,10 +236,10 @@ async def count_stuck_calls(target: Target, timeout: float = 30.0) -> int:
         await asyncio.sleep(0.5)
 
 
-def run_schema(
+def run_schemathesis(
     target: Target, progress: Progress, count: int, stop_at: float, failures: FailureLog, environment: Path
 ) -> None:
-    """Make Schemathesis send batches of requests until there are ``count``."""
+    """Run Schemathesis batches, for ``count`` requests or until ``time.monotonic()`` reaches ``stop_at``."""
     keys = (target.pool.admin_key, target.pool.agent_key)
     with Schemathesis(environment, target.gateway.url, keys, target.pool.sessions) as schemathesis:
         while progress.requests["schema"] < count and time.monotonic() < stop_at:
@@ -285,7 +259,7 @@ def run_schema(
 
 
 def record_log_errors(folder: Path, failures: FailureLog) -> int:
-    """Add every traceback or ERROR line in the logs to ``failures`` and return their number."""
+    """Add every traceback and ERROR line in the logs to ``failures`` and return their number."""
     count = 0
     for path in sorted(folder.rglob("*.log")):
         lines = path.read_text(errors="replace").splitlines()
@@ -299,49 +273,52 @@ def record_log_errors(folder: Path, failures: FailureLog) -> int:
 
 
 def load_progress(base: int) -> Progress:
-    if STATE.is_file():
-        saved = json.loads(STATE.read_text())
+    """Return the progress of an interrupted run with this base, or a new progress if there is none."""
+    if STATE_FILE.is_file():
+        saved = json.loads(STATE_FILE.read_text())
         if saved["base"] == base:
             progress = Progress(**saved)
-            log(f"continuing after {progress.total:,} requests")
+            log(f"continuing after {progress.total_requests:,} requests")
             return progress
     return Progress(base)
 
 
 def run_bench(
-    progress: Progress, total: int, seconds: float, failures: FailureLog, *, use_schema: bool
+    progress: Progress, total: int, timeout_seconds: float, failures: FailureLog, *, use_schema: bool
 ) -> None:
     schema_count = round(total * SCHEMA_FRACTION) if use_schema else 0
     environment = Schemathesis.install(CACHE, log) if schema_count else None
-    begin = time.monotonic()
+    started_at = time.monotonic()
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
         folder = Path(name)
         engine = {"type": "scripted", "replies": REPLIES}
-        with start_gateway(folder / "gateway", engine, max_context=4096, **LIMITS) as gateway:
+        with start_gateway(folder / "gateway", engine, max_context=4096, **GATEWAY_LIMITS) as gateway:
             target = uvloop.run(prepare_target(gateway))
             if environment is not None:
-                stop_at = begin + 0.15 * seconds
-                run_schema(target, progress, schema_count, stop_at, failures, environment)
+                stop_at = started_at + 0.15 * timeout_seconds
+                run_schemathesis(target, progress, schema_count, stop_at, failures, environment)
                 log(f"{progress.requests['schema']:,} requests from Schemathesis")
             count = total - schema_count
-            uvloop.run(run_rounds(target, progress, count, begin + seconds, folder, failures))
+            stop_at = started_at + timeout_seconds
+            uvloop.run(run_rounds(target, progress, count, stop_at, folder, failures))
         progress.server_errors += record_log_errors(folder, failures)
 
 
 async def replay(seed: str, failures: FailureLog) -> None:
-    """Send the request with this seed to a new gateway and print the responses.
+    """Send the request with this seed to a new gateway, and print the responses and problems.
 
-    A seed from Schemathesis stands for a whole batch, which is sent again.
+    A Schemathesis seed identifies a batch of requests. They are all sent again, and only their statuses and
+    problems are printed.
     """
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
         engine = {"type": "scripted", "replies": REPLIES}
-        with start_gateway(Path(name) / "gateway", engine, max_context=4096, **LIMITS) as gateway:
+        with start_gateway(Path(name) / "gateway", engine, max_context=4096, **GATEWAY_LIMITS) as gateway:
             target = await prepare_target(gateway)
             *generator, base, number = seed.split(":")
             if generator:
                 progress = Progress(int(base), next_batch=int(number))
                 environment = Schemathesis.install(CACHE, log)
-                run_schema(target, progress, 1, float("inf"), failures, environment)
+                run_schemathesis(target, progress, 1, float("inf"), failures, environment)
                 console.print(progress.statuses)
             else:
                 fuzzer = Fuzzer(target.address, int(base), target.routes, target.pool, failures)
@@ -366,10 +343,10 @@ def show(metrics: dict[str, Any], failures: FailureLog) -> None:
     for name, value in metrics.items():
         table.add_row(name, str(value), limits.get(name, ""))
     console.print(table)
-    for name, count in failures.names.most_common(30):
-        console.print(f"{count:6} {name}", highlight=False)
+    for description, count in failures.counts.most_common(30):
+        console.print(f"{count:6} {description}", highlight=False)
     console.print(
-        f"{metrics['requests']:,} of {FULL:,} requests ({metrics['share']:.1%} of a full run). "
+        f"{metrics['requests']:,} of {FULL_RUN_REQUESTS:,} requests ({metrics['share']:.1%} of a full run). "
         f"Failures are in {failures.path}.",
         highlight=False,
     )
@@ -381,13 +358,13 @@ def main() -> None:
     parser.add_argument(
         "--full", action="store_true", help="send all requests, or continue an interrupted run"
     )
-    parser.add_argument("--requests", type=int, default=FULL, help="number of requests to send")
-    parser.add_argument("--minutes", type=float, default=15.0, help="time limit (without --full)")
+    parser.add_argument("--requests", type=int, default=FULL_RUN_REQUESTS, help="number of requests to send")
+    parser.add_argument("--minutes", type=float, default=15.0, help="time limit; ignored with --full")
     parser.add_argument("--seed", type=int, default=1, help="base of all seeds")
     parser.add_argument("--no-schema", action="store_true", help="do not use Schemathesis")
     parser.add_argument("--replay", metavar="SEED", help="send the request with this seed again")
     parser.add_argument(
-        "--failures", type=Path, default=CACHE / "fuzz-failures.jsonl", help="file for failures"
+        "--failures", type=Path, default=CACHE / "fuzz-failures.jsonl", help="file for failing requests"
     )
     arguments = parser.parse_args()
     CACHE.mkdir(parents=True, exist_ok=True)
@@ -398,17 +375,17 @@ def main() -> None:
     progress = Progress(arguments.seed)
     if arguments.full:
         progress = load_progress(arguments.seed)
-    if not progress.total:
+    if not progress.total_requests:
         arguments.failures.unlink(missing_ok=True)
     failures = FailureLog(arguments.failures)
-    seconds = float("inf") if arguments.full else 60 * arguments.minutes
+    timeout_seconds = float("inf") if arguments.full else 60 * arguments.minutes
     try:
-        run_bench(progress, arguments.requests, seconds, failures, use_schema=not arguments.no_schema)
+        run_bench(progress, arguments.requests, timeout_seconds, failures, use_schema=not arguments.no_schema)
     except MeasurementError as error:
         parser.exit(1, f"{error}\n")
     finally:
         failures.close()
-    STATE.unlink(missing_ok=True)
+    STATE_FILE.unlink(missing_ok=True)
     metrics = compute_metrics(progress)
     show(metrics, failures)
     if arguments.json:

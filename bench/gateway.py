@@ -8,8 +8,8 @@ installed into their own environments under .cache/bench on the first run, which
 Rates: nginx responds immediately with a fixed reply; wrk sends unique requests of 1 KB and of 400 KB (turn
 100 of a session, which extends a recorded call). *proxy* is the gateway in front of nginx. *exact* is the
 gateway with a scripted engine: it renders the messages to tokens and replies with 32 tokens. The floor is a
-minimal proxy that commits one row per call. Within a cell the servers take turns, so that other load on the
-machine affects all of them.
+minimal proxy that commits one row per call. For each kind of request the servers take turns, so that other
+load on the machine affects all of them.
 
 Turns: the gateway's CPU time for turns 10 and 100 of a session, each minus the floor's CPU time for the same
 bodies. Memory: the gateway's memory with many open sessions and many recorded calls.
@@ -34,9 +34,9 @@ from gateway_parts.load import (
     RequestKind,
     Target,
     check_reply,
+    compute_median_cell,
     find_wrk,
     measure_cell,
-    median_cell,
     start_long_sessions,
 )
 from gateway_parts.peers import PEERS, install_peer, start_peer
@@ -48,7 +48,7 @@ from rich.console import Console
 from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
-HEADLINES = (RequestKind(SMALL, 32, False), RequestKind(LARGE, 32, False))
+HEADLINE_KINDS = (RequestKind(SMALL, 32, False), RequestKind(LARGE, 32, False))
 PARTS = ("rates", "turns", "memory")
 
 console = Console(stderr=True)
@@ -57,17 +57,18 @@ Cells = dict[str, dict[RequestKind, Cell]]
 
 @dataclass(frozen=True)
 class GatewayPlan:
-    seconds: float
+    cell_seconds: float
     rounds: int
     """How often the cells that are used in ratios are measured. The others are measured once."""
     concurrency: tuple[int, ...]
     turn_sessions: int
-    sessions: int
-    calls: int
+    """The number of sessions in the part "turns"."""
+    memory_sessions: int
+    memory_calls: int
 
 
-FULL = GatewayPlan(2.0, 4, (1, 32, 256), 200, 10_000, 100_000)
-QUICK = GatewayPlan(1.0, 1, (1, 32), 4, 50, 200)
+FULL_PLAN = GatewayPlan(2.0, 4, (1, 32, 256), 200, 10_000, 100_000)
+QUICK_PLAN = GatewayPlan(1.0, 1, (1, 32), 4, 50, 200)
 
 
 def log(text: str) -> None:
@@ -81,7 +82,7 @@ def log(text: str) -> None:
 def start_servers(
     folder: Path, stub_url: str, peers: Sequence[str], failed: dict[str, str]
 ) -> Generator[list[Target]]:
-    """Start all servers. Add those that cannot be started to ``failed``, with the reason."""
+    """Start all servers that are not in ``failed``. If one does not start, add it there with the reason."""
     with contextlib.ExitStack() as stack:
 
         def start_proxy() -> Target:
@@ -93,18 +94,18 @@ def start_servers(
                 "exact"
             )
 
-        starts: dict[str, Callable[[], Target]] = {
+        start_functions: dict[str, Callable[[], Target]] = {
             "floor": lambda: stack.enter_context(start_floor(folder / "floor", stub_url)),
             "proxy": start_proxy,
             "exact": start_exact,
         }
         for peer in PEERS:
             if peer.name in peers:
-                starts[peer.name] = lambda peer=peer: stack.enter_context(
+                start_functions[peer.name] = lambda peer=peer: stack.enter_context(
                     start_peer(peer, CACHE / peer.name, folder / peer.name, stub_url)
                 )
         targets: list[Target] = []
-        for name, start in starts.items():
+        for name, start in start_functions.items():
             if name in failed:
                 continue
             log(f"starting {name}")
@@ -116,6 +117,7 @@ def start_servers(
 
 
 def install_peers(peers: Sequence[str]) -> dict[str, str]:
+    """Install the peers. Return those that could not be installed, with the reason."""
     failed: dict[str, str] = {}
     for peer in PEERS:
         if peer.name in peers:
@@ -136,23 +138,26 @@ def measure_rates(
             for concurrency in plan.concurrency:
                 kind = RequestKind(size, concurrency, stream)
                 log(kind.name)
-                rounds = plan.rounds if kind in HEADLINES else 1
+                rounds = plan.rounds if kind in HEADLINE_KINDS else 1
                 measured: dict[str, list[Cell]] = {target.name: [] for target in ready}
                 for number in range(rounds):
                     for target in ready:
-                        seconds = choose_seconds(plan.seconds, kind, cells[target.name])
+                        seconds = choose_seconds(plan.cell_seconds, kind, cells[target.name])
                         seed = f"{kind.name}-{number}-"
                         measured[target.name].append(measure_cell(target, kind, seconds, folder, seed))
                         wait_until_idle(target.pid)
                 for name, measured_cells in measured.items():
-                    cells[name][kind] = median_cell(measured_cells)
+                    cells[name][kind] = compute_median_cell(measured_cells)
     return cells
 
 
 def prepare_target(target: Target, size: int, stream: bool, failed: dict[str, str]) -> bool:
-    """Check that the server replies. If it does not, add the reason to ``failed`` and return False."""
+    """Check that the server sends the expected reply. If not, add the reason to ``failed`` and return False.
+
+    Before the first large requests, this also starts the long sessions that they extend.
+    """
     try:
-        if size == LARGE and not stream and target.has_sessions:
+        if size == LARGE and not stream and target.extends_calls:
             start_long_sessions(target)
         check_reply(target, size, stream)
     except MeasurementError as error:
@@ -161,26 +166,33 @@ def prepare_target(target: Target, size: int, stream: bool, failed: dict[str, st
     return True
 
 
-def choose_seconds(seconds: float, kind: RequestKind, before: dict[RequestKind, Cell]) -> float:
-    """Return the duration of a measurement, long enough for a slow server to reply twice per connection."""
-    rates = [c.rate for k, c in before.items() if k.size == kind.size and k.stream == kind.stream and c.rate]
+def choose_seconds(seconds: float, kind: RequestKind, cells: dict[RequestKind, Cell]) -> float:
+    """Return the duration of a measurement.
+
+    If the rate in the previous cell is low, the duration is extended up to 20 s, so that the server can reply
+    twice per connection.
+    """
+    rates = [c.rate for k, c in cells.items() if k.size == kind.size and k.stream == kind.stream and c.rate]
     return min(20.0, max(seconds, 2 * kind.concurrency / rates[-1])) if rates else seconds
 
 
-def wait_until_idle(pid: int, timeout: float = 20.0) -> None:
-    """Wait until the server has finished the requests that wrk aborted, so they do not slow other servers."""
-    deadline = time.monotonic() + timeout
-    before = read_usage(pid).cpu_s
+def wait_until_idle(pid: int, timeout_seconds: float = 20.0) -> None:
+    """Wait until the server has finished the requests that wrk aborted, so they do not slow other servers.
+
+    After the timeout, return even if the server is still busy.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    previous = read_usage(pid).cpu_seconds
     while time.monotonic() < deadline:
         time.sleep(0.2)
-        cpu_s = read_usage(pid).cpu_s
-        if cpu_s - before <= 0.03:
+        current = read_usage(pid).cpu_seconds
+        if current - previous <= 0.03:
             return
-        before = cpu_s
+        previous = current
 
 
 def compute_ratios(cells: Cells) -> dict[str, float | None]:
-    small, large = HEADLINES
+    small, large = HEADLINE_KINDS
 
     def compute_ratio(ours: str, other: str, kind: RequestKind) -> float | None:
         pair = [cells.get(name, {}).get(kind) for name in (ours, other)]
@@ -221,19 +233,22 @@ def run_bench(plan: GatewayPlan, parts: Sequence[str], peers: Sequence[str]) -> 
                 }
             for part in ("turns", "memory"):
                 if part in parts:
-                    metrics |= measure_sessions(part, folder / part, stub_url, plan, failed)
+                    metrics |= measure_session_part(part, folder / part, stub_url, plan, failed)
     metrics["failed"] = failed
     return metrics
 
 
-def measure_sessions(
+def measure_session_part(
     part: str, folder: Path, stub_url: str, plan: GatewayPlan, failed: dict[str, str]
 ) -> dict[str, Any]:
-    """Measure one of the parts that run conversations, with its own gateway."""
+    """Measure one of the parts that run conversations, with its own gateway.
+
+    If the measurement fails, add the reason to ``failed`` and return no metrics.
+    """
     try:
         with start_gateway(folder / "gateway", make_exact_engine()) as gateway:
             if part == "memory":
-                return measure_memory(gateway, plan.sessions, plan.calls, log)
+                return measure_memory(gateway, plan.memory_sessions, plan.memory_calls, log)
             with start_floor(folder / "floor", stub_url) as floor:
                 return measure_turns(gateway, floor, plan.turn_sessions, log)
     except MeasurementError as error:
@@ -252,10 +267,10 @@ def show_rates(targets: Sequence[Target], cells: Cells) -> None:
             table = Table(
                 "server", "in flight", "req/s", "p50 ms", "p99 ms", "CPU ms/req", "RSS MB", title=title
             )
-            chosen = sorted(
+            table_kinds = sorted(
                 (k for k in kinds if k.size == size and k.stream == stream), key=lambda k: k.concurrency
             )
-            for kind in chosen:
+            for kind in table_kinds:
                 for target in targets:
                     if cell := cells[target.name].get(kind):
                         table.add_row(target.label, str(kind.concurrency), *format_row(cell))
@@ -299,7 +314,7 @@ def main() -> None:
     parser.add_argument(
         "--peers", help="comma-separated peers (" + ", ".join(peer.name for peer in PEERS) + ") or none"
     )
-    parser.add_argument("--seconds", type=int, help="duration of one measurement")
+    parser.add_argument("--seconds", type=int, help="duration of one measurement of the rates")
     arguments = parser.parse_args()
     peer_names = [peer.name for peer in PEERS]
     peer_option = arguments.peers
@@ -308,9 +323,9 @@ def main() -> None:
     peers = [name for name in peer_option.split(",") if name not in ("", "none")]
     if unknown := set(peers) - set(peer_names):
         parser.error(f"Unknown peers: {', '.join(sorted(unknown))}. Available: {', '.join(peer_names)}")
-    plan = QUICK if arguments.quick else FULL
+    plan = QUICK_PLAN if arguments.quick else FULL_PLAN
     if arguments.seconds:
-        plan = GatewayPlan(**{**asdict(plan), "seconds": arguments.seconds})
+        plan = GatewayPlan(**{**asdict(plan), "cell_seconds": arguments.seconds})
     try:
         metrics = run_bench(plan, [arguments.only] if arguments.only else PARTS, peers)
     except MeasurementError as error:

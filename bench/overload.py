@@ -2,18 +2,19 @@
 
     python bench/overload.py [--json] [--full] [--only NAME] [--seconds S]
 
-The capacity is the highest rate of replies with a fixed number of calls in flight. Then calls arrive at
-three times that rate, whether or not earlier calls have been answered, and finally at half of it. In
-*engine*, the engine is the bottleneck: it takes 10 ms for each of a reply's 32 tokens. In *gateway*, the
-engine replies immediately, so the gateway's own process is the bottleneck. Both are measured with complete
-and with streamed replies. The load generator, the gateway and the engine share the machine.
+The capacity is the highest rate of replies that is reached with three different numbers of calls in flight.
+Calls then arrive at half that rate, at three times that rate, whether or not earlier calls have completed,
+and again at half of it. In *engine*, the engine is the bottleneck: it takes 10 ms for each of a reply's 32
+tokens. In *gateway*, the engine replies immediately, so the gateway's own process is the bottleneck. Both are
+measured with complete and with streamed replies. The load generator, the gateway and the engine share the
+machine.
 
 ``reject_ms`` is the 99th percentile of the time to a 429 response, ``peak_share`` the rate of replies during
 the overload divided by the capacity, and ``recovery_s`` the time from the end of the overload to the first
-second in which no call is rejected and the p95 latency is at most twice that before the overload. Each
-metric is the worst over all scenarios. ``lost`` counts replies that arrived completely but are not in the
-store, ``no_retry_after`` the 429 responses without Retry-After, and ``failed`` all responses other than 200
-and 429.
+second in which all calls succeed and the p95 latency is at most twice that before the overload. Each of these
+is the worst value of all scenarios. Three more are sums: ``lost`` counts replies that arrived completely but
+are not in the store, ``no_retry_after`` the 429 responses without Retry-After, and ``failed`` all responses
+other than 200 and 429.
 
 By default, each overload takes a quarter of the full time. `--full` runs the full time, keeps the metrics of
 finished scenarios in .cache/bench/overload.json and continues an interrupted measurement.
@@ -81,7 +82,7 @@ def measure_scenario(scenario: Scenario, seconds: float, folder: Path) -> dict[s
     with start_gateway(folder, engine, max_in_flight=scenario.max_in_flight) as gateway:
         metrics, outcomes = uvloop.run(apply_load(scenario, seconds, gateway))
         acknowledged = {outcome.reply_id for outcome in outcomes if outcome.reply_id}
-        lost = acknowledged - gateway.list_replies()
+        lost = acknowledged - gateway.read_reply_ids()
     statuses = Counter(outcome.status for outcome in outcomes)
     rejected = [outcome for outcome in outcomes if outcome.status == 429]
     return metrics | {
@@ -98,63 +99,68 @@ def measure_scenario(scenario: Scenario, seconds: float, folder: Path) -> dict[s
 async def apply_load(
     scenario: Scenario, seconds: float, gateway: GatewayProcess
 ) -> tuple[dict[str, float], list[Outcome]]:
+    """Run all phases. Return the metrics and the outcomes of all calls.
+
+    Raises MeasurementError if no call was rejected during the overload.
+    """
     client = LoadClient(gateway.url)
     load = LoadGenerator(
         ChatRequests(gateway.make_target("overload"), client, stream=scenario.stream).send_next
     )
     rates: list[float] = []
     for concurrency in (scenario.max_in_flight // 4, scenario.max_in_flight // 2, scenario.max_in_flight):
-        began, ended = await load.run_concurrently(concurrency, max(2.0, seconds / 6))
-        rates.append(count_replies(load.outcomes, began, ended) / (ended - began))
+        started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, seconds / 6))
+        rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
     capacity = max(rates)
     before = await load.run_at_rate(NORMAL_FACTOR * capacity, max(3.0, seconds / 4))
     await load.finish()
-    load.lags.clear()
+    load.timer_lags.clear()
     overload = await load.run_at_rate(OVERLOAD_FACTOR * capacity, seconds)
-    lags = [*load.lags]
+    timer_lags = [*load.timer_lags]
     after = await load.run_at_rate(NORMAL_FACTOR * capacity, max(6.0, seconds / 4))
     await load.finish()
     client.close()
 
-    def list_begun(phase: tuple[float, float]) -> list[Outcome]:
-        return [outcome for outcome in load.outcomes if phase[0] <= outcome.began < phase[1]]
+    def list_started_in(phase: tuple[float, float]) -> list[Outcome]:
+        return [outcome for outcome in load.outcomes if phase[0] <= outcome.started_at < phase[1]]
 
     warm_up = min(1.0, seconds / 4)
     replies = count_replies(load.outcomes, overload[0] + warm_up, overload[1])
-    rejected = [outcome.milliseconds for outcome in list_begun(overload) if outcome.status == 429]
-    if not rejected:
+    reject_ms = [outcome.milliseconds for outcome in list_started_in(overload) if outcome.status == 429]
+    if not reject_ms:
         raise MeasurementError(f"no call was rejected at {OVERLOAD_FACTOR:g} times the capacity")
-    normal_ms = percentile([outcome.milliseconds for outcome in list_begun(before)], 0.95)
+    normal_ms = percentile([outcome.milliseconds for outcome in list_started_in(before)], 0.95)
     metrics = {
         "capacity": capacity,
-        "offered": len(list_begun(overload)) / (overload[1] - overload[0]),
-        "reject_ms": percentile(rejected, 0.99),
-        "reject_median_ms": percentile(rejected, 0.5),
+        "offered": len(list_started_in(overload)) / (overload[1] - overload[0]),
+        "reject_ms": percentile(reject_ms, 0.99),
+        "reject_median_ms": percentile(reject_ms, 0.5),
         "peak_share": replies / (overload[1] - overload[0] - warm_up) / capacity,
-        "recovery_s": measure_recovery(list_begun(after), after, 2 * normal_ms),
-        "client_lag_ms": 1000 * percentile(lags, 0.99),
+        "recovery_s": measure_recovery(list_started_in(after), after, 2 * normal_ms),
+        "client_lag_ms": 1000 * percentile(timer_lags, 0.99),
     }
     return metrics, load.outcomes
 
 
-def measure_recovery(outcomes: list[Outcome], phase: tuple[float, float], slow_ms: float) -> float:
-    """Return the time until the first good second, or the duration of the phase if there is none.
+def measure_recovery(outcomes: list[Outcome], phase: tuple[float, float], max_p95_ms: float) -> float:
+    """Return the seconds until the first good second, or the duration of the phase if there is none.
 
-    In a good second, no call is rejected and the p95 latency is at most ``slow_ms``.
+    A second is good if all calls in it succeed and the p95 latency in each of its windows is at most
+    ``max_p95_ms``.
     """
     count = int((phase[1] - phase[0]) / WINDOW_SECONDS)
     windows: list[list[Outcome]] = [[] for _ in range(count)]
     for outcome in outcomes:
-        if (number := int((outcome.began - phase[0]) / WINDOW_SECONDS)) < count:
+        if (number := int((outcome.started_at - phase[0]) / WINDOW_SECONDS)) < count:
             windows[number].append(outcome)
 
     def is_good(window: list[Outcome]) -> bool:
         times = [outcome.milliseconds for outcome in window]
-        return all(outcome.status == 200 for outcome in window) and percentile(times, 0.95) <= slow_ms
+        return all(outcome.status == 200 for outcome in window) and percentile(times, 0.95) <= max_p95_ms
 
     good = [is_good(window) for window in windows]
-    length = round(1 / WINDOW_SECONDS)
-    starts = (n for n in range(count - length + 1) if all(good[n : n + length]))
+    per_second = round(1 / WINDOW_SECONDS)
+    starts = (n for n in range(count - per_second + 1) if all(good[n : n + per_second]))
     return next((n * WINDOW_SECONDS for n in starts), phase[1] - phase[0])
 
 
@@ -193,7 +199,7 @@ def main() -> None:
     parser.add_argument(
         "--only", choices=[scenario.name for scenario in SCENARIOS], help="run only this scenario"
     )
-    parser.add_argument("--seconds", type=float, help="duration of each overload")
+    parser.add_argument("--seconds", type=float, help="duration of each overload in seconds")
     options = parser.parse_args()
     seconds = options.seconds or (FULL_SECONDS if options.full else DEFAULT_SECONDS)
     state = StateFile(CACHE / "overload.json", keep=options.full)

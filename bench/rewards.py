@@ -1,15 +1,15 @@
-"""Measure background scoring relative to the capacity of the judge's endpoint.
+"""Measure the throughput of background scoring relative to the capacity of the judge endpoint.
 
     python bench/rewards.py [--sessions 10000] [--slots 16] [--service 0.1] [--faults 0.2] [--kills 0]
         [--json]
 
-A SQLite store is filled with sessions of one short call each. A judge's endpoint in its own process handles
-up to ``--slots`` concurrent requests, each in ``--service`` seconds. A fraction ``--faults`` of the requests
+A SQLite store is filled with sessions of one short call each. A judge endpoint in its own process handles up
+to ``--slots`` concurrent requests, each in ``--service`` seconds. A fraction ``--faults`` of the requests
 fails: no response, status 429, an invalid reply or a broken connection. Another process runs the scoring
 runner until every session is scored, and is killed ``--kills`` times. ``ratio_limit`` is the fraction of the
 endpoint's capacity that was used between the first request and the last response. ``mib_early`` and
-``mib_late`` are the memory of the last scoring process after it has scored a fifth of all sessions, and at
-its end.
+``mib_late`` are the memory of the last scoring process after it has scored a fifth of all sessions and when
+it ends.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from instar.types import Call, Channel, Session, SessionStatus
 
 PARTS = Path(__file__).resolve().parent / "rewards_parts"
 RUN = "bench"
-INSERT_BATCH = 500
+INSERT_BATCH_SIZE = 500
 console = Console(stderr=True)
 
 
@@ -50,9 +50,9 @@ async def fill_store(path: Path, sessions: int) -> None:
         await store.add_calls([make_call(session.session_id)], new_session=session)
         await store.end_session(session.session_id, SessionStatus.COMPLETED)
 
-    for start in range(0, sessions, INSERT_BATCH):
+    for start in range(0, sessions, INSERT_BATCH_SIZE):
         await asyncio.gather(
-            *(add_session(number) for number in range(start, min(start + INSERT_BATCH, sessions)))
+            *(add_session(number) for number in range(start, min(start + INSERT_BATCH_SIZE, sessions)))
         )
     await store.close()
 
@@ -78,6 +78,7 @@ def make_call(session_id: str) -> Call:
 
 @contextlib.contextmanager
 def start_endpoint(arguments: argparse.Namespace) -> Generator[str]:
+    """Run the judge endpoint and yield its URL."""
     options = {"slots": arguments.slots, "service": arguments.service, "faults": arguments.faults}
     command = [sys.executable, str(PARTS / "endpoint.py")]
     for name, value in options.items():
@@ -90,17 +91,20 @@ def start_endpoint(arguments: argparse.Namespace) -> Generator[str]:
             process.kill()
 
 
-def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the scorer until all sessions are scored. Kill and restart it at regular intervals."""
-    command = [sys.executable, str(PARTS / "scorer.py"), str(store), url, str(arguments.sessions)]
+def run_scorer(store_path: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run the scorer until all sessions are scored, and return its early and late memory.
+
+    The scorer is killed and restarted ``arguments.kills`` times, each time after the same number of sessions.
+    """
+    command = [sys.executable, str(PARTS / "scorer.py"), str(store_path), url, str(arguments.sessions)]
     command += ["--concurrency", str(arguments.concurrency or 2 * arguments.slots)]
-    kill_counts = [
+    kill_thresholds = [
         arguments.sessions * part // (arguments.kills + 1) for part in range(1, arguments.kills + 1)
     ]
     first_progress: dict[str, Any] | None = None
     early_mib: float | None = None
     progress: dict[str, Any] = {}
-    for kill_at in [*kill_counts, None]:
+    for kill_at in [*kill_thresholds, None]:
         first_progress = early_mib = None
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -122,6 +126,7 @@ def run_scorer(store: Path, url: str, arguments: argparse.Namespace) -> dict[str
 
 
 async def count_outcomes(store_path: Path) -> dict[str, int]:
+    """Return the numbers of sessions that were scored and that got the fallback reward."""
     store = SqliteStore(store_path)
     states = await store.score_counts(RUN)
     await store.close()
@@ -131,19 +136,19 @@ async def count_outcomes(store_path: Path) -> dict[str, int]:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    store = folder / "store.db"
-    asyncio.run(fill_store(store, arguments.sessions))
-    console.print(f"{arguments.sessions} sessions to score")
+    store_path = folder / "store.db"
+    asyncio.run(fill_store(store_path, arguments.sessions))
+    console.print(f"scoring {arguments.sessions} sessions")
     started_at = time.monotonic()
     with start_endpoint(arguments) as url:
-        memory = run_scorer(store, url, arguments)
+        memory = run_scorer(store_path, url, arguments)
         with urllib.request.urlopen(f"{url}/stats", timeout=10) as response:
             endpoint_stats = json.loads(response.read())
     limit = arguments.slots / arguments.service
     rate = endpoint_stats["served"] / endpoint_stats["seconds"]
     return {
         "sessions": arguments.sessions,
-        **asyncio.run(count_outcomes(store)),
+        **asyncio.run(count_outcomes(store_path)),
         "answers_s": rate,
         "limit_s": limit,
         "ratio_limit": rate / limit,
@@ -157,18 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--sessions", type=int, default=10_000)
-    parser.add_argument("--slots", type=int, default=16)
-    parser.add_argument("--service", type=float, default=0.1)
-    parser.add_argument("--faults", type=float, default=0.2)
+    parser.add_argument("--sessions", type=int, default=10_000, help="number of sessions to score")
+    parser.add_argument("--slots", type=int, default=16, help="concurrent requests of the endpoint")
+    parser.add_argument("--service", type=float, default=0.1, help="seconds per request")
+    parser.add_argument("--faults", type=float, default=0.2, help="fraction of requests that fail")
     parser.add_argument(
         "--concurrency", type=int, help="concurrent judge requests (default: twice the slots)"
     )
-    parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=0, help="number of times to kill the scorer")
     parser.add_argument(
         "--dir", type=Path, help="folder in which to keep the store (default: a temporary folder)"
     )
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         metrics = measure(arguments, arguments.dir or Path(scratch))

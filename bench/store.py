@@ -4,13 +4,13 @@
 
 Recording: calls per second committed by 32 concurrent agents, with calls of 4 KB and of 400 KB, compared
 with bare inserts of the same rows into the same tables, with the same pragmas and rows per transaction. The
-two alternate in slices, in a process set up like a gateway. ``ratio_raw`` is the lower of the ratios for the
-two sizes. ``ratio_heap`` is the same comparison with tables that have neither indexes nor constraints and
-therefore allow no lookups.
+two alternate in slices, in a process with a gateway's garbage collector settings. ``ratio_raw`` is the lower
+of the ratios for the two sizes. ``ratio_heap`` is the same comparison with tables that have neither indexes
+nor constraints and therefore allow no lookups.
 
-Reading, in a store with a million calls: ``page_ms`` is the time of a page of `sessions ls` with the slowest
-of several filters, and ``batch_s`` the time from a trainer's start to its first batch of 512 samples. Both
-are medians.
+Reading, in a store with a million calls: ``page_ms`` is the time to read a page of `sessions ls` with the
+slowest of several filters, and ``batch_s`` the time a new trainer needs to build its first batch of 512
+samples. Both are medians.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ async def measure_reading(folder: Path, calls: int) -> dict[str, Any]:
 
 
 def show(rates: list[recording.Rates], reading_metrics: dict[str, Any]) -> None:
-    out = Console(width=None if sys.stdout.isatty() else 120)
+    output = Console(width=None if sys.stdout.isatty() else 120)
     table = Table("call size", "bare inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit")
     for rate in rates:
         speeds = (f"{rate.store:.0f}", f"{rate.raw:.0f}", f"{rate.ratio:.0%}", f"{rate.rows_per_commit:.0f}")
         table.add_row(rate.load, rate.bare, *speeds)
-    out.print(table)
+    output.print(table)
     table = Table("page of 50 sessions", "ms")
     for name, milliseconds in reading_metrics["pages"].items():
         table.add_row(name, f"{milliseconds:.1f}")
-    out.print(table)
-    out.print(f"batch of 512 samples: {reading_metrics['batch_s']:.2f} s", highlight=False)
+    output.print(table)
+    output.print(f"batch of 512 samples: {reading_metrics['batch_s']:.2f} s", highlight=False)
 
 
 def main() -> None:

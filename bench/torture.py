@@ -8,7 +8,7 @@ them in the middle of a training step), SIGSTOPs, full disks and clock jumps (se
 ``kills_in_step`` counts the kills that ended a trainer while a step was in progress, ``lost`` the replies
 that an agent received but that are not in the store, ``twice`` the samples that were trained twice, and
 ``wrong_runs`` the runs whose result differs from an undisturbed run (in sync mode, this includes the
-adapter's hash). With ``--bug``, a bug is planted in the processes; these metrics must then not be 0.
+adapter's hash). ``--bug`` plants a bug in the processes, to check that these metrics detect it.
 
 Simulation: the real trainer, rollout, scoring and session services run as simulated processes over one
 database, with virtual time and a scheduler that decides which of them continues (see bench/torture_parts). A
@@ -17,8 +17,8 @@ In random schedules, up to four processes are killed or replaced while they are 
 ``interleavings`` is the number of schedules, ``violations`` the number of broken invariants, and
 ``bugs_found`` the number of planted bugs that the simulation finds.
 
-By default, each part stops after ``--minutes`` and prints the fraction that it covered. ``--full`` runs both
-parts to the end and continues an interrupted campaign from ``--state``.
+By default, each part stops after ``--minutes`` and prints the fraction of a full run that it covered.
+``--full`` runs both parts to completion and continues an interrupted campaign from ``--state``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from torture_parts.campaign import (
 from torture_parts.kills import (
     CONCURRENT_RUNS,
     KILL_FRACTIONS,
-    KILLS,
     KILLS_PER_RUN,
+    REQUIRED_KILLS,
     STEPS,
     KillCampaign,
     KillRunner,
@@ -55,7 +55,7 @@ from torture_parts.kills import (
 from torture_parts.state import StateFile
 
 from tests.torture.planted_bugs import BUGS as PROCESS_BUGS
-from tests.torture.tortured_run import TortureConfig
+from tests.torture.torture_run import TortureConfig
 
 console = Console(stderr=True)
 
@@ -73,13 +73,14 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
         if time.monotonic() - logged_at > 10:
             logged_at = time.monotonic()
             log(
-                f"{campaign.interleavings} of {campaign.total} schedules, {len(campaign.violations)} "
-                f"violations, {len(campaign.bugs)} of {len(BUGS)} planted bugs, {seconds:.0f} s"
+                f"{campaign.interleavings} of {campaign.total_schedules} schedules, "
+                f"{len(campaign.violations)} violations, {len(campaign.bugs)} of {len(BUGS)} planted bugs, "
+                f"{seconds:.0f} s"
             )
 
     campaign = run_campaign(
         random_schedules=options.schedules,
-        seconds=None if options.full else 60 * options.minutes,
+        timeout_seconds=None if options.full else 60 * options.minutes,
         processes=options.processes,
         state=StateFile(options.state / "simulation.jsonl" if options.full else None),
         on_progress=log_progress,
@@ -89,9 +90,9 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
         "interleavings": campaign.interleavings,
         "violations": len(campaign.violations),
         "simulation_share": campaign.coverage,
-        "crash_points": campaign.count("crash"),
+        "crash_points": campaign.count_schedules("crash"),
         "all_crash_points": campaign.crash_points,
-        "random_schedules": campaign.count("random"),
+        "random_schedules": campaign.count_schedules("random"),
         "crashes": sum(result.crashes for result in campaign.results),
         "decisions": sum(result.decisions for result in campaign.results),
         "bugs_planted": len(BUGS),
@@ -102,16 +103,17 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_simulation(campaign: Campaign) -> None:
-    out = Console(width=None if sys.stdout.isatty() else 120)
+    output = Console(width=None if sys.stdout.isatty() else 120)
     table = Table("planted bug", "found after schedules")
     for name, schedules in campaign.bugs.items():
         table.add_row(name, "not found" if schedules is None else str(schedules))
-    out.print(table)
+    output.print(table)
     for violation in campaign.violations[:MAX_REPORTED]:
-        out.print(violation, highlight=False)
-    out.print(
-        f"{campaign.count('crash')} of {campaign.crash_points} crash points and {campaign.count('random')} "
-        f"random schedules, {len(campaign.violations)} violations, {campaign.coverage:.0%} of a full run",
+        output.print(violation, highlight=False)
+    output.print(
+        f"{campaign.count_schedules('crash')} of {campaign.crash_points} crash points and "
+        f"{campaign.count_schedules('random')} random schedules, {len(campaign.violations)} violations, "
+        f"{campaign.coverage:.0%} of a full run",
         highlight=False,
     )
 
@@ -126,16 +128,16 @@ def repeat_and_show(name: str) -> None:
 def run_kills(options: argparse.Namespace) -> dict[str, Any]:
     """Run the kill campaign, print its results and return its metrics."""
     os.environ.pop("RAY_ADDRESS", None)  # runs must not share a Ray cluster, because it is killed with them
-    started = time.monotonic()
+    started_at = time.monotonic()
     setups = list_available_setups(options.setup, log)
     campaign = KillCampaign({setup: options.kills * KILL_FRACTIONS[setup] for setup in setups})
     runner = KillRunner(TortureConfig(STEPS, KILLS_PER_RUN, bug=options.bug), options.state / "wrong", log)
     state = StateFile(options.state / "kills.jsonl" if options.full else None)
     previous_kills = sum(sum(row["result"]["kills"].values()) for row in state.rows)
-    seconds = None if options.full else 60 * options.minutes
-    runner.run(campaign, state, seconds=seconds, concurrent_runs=options.runs)
+    timeout_seconds = None if options.full else 60 * options.minutes
+    runner.run(campaign, state, timeout_seconds=timeout_seconds, concurrent_runs=options.runs)
     show_kills(campaign)
-    minutes = (time.monotonic() - started) / 60
+    minutes = (time.monotonic() - started_at) / 60
     results, faults = campaign.results, campaign.count_faults()
     return {
         "kills": campaign.kills,
@@ -157,7 +159,7 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def show_kills(campaign: KillCampaign) -> None:
-    out = Console(width=None if sys.stdout.isatty() else 120)
+    output = Console(width=None if sys.stdout.isatty() else 120)
     table = Table("setup", "runs", "kills", "acknowledged", "lost", "trained twice", "wrong runs")
     for setup in campaign.quotas:
         results = [run.result for run in campaign.runs if run.setup == setup.name]
@@ -170,13 +172,15 @@ def show_kills(campaign: KillCampaign) -> None:
             str(sum(len(result.trained_twice) for result in results)),
             str(sum(not result.is_correct for result in results)),
         )
-    out.print(table)
+    output.print(table)
     for run in campaign.runs:
         if run.result.problem:
-            out.print(f"{run.setup} {run.number}: {run.result.problem[:500]}", highlight=False, markup=False)
+            output.print(
+                f"{run.setup} {run.number}: {run.result.problem[:500]}", highlight=False, markup=False
+            )
     targets = ", ".join(f"{name}: {count}" for name, count in campaign.count_targets().most_common())
     faults = ", ".join(f"{name}: {count}" for name, count in campaign.count_faults().most_common())
-    out.print(
+    output.print(
         f"{campaign.kills} kills ({targets}), {campaign.kills_in_step} of them in a step, "
         f"other faults: {faults or 'none'}, {campaign.coverage:.0%} of a full run",
         highlight=False,
@@ -187,7 +191,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
     "kills": run_kills,
     "simulation": run_simulation,
 }
-"""The parts of the benchmark by the value of ``--only``. Each returns its part of the JSON output."""
+"""The function for each part of the benchmark (``--only``). It returns the metrics for the JSON output."""
 
 
 def main() -> None:
@@ -195,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     parser.add_argument("--full", action="store_true", help="run without a time limit")
     parser.add_argument("--only", choices=sorted(PARTS), help="run only this part")
-    parser.add_argument("--minutes", type=float, default=8, help="time limit per part (without --full)")
+    parser.add_argument("--minutes", type=float, default=8, help="time limit per part; ignored with --full")
     parser.add_argument(
         "--schedules",
         type=int,
@@ -203,7 +207,7 @@ def main() -> None:
         help="random schedules in a full run",
     )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="worker processes")
-    parser.add_argument("--kills", type=int, default=KILLS, help="kills in a full run")
+    parser.add_argument("--kills", type=int, default=REQUIRED_KILLS, help="kills in a full run")
     parser.add_argument("--runs", type=int, default=CONCURRENT_RUNS, help="number of concurrent runs")
     parser.add_argument(
         "--setup",

@@ -10,7 +10,7 @@ the same for all weights, with the adapter merged in and without files (`sync.ro
 process reads the streams. ``pause_ms`` is the longest time between two tokens of a stream around an update
 (median and maximum over the updates), and ``gap_ms`` the time between two tokens without an update. At the
 end, the server's logprobs are compared with the trainer's: ``off`` is their mean difference, and ``moved``
-how far training has moved them.
+how far training has moved them. The exit status is 1 if ``off`` is too large for either server.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from instar.types import Artifact, Floats, Policy, Sample
 PARTS = Path(__file__).parent / "weights_parts"
 QUIET_SECONDS = 4.0
 """How long the streams are observed before the first update."""
-UPDATE_MARGIN = 0.3
-"""A pause that begins within this many seconds after an update is attributed to it."""
-START_SECONDS = 420.0
+UPDATE_MARGIN_SECONDS = 0.3
+"""A pause that begins within this time after an update is attributed to it."""
+START_TIMEOUT_SECONDS = 420.0
 console = Console(stderr=True)
 
 
@@ -73,26 +73,32 @@ class UpdateSeries:
     """The updates that were pushed to one server."""
 
     first_seconds: float = 0.0
+    """The duration of the first update, which is not in ``updates``."""
     updates: list[Update] = field(default_factory=list[Update])
-    replies: list[list[float]] = field(default_factory=list[list[float]])
-    off: float = 0.0
+    token_times: list[list[float]] = field(default_factory=list[list[float]])
+    """The arrival times of the tokens, by reply."""
+    mean_logprob_error: float = 0.0
 
     def _list_gaps(self) -> list[tuple[float, float]]:
-        return [pair for times in self.replies for pair in pairwise(times)]
+        return [pair for times in self.token_times for pair in pairwise(times)]
 
     def measure_pauses(self) -> list[float]:
         """Return the longest gap between two tokens around each update, in seconds."""
         gaps = self._list_gaps()
         return [
             max(
-                (b - a for a, b in gaps if b > update.started_at and a < update.ended_at + UPDATE_MARGIN),
+                (
+                    b - a
+                    for a, b in gaps
+                    if b > update.started_at and a < update.ended_at + UPDATE_MARGIN_SECONDS
+                ),
                 default=0.0,
             )
             for update in self.updates
         ]
 
     def compute_metrics(self) -> dict[str, float]:
-        quiet = [b - a for a, b in self._list_gaps() if b < self.updates[0].started_at]
+        quiet_gaps = [b - a for a, b in self._list_gaps() if b < self.updates[0].started_at]
         pauses = self.measure_pauses()
         return {
             "seconds": statistics.median(update.seconds for update in self.updates),
@@ -100,9 +106,9 @@ class UpdateSeries:
             "first_seconds": self.first_seconds,
             "pause_ms_p50": 1e3 * statistics.median(pauses),
             "pause_ms_max": 1e3 * max(pauses),
-            "gap_ms_p50": 1e3 * statistics.median(quiet),
-            "gap_ms_max": 1e3 * max(quiet),
-            "off": self.off,
+            "gap_ms_p50": 1e3 * statistics.median(quiet_gaps),
+            "gap_ms_max": 1e3 * max(quiet_gaps),
+            "off": self.mean_logprob_error,
         }
 
 
@@ -113,7 +119,7 @@ class EngineHost:
 
 
 class Trainer:
-    """Trains one step on a single sample before each update."""
+    """Trains on one sample. Each step produces a new version."""
 
     def __init__(self, config: RunConfig, vocab: int) -> None:
         assert isinstance(config.backend, LocalBackendConfig)
@@ -174,7 +180,7 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
 def _make_config(model: Path, device: str, policy: str, options: argparse.Namespace) -> RunConfig:
     dtype = "bf16" if device == "cuda" else device_and_dtype(RunConfig().model)[1]
     engine: dict[str, Any] = {"type": "vllm", "policy": policy, "python": options.python, "lora_rank": 16}
-    engine |= {"start_timeout": START_SECONDS, "max_batch": 16}
+    engine |= {"start_timeout": START_TIMEOUT_SECONDS, "max_batch": 16}
     if options.eager:
         engine["eager"] = True
     if device == "cuda":
@@ -194,16 +200,21 @@ def _make_config(model: Path, device: str, policy: str, options: argparse.Namesp
 
 @contextlib.asynccontextmanager
 async def _start_host(config: RunConfig, folder: Path, policy: str) -> AsyncGenerator[EngineHost]:
-    job = folder / f"{policy}.json"
-    job.write_text(config.model_dump_json())
+    """Serve an engine in its own process. Raises MeasurementError if it does not start."""
+    config_path = folder / f"{policy}.json"
+    config_path.write_text(config.model_dump_json())
     process = await asyncio.create_subprocess_exec(
-        sys.executable, str(PARTS / "host.py"), str(job), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        sys.executable,
+        str(PARTS / "host.py"),
+        str(config_path),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert process.stdout is not None
     assert process.stdin is not None
     engine: RemoteEngine | None = None
     try:
-        async with asyncio.timeout(START_SECONDS):
+        async with asyncio.timeout(START_TIMEOUT_SECONDS):
             url = (await process.stdout.readline()).decode().strip()
         if not url:
             raise MeasurementError(f"the {policy} server did not start:\n{_read_logs(folder, policy)}")
@@ -242,13 +253,13 @@ async def _measure_updates(
     for _ in range(options.updates):
         await trainer.step()
         updates.updates.append(await _push_update(trainer, sync, engine, folder))
-        await asyncio.sleep(max(UPDATE_MARGIN, options.every))
+        await asyncio.sleep(max(UPDATE_MARGIN_SECONDS, options.every))
     output, _ = await listener.communicate(b"")
     if listener.returncode:
         raise MeasurementError("the streams failed; see the output above")
-    updates.replies = json.loads(output)
-    served = await engine.logprobs(trainer.sample.token_ids)
-    updates.off = float(np.abs(served[1:] - await trainer.compute_logprobs()).mean())
+    updates.token_times = json.loads(output)
+    served_logprobs = await engine.logprobs(trainer.sample.token_ids)
+    updates.mean_logprob_error = float(np.abs(served_logprobs[1:] - await trainer.compute_logprobs()).mean())
     await sync.close()
     return updates
 
@@ -333,9 +344,9 @@ if __name__ == "__main__":
         help="model shape; may be repeated (default: 0.6B and 4B)",
     )
     parser.add_argument("--python", help="interpreter with vLLM (default: the current one)")
-    parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--updates", type=int, default=20, help="number of updates per server")
     parser.add_argument("--every", type=float, default=0.7, help="seconds between two updates")
-    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--streams", type=int, default=4, help="number of concurrent streams")
     parser.add_argument("--tokens", type=int, default=256, help="tokens per reply")
     parser.add_argument(
         "--eager", action="store_true", help="start the servers faster, but sample more slowly"

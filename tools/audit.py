@@ -8,7 +8,7 @@ Exits with 1 if a package has a known vulnerability that is not listed with a re
 pip-audit queries OSV or, if OSV is unreachable, PyPI. It silently skips packages that have no version page,
 and a PyPI mirror may have only project pages, which list the vulnerabilities of the latest version. For
 skipped packages, this script uses the project pages, and it names those that could not be audited at all.
-Without network access, it only reports that. Results are cached for a day in ``.cache/audit.json``.
+Without network access, that is all of them. Results are cached for a day in ``.cache/audit.json``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from packaging.version import Version
 ROOT = Path(__file__).resolve().parent.parent
 ALLOW_LIST = ROOT / "tools" / "audit_allow.txt"
 CACHE = ROOT / ".cache" / "audit.json"
-CACHE_SECONDS = 24 * 3600.0
+CACHE_MAX_AGE_SECONDS = 24 * 3600.0
 TIMEOUT_SECONDS = 4.0
 OWN_PACKAGE = "instar"
 TLS = ssl.create_default_context()  # shared, because loading the certificates takes longer than a request
@@ -42,7 +42,7 @@ Vulnerabilities = dict[str, list[str]]
 
 
 def list_packages(folder: str) -> dict[str, str]:
-    """Return the versions of the packages installed in the folder."""
+    """Return the versions of the packages installed in the folder, except Instar, by name."""
     versions = {canonicalize_name(item.name): item.version for item in distributions(path=[folder])}
     versions.pop(canonicalize_name(OWN_PACKAGE), None)
     return versions
@@ -69,6 +69,7 @@ def find_service(packages: dict[str, str], index: str, osv: str) -> str | None:
 
 
 def run_pip_audit(service: str, folder: str, osv: str) -> Vulnerabilities:
+    """Return the vulnerabilities that pip-audit reports. If it fails, print why and return none."""
     options = ["--format", "json", "--progress-spinner", "off", "--timeout", "10", "--path", folder]
     command = [sys.executable, "-m", "pip_audit", "--vulnerability-service", service, *options]
     environment = {**os.environ, "PIP_AUDIT_OSV_URL": osv}
@@ -86,7 +87,7 @@ def run_pip_audit(service: str, folder: str, osv: str) -> Vulnerabilities:
 
 
 def look_up_projects(packages: dict[str, str], index: str) -> Vulnerabilities:
-    """Return the vulnerabilities of packages whose latest version is installed."""
+    """Return the vulnerabilities on the project pages of packages whose latest version is installed."""
 
     def look_up(name: str) -> list[str] | None:
         project = fetch_json(f"{index}/pypi/{name}/json")
@@ -105,14 +106,14 @@ def audit(packages: dict[str, str], folder: str, index: str, osv: str) -> tuple[
     """Return the vulnerabilities, and lines that report how the packages were looked up."""
     service = find_service(packages, index, osv)
     by_version = run_pip_audit(service, folder, osv) if service else {}
-    rest = {name: version for name, version in packages.items() if name not in by_version}
-    by_project = look_up_projects(rest, index) if rest else {}
+    remaining = {name: version for name, version in packages.items() if name not in by_version}
+    by_project = look_up_projects(remaining, index) if remaining else {}
     if service:
-        lines = [f"{len(by_version)} packages were audited by pip-audit with {service}"]
+        lines = [f"packages audited by pip-audit with {service}: {len(by_version)}"]
     else:
         lines = [f"pip-audit was not run: neither {osv} nor the version pages at {index} are reachable"]
-    if rest:
-        lines.append(f"{len(by_project)} packages were audited using their project pages")
+    if remaining:
+        lines.append(f"packages audited using their project pages: {len(by_project)}")
     return by_version | by_project, lines
 
 
@@ -124,11 +125,12 @@ def read_allowed() -> set[tuple[str, str]]:
 
 
 def load_cached(key: dict[str, Any]) -> tuple[Vulnerabilities, list[str]] | None:
+    """Return the cached result of `audit`, or None if there is none for this key or it is too old."""
     try:
         cached = json.loads(CACHE.read_text())
     except (OSError, ValueError):
         return None
-    is_fresh = cached["key"] == key and 0 <= time.time() - cached["time"] < CACHE_SECONDS
+    is_fresh = cached["key"] == key and 0 <= time.time() - cached["time"] < CACHE_MAX_AGE_SECONDS
     return (cached["vulnerabilities"], cached["lines"]) if is_fresh else None
 
 
@@ -164,7 +166,7 @@ def main() -> None:
         for identifier in identifiers
         if (name, identifier) not in allowed
     ]
-    print("\n".join([*lines, *problems, f"{len(problems)} known vulnerabilities"]))
+    print("\n".join([*lines, *problems, f"known vulnerabilities: {len(problems)}"]))
     sys.exit(bool(problems))
 
 

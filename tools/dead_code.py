@@ -1,7 +1,8 @@
 """Find unused code in ``instar/`` with vulture.
 
 Names that appear in a string (registry entries, module paths in YAML files) count as used, and so do names
-that match a pattern in ``tools/dead_code_allow.txt``, which has one pattern per line, with a reason.
+that match a pattern in ``tools/dead_code_allow.txt``, which has one pattern per line, with a reason. Exits
+with 1 if any other name is unused.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def find_words_in_strings() -> set[str]:
 
 
 def read_allowed() -> list[str]:
+    """Return the patterns in the allow-list, without their reasons."""
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     return [row.partition(" -- ")[0].strip() for row in rows]
 
@@ -43,12 +45,12 @@ def main() -> None:
     words, allowed = find_words_in_strings(), read_allowed()
     unused: list[str] = []
     for item in vulture.get_unused_code(min_confidence=60):
-        file = Path(item.filename).resolve().relative_to(ROOT).as_posix()
-        key = f"{file}:{item.name}"
+        path = Path(item.filename).resolve().relative_to(ROOT).as_posix()
+        key = f"{path}:{item.name}"
         is_allowed = item.name in words or any(fnmatch.fnmatch(key, pattern) for pattern in allowed)
-        if file.startswith("instar/") and not is_allowed:
-            unused.append(f"{file}:{item.first_lineno}: unused {item.typ} {item.name}")
-    print("\n".join([*unused, f"{len(unused)} unused names"]))
+        if path.startswith("instar/") and not is_allowed:
+            unused.append(f"{path}:{item.first_lineno}: unused {item.typ} {item.name}")
+    print("\n".join([*unused, f"unused names: {len(unused)}"]))
     sys.exit(bool(unused))
 
 

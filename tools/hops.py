@@ -1,4 +1,4 @@
-"""Count the files in ``PACKAGES`` that a single chat call executes.
+"""Count the files of the packages in ``PACKAGES`` that a chat call executes.
 
     python tools/hops.py [--json]
 
@@ -59,6 +59,7 @@ class FileTracer:
 
 
 async def _trace_call(folder: Path, tracer: FileTracer) -> None:
+    """Send a warm-up call and a traced call to a gateway whose files are in the folder."""
     # Import and create everything here, because only threads that start under the tracer are traced.
     from transformers import LlamaConfig
 

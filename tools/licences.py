@@ -38,10 +38,12 @@ ALIASES = {
     "python software foundation license": "PSF-2.0",
 }
 """SPDX names of licences in classifiers and texts. "BSD" without a number of clauses means BSD-3-Clause."""
-NOT_A_LICENCE = {"dfsg approved", "osi approved"}
+IGNORED_NAMES = {"dfsg approved", "osi approved"}
+"""Classifiers that do not name a licence."""
 
 
 def find_licences(package: Distribution) -> set[str]:
+    """Return the package's licences, or NO_LICENCE if its metadata has none."""
     metadata = package.metadata
     if expression := metadata.get("License-Expression"):
         expression = re.sub(r" WITH [\w.-]+", "", expression)  # exceptions only add permissions
@@ -51,12 +53,15 @@ def find_licences(package: Distribution) -> set[str]:
     text = metadata.get("License", "").strip()
     if not names and text and text != "UNKNOWN":
         names = re.split(r"\s+AND\s+|\s+OR\s+", text.splitlines()[0])
-    names = [name for name in names if name.lower() not in NOT_A_LICENCE]
+    names = [name for name in names if name.lower() not in IGNORED_NAMES]
     return {ALIASES.get(name.lower(), name) for name in names} or {NO_LICENCE}
 
 
 def read_allowed() -> set[str]:
-    """Return the allowed licences. Those allowed for one package only are returned as `package: licence`."""
+    """Return the allowed licences. Those allowed for one package only are returned as `package: licence`.
+
+    Exit with an error if a line has no reason.
+    """
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     if missing := [row for row in rows if not row.partition(" -- ")[2]]:
         sys.exit(f"{ALLOW_LIST.name}: {missing[0]!r} has no reason; write `licence -- reason`")

@@ -23,7 +23,7 @@ from hops import count_hops
 
 ROOT = Path(__file__).resolve().parent.parent
 ALLOW_LIST = ROOT / "tools" / "style_allow.txt"
-MAX_ALLOWED = 10
+MAX_EXCEPTIONS = 10
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -59,7 +59,7 @@ class Finding:
 
 
 def measure_source(path: Path) -> Iterator[Finding]:
-    """Yield the findings in a file of ``instar/``."""
+    """Yield the findings in a source file."""
     name = path.relative_to(ROOT).as_posix()
     text = path.read_text()
     lines = text.splitlines()
@@ -67,21 +67,21 @@ def measure_source(path: Path) -> Iterator[Finding]:
         yield Finding("files_over_400", f"{name}:1", f"{len(lines)} lines")
     tree = ast.parse(text)
     for node in ast.walk(tree):
-        line = f"{name}:{getattr(node, 'lineno', 1)}"
+        location = f"{name}:{getattr(node, 'lineno', 1)}"
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 if (size := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES:
-                    yield Finding("functions_over_60", line, f"{node.name} ({size} lines)")
+                    yield Finding("functions_over_60", location, f"{node.name} ({size} lines)")
                 if node.name == "__init__" and _count_parameters(node) > MAX_CONSTRUCTOR_PARAMETERS:
-                    yield Finding("wide_constructors", line, f"{_count_parameters(node)} parameters")
+                    yield Finding("wide_constructors", location, f"{_count_parameters(node)} parameters")
             case ast.Name(id=identifier, ctx=ast.Store()) if identifier in VAGUE_NAMES:
-                yield Finding("odd_names", line, identifier)
+                yield Finding("odd_names", location, identifier)
             case ast.Expr(value=ast.Constant(value=str() as docstring)) if FRAGMENT.match(docstring.strip()):
-                yield Finding("fragments", line, docstring.strip().splitlines()[0][:90])
+                yield Finding("fragments", location, docstring.strip().splitlines()[0][:90])
             case ast.ExceptHandler() if _is_broad(node) and not _is_explained(node, lines):
-                yield Finding("broad_excepts", line, "no comment names what is tolerated")
+                yield Finding("broad_excepts", location, "no comment explains which errors are tolerated")
             case ast.Call(func=ast.Name(id="print")) if not name.startswith(("instar/cli/", "instar/demo/")):
-                yield Finding("prints", line, "print outside the CLI")
+                yield Finding("prints", location, "print outside the CLI")
             case _:
                 pass
 
@@ -105,11 +105,11 @@ def measure_test(path: Path) -> Iterator[Finding]:
     """Yield the places in a test file that replace an attribute of our own code."""
     name = path.relative_to(ROOT).as_posix()
     tree = ast.parse(path.read_text())
-    ours = _find_instar_imports(tree)
+    instar_names = _find_instar_imports(tree)
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(attr="setattr"), args=[target, *_]) if (
-                _get_root_name(target) in ours
+                _get_root_name(target) in instar_names
             ):
                 yield Finding("monkeypatches", f"{name}:{node.lineno}", ast.unparse(target))
             case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str() as target), *_]):
@@ -120,6 +120,7 @@ def measure_test(path: Path) -> Iterator[Finding]:
 
 
 def _find_instar_imports(tree: ast.Module) -> set[str]:
+    """Return the names under which the module imports parts of Instar."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "instar":
@@ -138,13 +139,13 @@ def _get_root_name(node: ast.expr) -> str:
 
 
 def read_allow_list() -> dict[str, str]:
-    """Return the allowed findings, each with its reason."""
+    """Return the allowed findings, each with its reason. Exit with an error if there are too many."""
     if not ALLOW_LIST.exists():
         return {}
     rows = [line for line in ALLOW_LIST.read_text().splitlines() if line.strip() and not line.startswith("#")]
     allowed = dict(row.split(" -- ", 1) for row in rows)
-    if len(allowed) > MAX_ALLOWED:
-        sys.exit(f"{ALLOW_LIST.name} has {len(allowed)} exceptions; at most {MAX_ALLOWED} are allowed")
+    if len(allowed) > MAX_EXCEPTIONS:
+        sys.exit(f"{ALLOW_LIST.name} has {len(allowed)} exceptions; at most {MAX_EXCEPTIONS} are allowed")
     return allowed
 
 

@@ -2,8 +2,8 @@
 
 In each turn, it sends a message of the recorded prompt length and requests a reply of the recorded length.
 If the model ends the reply early, the agent asks for more. Then it sleeps for the duration of the recorded
-tool call. The reward is the fraction of the reply's characters that are of the rewarded kind, which any
-model can learn.
+tool call. The reward is the fraction of the characters in all replies, not counting whitespace, that belong
+to the rewarded set. Any model can learn this.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ MIN_REPLY_TOKENS = 8
 FREE_CONTEXT_TOKENS = 96
 """The number of context tokens to keep free."""
 EVAL_PROMPT_TOKENS, EVAL_REPLY_TOKENS = 12, 32
-TRAINER_START_TIMEOUT = 120.0
+TRAINER_START_TIMEOUT_SECONDS = 120.0
 
 
 def make_tasks(workload: str, group_size: int, groups: int, run_dir: str) -> list[Json]:
     """Return groups of sessions in file order, starting over at the end of the file.
 
-    Waits until the trainer is ready, because startup is not measured, and writes the time at which it became
-    ready to `began` in the run's folder.
+    Startup is not measured: the function first waits until the trainer is ready, for at most
+    TRAINER_START_TIMEOUT_SECONDS, and then writes the time to `began` in the run's folder.
     """
     _wait_for_trainer(Path(run_dir))
+    _record_start_time(Path(run_dir))
     sessions = read_workload(Path(workload))
     return [
         {
@@ -117,16 +118,20 @@ class WorkloadAgent:
 
 
 def _wait_for_trainer(run_dir: Path) -> None:
-    deadline = time.monotonic() + TRAINER_START_TIMEOUT
+    deadline = time.monotonic() + TRAINER_START_TIMEOUT_SECONDS
     while not _is_trainer_ready(run_dir / "store.db") and time.monotonic() < deadline:
         time.sleep(0.1)
-    began = run_dir / "began"
-    if not began.exists():
-        began.write_text(str(time.time()))
 
 
-def _is_trainer_ready(store: Path) -> bool:
-    connection = sqlite3.connect(f"file:{store}?mode=ro", uri=True, timeout=5)
+def _record_start_time(run_dir: Path) -> None:
+    """Write the current time to `began`, unless an earlier process has already done so."""
+    start_file = run_dir / "began"
+    if not start_file.exists():
+        start_file.write_text(str(time.time()))
+
+
+def _is_trainer_ready(store_path: Path) -> bool:
+    connection = sqlite3.connect(f"file:{store_path}?mode=ro", uri=True, timeout=5)
     try:
         rows = connection.execute("SELECT doing FROM endpoints WHERE role = 'trainer'").fetchall()
     finally:

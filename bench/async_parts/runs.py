@@ -26,8 +26,8 @@ Mode = Literal["async", "sync"]
 DECODE_SPEED = 40.2
 """Tokens per second of the models with which the workload was recorded."""
 PROMPT_SCALE = 0.25
-"""An additional factor for prompts, because no model used here has a context of tens of thousands of
-tokens."""
+"""Prompt lengths are also multiplied by this factor, because the models used here have no context of tens of
+thousands of tokens."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class RunPlan:
     takes ``scale`` times the recorded time."""
     context: int
     eval_tasks: int
-    timeout: float
-    """The time limit of a run, in seconds."""
+    timeout_seconds: float
+    """The time limit of each run."""
 
 
 def scale_workload(sessions: list[SimulatedSession], plan: RunPlan) -> list[SimulatedSession]:
@@ -65,14 +65,17 @@ def scale_workload(sessions: list[SimulatedSession], plan: RunPlan) -> list[Simu
 def _scale_session(session: SimulatedSession, token_scale: float, plan: RunPlan) -> SimulatedSession:
     turns: list[SimulatedTurn] = []
     for turn in session.turns:
-        prompt_tokens = round(PROMPT_SCALE * token_scale * turn.prompt)
-        reply_tokens = min(plan.context // 4, max(1, round(token_scale * turn.generated)))
+        prompt_tokens = round(PROMPT_SCALE * token_scale * turn.prompt_tokens)
+        reply_tokens = min(plan.context // 4, max(1, round(token_scale * turn.generated_tokens)))
         turns.append(SimulatedTurn(prompt_tokens, reply_tokens, plan.scale * turn.tool_seconds))
     return SimulatedSession(tuple(turns))
 
 
 def make_run_settings(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: int) -> dict[str, Any]:
-    """Return the run's settings. The modes differ only in `trainer.mode` and `trainer.max_staleness`."""
+    """Return the run's settings.
+
+    The modes differ only in `trainer.mode`, `trainer.max_staleness` and the run's name and folder.
+    """
     staleness = {"max_staleness": plan.max_staleness} if mode == "async" else {}
     groups = plan.steps * plan.groups_per_step
     args = {
@@ -107,7 +110,7 @@ def make_run_settings(plan: RunPlan, mode: Mode, folder: Path, workload: Path, s
             },
             "group_size": plan.group_size,
             "concurrency": plan.concurrency,
-            "timeout": plan.timeout,
+            "timeout": plan.timeout_seconds,
             "shuffle": False,
         },
         "eval": {
@@ -130,8 +133,8 @@ def run_training(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: 
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(BENCH), os.environ.get("PYTHONPATH", "")]),
     }
-    log = folder / f"{mode}.log"
-    with log.open("wb") as log_file:
+    log_path = folder / f"{mode}.log"
+    with log_path.open("wb") as log_file:
         process = subprocess.Popen(
             [sys.executable, "-m", "instar.cli.main", "train", str(config_path), "--json"],
             stdout=subprocess.PIPE,
@@ -140,25 +143,25 @@ def run_training(plan: RunPlan, mode: Mode, folder: Path, workload: Path, seed: 
             cwd=folder,
         )
         try:
-            output, _ = process.communicate(timeout=plan.timeout)
+            output, _ = process.communicate(timeout=plan.timeout_seconds)
         except subprocess.TimeoutExpired:
             stop_process(process)
             raise RuntimeError(
-                f"{mode}: the run did not end within {plan.timeout:.0f} s; see {log}"
+                f"{mode}: the run did not finish within {plan.timeout_seconds:.0f} s; see {log_path}"
             ) from None
         except BaseException:  # including Ctrl-C, after which the run would continue
             stop_process(process)
             raise
     if process.returncode != 0:
-        last_lines = log.read_text(errors="replace").strip().splitlines()[-15:]
+        last_lines = log_path.read_text(errors="replace").strip().splitlines()[-15:]
         raise RuntimeError(
-            f"{mode}: the run exited with code {process.returncode}; see {log}\n" + "\n".join(last_lines)
+            f"{mode}: the run exited with code {process.returncode}; see {log_path}\n" + "\n".join(last_lines)
         )
     return compute_metrics(folder / mode, json.loads(output.decode().strip().splitlines()[-1]))
 
 
 def stop_process(process: subprocess.Popen[bytes]) -> None:
-    """Terminate `instar train`, which then stops its roles."""
+    """Terminate `instar train`, which then stops its roles. Kill it if it does not exit within 20 seconds."""
     process.terminate()
     try:
         process.wait(20)
@@ -170,11 +173,11 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
 def compute_metrics(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics from the moment the trainer was ready to the end of the last step."""
     steps = read_steps(run_dir)
-    began = float((run_dir / "began").read_text())
-    seconds = steps[-1]["time"] - began
+    started_at = float((run_dir / "began").read_text())
+    seconds = steps[-1]["time"] - started_at
     samples = sum(step["samples"] for step in steps)
-    evaluated = {r["label"]: r["accuracy"] for r in read_metrics(run_dir) if r["kind"] == "eval"}
-    after = load_final_rewards(run_dir)
+    eval_rewards = {r["label"]: r["accuracy"] for r in read_metrics(run_dir) if r["kind"] == "eval"}
+    final_rewards = load_final_rewards(run_dir)
     step_seconds = [step["step_seconds"] for step in steps]
     return {
         "seconds": seconds,
@@ -187,9 +190,9 @@ def compute_metrics(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
         "stale_dropped": sum(step["stale_dropped"] for step in steps),
         "staleness_mean": sum(step["staleness_mean"] for step in steps) / len(steps),
         "staleness_max": max(step["staleness_max"] for step in steps),
-        "reward_before": evaluated.get("before"),
-        "reward": evaluated.get("after"),
-        "reward_error": statistics.stdev(after) / math.sqrt(len(after)),
+        "reward_before": eval_rewards.get("before"),
+        "reward": eval_rewards.get("after"),
+        "reward_error": statistics.stdev(final_rewards) / math.sqrt(len(final_rewards)),
         "reward_last_steps": sum(step["reward_mean"] for step in steps[-5:]) / len(steps[-5:]),
         "finished_at": time.time(),
         "stopped": summary["stopped"],

@@ -3,8 +3,8 @@
     python bench/backends_parts/client.py JOB
 
 JOB is a JSON file with the run's settings (`config`) and the arguments of `make_batch` (`batch_args`). The
-process prints "ready" when the backend has started. Then each line on stdin requests one
-``forward_backward``, whose duration in seconds is printed. The process exits at the end of stdin.
+process prints "ready" when the backend has started. Then each line on stdin requests one training step, and
+the process prints the duration of its ``forward_backward`` in seconds. It exits at the end of stdin.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from instar.registry import resolve_section
 from instar.types import Sample
 
 
-def make_batch(sequences: int, length: int, vocab: int, prompt: int = 16) -> list[Sample]:
+def make_batch(sequences: int, length: int, vocab: int, prompt_length: int = 16) -> list[Sample]:
     """Return random sequences without shared prefixes, each with a short prompt that is not trained on."""
     rng = np.random.default_rng(0)
     samples: list[Sample] = []
     for number in range(sequences):
         mask = np.zeros(length, np.float32)
-        mask[prompt:] = 1
+        mask[prompt_length:] = 1
         samples.append(
             Sample(
                 f"s{number}",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fidelity_parts.gateway import AgentEndpoint, FidelityGateway
 
-from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.agent_tools import EDITED_TEXT, FILE_NAME, ORIGINAL_TEXT, make_task
 from tests.integration.agents.cli import CliAgent, ServerTarget
 from tests.integration.clients.environment import ClientJob, run_client
 from tests.integration.clients.script import THANKS, make_question
@@ -33,17 +33,20 @@ class ClientConversation:
 async def run_python_client(
     gateway: FidelityGateway, client: Client, number: int, folder: Path
 ) -> list[ClientConversation]:
-    """Run every variant of a client, both in an opened session and as a live agent, concurrently."""
+    """Run every variant of a client, both in an opened session and as a live agent, concurrently.
+
+    ``number`` is the number of the first question. Each variant gets a question of its own.
+    """
     live_endpoint = await gateway.create_live_agent(f"{client.name}-{number}")
     conversations: list[ClientConversation] = []
     jobs: list[ClientJob] = []
-    for i, (mode, mode_options) in enumerate(client.variants.items()):
-        prompt_marker = make_question(number + i, mode_options)
+    for i, (variant, style) in enumerate(client.variants.items()):
+        question = make_question(number + i, style)
         for endpoint in (await gateway.open_session(), live_endpoint):
             conversations.append(
-                ClientConversation(client.name, mode.partition("-")[0], prompt_marker, endpoint)
+                ClientConversation(client.name, variant.partition("-")[0], question, endpoint)
             )
-            jobs.append(ClientJob(endpoint.url, endpoint.key, mode, prompt_marker, THANKS))
+            jobs.append(ClientJob(endpoint.url, endpoint.key, variant, question, THANKS))
     outcomes = await run_client(client.name, jobs, folder)
     return [
         replace(conversation, error=_get_last_line(outcome.error) or None)
@@ -65,8 +68,8 @@ async def run_cli_agent(gateway: FidelityGateway, agent: CliAgent, folder: Path)
 def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> ClientConversation:
     work_folder = folder / agent.name
     work_folder.mkdir(parents=True)
-    path = work_folder / FILE
-    path.write_text(BEFORE)
+    path = work_folder / FILE_NAME
+    path.write_text(ORIGINAL_TEXT)
     conversation = ClientConversation(agent.name, DIALECTS.get(agent.name, "chat"), str(path), endpoint)
     try:
         output = agent.run(
@@ -79,7 +82,7 @@ def _run_edit_task(agent: CliAgent, folder: Path, endpoint: AgentEndpoint) -> Cl
         return replace(conversation, error=_get_last_line(str(error.output or error)) or None)
     return (
         conversation
-        if path.read_text() == AFTER
+        if path.read_text() == EDITED_TEXT
         else replace(conversation, error=_get_last_line(output) or "the file was not edited")
     )
 

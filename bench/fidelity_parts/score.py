@@ -20,7 +20,7 @@ UNEXPLAINED = "UNEXPLAINED"
 
 @dataclass
 class Score:
-    """Counts that can be added up, and the reasons why fractions are below 1."""
+    """Counts that can be added up, and the reasons for fractions below 1 with their counts."""
 
     calls: int = 0
     linked: int = 0
@@ -54,7 +54,7 @@ class Score:
         }
 
     @property
-    def unexplained(self) -> bool:
+    def has_unexplained(self) -> bool:
         return UNEXPLAINED in self.reasons
 
 
@@ -66,7 +66,7 @@ def add_scores(scores: Iterable[Score]) -> Score:
     return sum(scores, Score())
 
 
-def score(
+def score_conversation(
     sessions: Sequence[RecordedSession],
     *,
     session_id: str,
@@ -76,7 +76,8 @@ def score(
     """Return the score of one conversation, whose calls are in ``sessions``.
 
     ``session_id`` is the session that should contain all calls. If it is empty, the session with the most
-    calls is used. With ``is_text_completion``, each prompt continues the text of the previous one.
+    calls is used. With ``is_text_completion``, each prompt continues the text of the previous one. Without
+    it, calls that continue no earlier call count as rewritten.
     """
     result = Score(calls=sum(len(recorded.calls) for recorded in sessions))
     main = max(sessions, key=lambda r: (r.session.session_id == session_id, len(r.calls)), default=None)

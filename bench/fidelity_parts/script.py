@@ -33,10 +33,13 @@ def make_script(reply_to_client: ReplyFunction, write_call: WriteCall, thinking:
 
 
 def reply_to_edit_task(prompt: str, path: str, write_call: WriteCall) -> str:
-    """Return the first step that is not in the prompt yet: read the file, edit it, report success."""
+    """Return the first step that is not in the prompt yet: read the file, edit it, report success.
+
+    If the prompt does not offer the edit tool, the agent is requesting a title for its session.
+    """
     tools = AGENT_TOOLS[Path(path).parent.name]
-    name = re.escape(tools.edit[0])
-    if not re.search(rf'^{name}\(|"name": "{name}"', prompt, re.M):
+    edit_tool = re.escape(tools.edit[0])
+    if not re.search(rf'^{edit_tool}\(|"name": "{edit_tool}"', prompt, re.M):
         return "A title"
     steps = [write_call(*tools.make_read_call(path)), write_call(*tools.make_edit_call(path))]
     return next((step for step in steps if step not in prompt), "Done.")

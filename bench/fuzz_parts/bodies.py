@@ -191,14 +191,14 @@ KEYS = [
 _JUNK = [b"\xff", b"\xc3", b"\xed\xa0\x80", b"\x00", b"\\ud800", b"\xf4\x90\x80\x80", b"/*", b"\x1b[2J"]
 
 _ENCODED = {suffix: [orjson.dumps(body) for body in bodies] for suffix, bodies in BODIES.items()}
-_GENERIC = [b"{}"]
+_DEFAULT_BODIES = [b"{}"]
 _SUFFIXES = sorted(_ENCODED, key=len, reverse=True)
 
 
 def find_bodies(path: str) -> list[bytes]:
-    """Return the encoded valid bodies of a route."""
+    """Return the encoded valid bodies of a route, or an empty object if the route takes no body."""
     suffix = next((suffix for suffix in _SUFFIXES if path.endswith(suffix)), None)
-    return _GENERIC if suffix is None else _ENCODED[suffix]
+    return _DEFAULT_BODIES if suffix is None else _ENCODED[suffix]
 
 
 def make_valid_body(path: str, rng: random.Random) -> bytes:
@@ -206,7 +206,10 @@ def make_valid_body(path: str, rng: random.Random) -> bytes:
 
 
 def make_body(path: str, rng: random.Random) -> bytes:
-    """Return a valid body of the route with zero or more random changes."""
+    """Return a valid body of the route with zero or more random changes.
+
+    One in ten is also corrupted, and one in a thousand is replaced by a large body.
+    """
     body = orjson.loads(rng.choice(find_bodies(path)))
     if "messages" in body or "input" in body:
         body["stream"] = rng.random() < 0.3
@@ -221,7 +224,7 @@ def make_body(path: str, rng: random.Random) -> bytes:
     if draw < 0.1:
         return _corrupt(raw, rng)
     if draw < 0.101:
-        return _enlarge(path, rng)
+        return _make_large_body(path, rng)
     return raw
 
 
@@ -270,16 +273,16 @@ def _mutate(body: Any, rng: random.Random) -> Any:
 
 def _corrupt(raw: bytes, rng: random.Random) -> bytes:
     """Corrupt the bytes so that they are probably no longer valid JSON."""
-    at = rng.randrange(len(raw)) if raw else 0
+    position = rng.randrange(len(raw)) if raw else 0
     match rng.randrange(9):
         case 0:
-            return raw[:at]
+            return raw[:position]
         case 1:
-            return raw[:at] + rng.choice(_JUNK) + raw[at:]
+            return raw[:position] + rng.choice(_JUNK) + raw[position:]
         case 2:
-            return raw[:at] + bytes([rng.randrange(256)]) + raw[at + 1 :]
+            return raw[:position] + bytes([rng.randrange(256)]) + raw[position + 1 :]
         case 3:
-            return raw[:at] + raw[at + rng.randrange(1, 20) :]
+            return raw[:position] + raw[position + rng.randrange(1, 20) :]
         case 4:
             return b"\xef\xbb\xbf" + raw
         case 5:
@@ -293,8 +296,8 @@ def _corrupt(raw: bytes, rng: random.Random) -> bytes:
             return rng.randbytes(rng.randrange(1, 400))
 
 
-def _enlarge(path: str, rng: random.Random) -> bytes:
-    """Return a large body, with a long text or many messages, tools or token ids."""
+def _make_large_body(path: str, rng: random.Random) -> bytes:
+    """Return a valid body in which one field is very large. Without a suitable field, it stays unchanged."""
     size = rng.choice((100_000, 400_000, 1_500_000))
     message = {"role": "user", "content": "x"}
     fields: dict[str, list[Callable[[], Any]]] = {

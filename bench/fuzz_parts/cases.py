@@ -1,4 +1,4 @@
-"""The requests of the fuzzer. A case depends only on its seed, the routes and the pool."""
+"""Generate the fuzzer's requests. A case depends only on its seed, the routes and the pool."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _HEADERS: list[tuple[str, list[str]]] = [
     ("Authorization", ["Bearer", "Basic YTpi", "Bearer \xff\xfe", "bearer  x  y"]),
     ("X-Api-Key", ["", "x" * 4000, "\xe9"]),
 ]
-_PATH_ENDS = [
+_PATH_SUFFIXES = [
     "/",
     "//",
     "/.",
@@ -44,7 +44,7 @@ _PATH_ENDS = [
     "?session=%00",
     "?" + "a" * 3000,
 ]
-_PATH_STARTS = [
+_PATH_PREFIXES = [
     "/",
     "//",
     "/./",
@@ -90,7 +90,7 @@ class Case:
 
 
 def list_routes(description: dict[str, dict[str, dict[str, object]]]) -> list[Route]:
-    """Return the routes of an OpenAPI description. Routes with a body have a higher weight."""
+    """Return the routes of an OpenAPI description. POST routes have a higher weight, above all under /v1."""
     return [
         Route(method.upper(), path, 6 if "/v1" in path and method == "post" else 2 if method == "post" else 1)
         for path, item in description["paths"].items()
@@ -99,7 +99,7 @@ def list_routes(description: dict[str, dict[str, dict[str, object]]]) -> list[Ro
 
 
 def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is_valid: bool = False) -> Case:
-    """Return the case with this number. With ``is_valid``, it is a request that the gateway accepts."""
+    """Return the case with this base and number. With ``is_valid``, the gateway should accept the request."""
     rng = random.Random(f"{base}:{number}:{is_valid}")
     if is_valid:
         routes = [route for route in routes if route.weight == 6 and "/feedback" not in route.path]
@@ -147,9 +147,9 @@ def _mutate_target(rng: random.Random, method: str, path: str) -> tuple[str, str
     if draw < 0.03:
         method = rng.choice(_METHODS)
     elif draw < 0.05:
-        path += rng.choice(_PATH_ENDS)
+        path += rng.choice(_PATH_SUFFIXES)
     elif draw < 0.07:
-        path = rng.choice(_PATH_STARTS) + path
+        path = rng.choice(_PATH_PREFIXES) + path
     return method, path
 
 

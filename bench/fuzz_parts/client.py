@@ -21,6 +21,8 @@ SLOW_RECEIVE_BUFFER = 4096
 
 @dataclass(frozen=True, slots=True)
 class Reply:
+    """An HTTP response."""
+
     status: int
     content_type: bytes
     body: bytes
@@ -42,7 +44,6 @@ class Connection(asyncio.Protocol):
         self.violation: str | None = None
         self.is_head_request = False
         """True if the method is HEAD, so that responses have no body."""
-        self.started = time.monotonic()
         self._buffer = bytearray()
         self._expected = 0
         self._waiter: asyncio.Future[None] | None = None
@@ -60,7 +61,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_closed = True
         if self._ends_with_connection:
-            self._append(bytes(self._buffer[: self._body_start]), bytes(self._buffer[self._body_start :]))
+            self._add_reply(bytes(self._buffer[: self._body_start]), bytes(self._buffer[self._body_start :]))
         self._wake()
 
     def data_received(self, data: bytes) -> None:
@@ -94,7 +95,7 @@ class Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def _parse(self) -> bool:
-        """Parse the current response. Return False if it is incomplete."""
+        """Parse the current response. Return False if it is incomplete. Raises ProtocolViolation."""
         buffer = self._buffer
         if not self._body_start:
             end = buffer.find(b"\r\n\r\n")
@@ -114,18 +115,18 @@ class Connection(asyncio.Protocol):
         end, body = self._find_end(head, status)
         if end is None:
             return False
-        self._append(head, body)
+        self._add_reply(head, body)
         self._finish(end)
         return True
 
-    def _append(self, head: bytes, body: bytes) -> None:
+    def _add_reply(self, head: bytes, body: bytes) -> None:
         status, content_type = _STATUS.match(head), _TYPE.search(head)
         assert status is not None
         is_last = self._ends_with_connection or bool(_CLOSE.search(head))
         self.replies.append(Reply(int(status[1]), content_type[1] if content_type else b"", body, is_last))
 
     def _find_end(self, head: bytes, status: int) -> tuple[int | None, bytes]:
-        """Return the end of the current response and its body. The end is None if it has not arrived yet."""
+        """Return the end of the current response and its body. The end is None if it is incomplete."""
         start, buffer = self._body_start, self._buffer
         if self.is_head_request and _CLOSE.search(head):
             self._ends_with_connection = True  # a server that could not parse the method sends a body
@@ -160,7 +161,7 @@ class Connection(asyncio.Protocol):
 
 
 async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
-    """Open a connection. A slow one has a small receive buffer, so the server has to wait for it."""
+    """Open a connection. With ``is_slow``, its receive buffer is small, so the server has to wait for it."""
     loop = asyncio.get_running_loop()
     sock = socket.socket()
     sock.setblocking(False)
@@ -176,8 +177,11 @@ async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
     return connection
 
 
-async def run_script(connection: Connection, script: Script, timeout: float) -> bool:
-    """Execute the steps. Return False if the server neither responds nor closes the connection in time."""
+async def run_script(connection: Connection, script: Script, timeout_seconds: float) -> bool:
+    """Execute the steps, then wait for the responses and close the connection.
+
+    Return False if the server neither sends all responses nor closes the connection in time.
+    """
     transport = connection.transport
     for step in script.steps:
         if connection.is_closed:
@@ -196,6 +200,6 @@ async def run_script(connection: Connection, script: Script, timeout: float) -> 
                     transport.write_eof()
             case "abort":
                 transport.abort()
-    is_done = await connection.wait(max(1, script.responses), time.monotonic() + timeout)
+    is_done = await connection.wait(max(1, script.responses), time.monotonic() + timeout_seconds)
     transport.abort()
     return is_done

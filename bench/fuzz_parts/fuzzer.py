@@ -18,20 +18,20 @@ import orjson
 from fuzz_parts.cases import Case, Pool, Route, make_case
 from fuzz_parts.client import Connection, Reply, connect, run_script
 
-WORKERS = 16
-CONCURRENT_SCRIPTS = 64
-HANG_S = 20.0
+WORKER_COUNT = 16
+MAX_CONCURRENT_SCRIPTS = 64
+HANG_TIMEOUT_SECONDS = 20.0
 """A request without a response after this time counts as a hang. The gateway's own timeouts are shorter."""
 DOCUMENTED_FAILURES = (502, 503, 504)
-SESSIONS = 64
+SESSION_COUNT = 64
 MAX_SAVED_FAILURES = 2000
-_INTERNAL = b"Internal error; see the gateway"
+_INTERNAL_ERROR = b"Internal error; see the gateway"
 _REPLY_ID = re.compile(rb'"id": ?"((?:chatcmpl|cmpl|resp|msg|gen)[-_][\w-]+)"')
 
 
 @dataclass
 class Counts:
-    """The results of all cases so far."""
+    """The results since the last reset."""
 
     requests: int = 0
     server_errors: int = 0
@@ -42,18 +42,16 @@ class Counts:
 
 
 class FailureLog:
-    """Writes failing requests and their seeds to a file."""
+    """Counts failures by description, and writes the first ones to a file with their requests and seeds."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.names: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self._file: TextIO = path.open("a")
-        self._count = 0
 
     def add(self, seed: str, name: str, problem: str, request: bytes = b"", response: bytes = b"") -> None:
-        self.names[f"{problem}: {name}"] += 1
-        self._count += 1
-        if self._count > MAX_SAVED_FAILURES:
+        self.counts[f"{problem}: {name}"] += 1
+        if self.counts.total() > MAX_SAVED_FAILURES:
             return
         row = {
             "seed": seed,
@@ -73,7 +71,7 @@ def find_problem(reply: Reply) -> str | None:
     """Return a description of what is wrong with the response, or None."""
     if reply.status >= 500 and reply.status not in DOCUMENTED_FAILURES:
         return f"status {reply.status}"
-    if _INTERNAL in reply.body:
+    if _INTERNAL_ERROR in reply.body:
         return "internal error in a stream"
     if reply.content_type.startswith(b"application/json") and reply.body:
         try:
@@ -102,15 +100,15 @@ class Fuzzer:
         self._routes = routes
         self._pool = pool
         self._failures = failures
-        self._slots = asyncio.Semaphore(CONCURRENT_SCRIPTS)
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT_SCRIPTS)
         self._scripts: set[asyncio.Task[None]] = set()
 
     async def run(self, start: int, count: int, *, is_valid: bool = False) -> None:
         """Send ``count`` cases, starting at ``start``. Scripts may still be running when this returns."""
-        numbers = iter(range(start, start + count))
+        case_numbers = iter(range(start, start + count))
         async with asyncio.TaskGroup() as group:
-            for _ in range(WORKERS):
-                group.create_task(self._run_worker(numbers, is_valid))
+            for _ in range(WORKER_COUNT):
+                group.create_task(self._run_worker(case_numbers, is_valid))
 
     def reset(self) -> None:
         self.counts = Counts()
@@ -121,21 +119,21 @@ class Fuzzer:
             await asyncio.wait(set(self._scripts))
 
     async def replay(self, number: int) -> list[Reply]:
-        """Send one case and return the responses."""
+        """Send one case, check it, and return the responses."""
         case = make_case(self._base, number, self._routes, self._pool)
         if case.script is None:
             connection = await self._exchange(case, None)
         else:
             connection = await connect(*self._address)
             connection.is_head_request = case.is_head_request
-            await run_script(connection, case.script, HANG_S)
+            await run_script(connection, case.script, HANG_TIMEOUT_SECONDS)
             self._check_connection(case, connection, is_done=True)
         connection.transport.abort()
         return connection.replies
 
-    async def _run_worker(self, numbers: Iterator[int], is_valid: bool) -> None:
+    async def _run_worker(self, case_numbers: Iterator[int], is_valid: bool) -> None:
         connection: Connection | None = None
-        for number in numbers:
+        for number in case_numbers:
             case = make_case(self._base, number, self._routes, self._pool, is_valid=is_valid)
             if case.script is None:
                 connection = await self._exchange(case, connection, is_counted=not is_valid)
@@ -153,14 +151,14 @@ class Fuzzer:
     async def _exchange(
         self, case: Case, connection: Connection | None, *, is_counted: bool = True
     ) -> Connection:
-        """Send a complete request and wait for its response."""
+        """Send a complete request and check its response. Return the connection, which may be a new one."""
         is_reused = connection is not None
         if connection is None:
             connection = await connect(*self._address)
         connection.is_head_request = case.is_head_request
         connection.replies.clear()
         connection.transport.write(case.raw)
-        is_done = await connection.wait(1, time.monotonic() + HANG_S)
+        is_done = await connection.wait(1, time.monotonic() + HANG_TIMEOUT_SECONDS)
         if is_done and not connection.replies and is_reused and connection.violation is None:
             # The server may have closed the connection before the request reached it.
             return await self._exchange(case, None, is_counted=is_counted)
@@ -186,7 +184,7 @@ class Fuzzer:
             is_slow = any(step.kind == "pause_reading" for step in case.script.steps)
             connection = await connect(*self._address, is_slow=is_slow)
             connection.is_head_request = case.is_head_request
-            is_done = await run_script(connection, case.script, HANG_S)
+            is_done = await run_script(connection, case.script, HANG_TIMEOUT_SECONDS)
             self.counts.requests += case.script.requests
             self._check_connection(case, connection, is_done=is_done)
         except ConnectionError:
@@ -204,7 +202,7 @@ class Fuzzer:
             self._failures.add(case.seed, case.name, connection.violation, sent)
         if not is_done:
             self.counts.hangs += 1
-            problem = f"hangs after {len(connection.replies)} of {case.script.responses} responses"
+            problem = f"hung after {len(connection.replies)} of {case.script.responses} responses"
             self._failures.add(case.seed, case.name, problem, sent)
 
     def _check_reply(self, case: Case, reply: Reply, sent: bytes) -> None:
@@ -220,8 +218,8 @@ class Fuzzer:
             self._pool.responses[position] = match[1].decode()
 
 
-async def refresh_pool(address: tuple[str, int], pool: Pool, interval_s: float = 0.2) -> None:
-    """Replace the pool's sessions one by one, because cases may end them."""
+async def refresh_pool(address: tuple[str, int], pool: Pool, interval_seconds: float = 0.2) -> None:
+    """Keep replacing the pool's call ids, and its sessions, because cases may end them."""
     position = 0
     connection: Connection | None = None
     while True:
@@ -234,7 +232,7 @@ async def refresh_pool(address: tuple[str, int], pool: Pool, interval_s: float =
             for call in view["calls"][-1:]:
                 pool.calls[position % len(pool.calls)] = call["call_id"]
         position += 1
-        await asyncio.sleep(interval_s)
+        await asyncio.sleep(interval_seconds)
 
 
 async def open_session(connection: Connection, pool: Pool) -> tuple[str, str]:
@@ -243,12 +241,12 @@ async def open_session(connection: Connection, pool: Pool) -> tuple[str, str]:
 
 
 async def send(connection: Connection, method: str, path: str, key: str, body: object = None) -> Any:
-    """Send a regular request and return the parsed JSON response. Raises ValueError if it fails."""
+    """Send a valid request and return the parsed JSON response. Raises ValueError if it fails."""
     content = b"" if body is None else orjson.dumps(body)
     head = f"{method} {path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {key}\r\n"
     connection.replies.clear()
     connection.transport.write(b"%bContent-Length: %d\r\n\r\n%b" % (head.encode(), len(content), content))
-    await connection.wait(1, time.monotonic() + HANG_S)
+    await connection.wait(1, time.monotonic() + HANG_TIMEOUT_SECONDS)
     if not connection.replies or connection.replies[0].status >= 300:
         raise ValueError(f"{method} {path} failed: {connection.replies[:1]}")
     return parse_json(connection.replies[0].body)

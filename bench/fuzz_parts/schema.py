@@ -12,12 +12,14 @@ from typing import Any, Self
 from gateway_parts.peers import install_packages
 from gateway_parts.processes import MeasurementError
 
-from fuzz_parts.fuzzer import HANG_S
+from fuzz_parts.fuzzer import HANG_TIMEOUT_SECONDS
 
 REQUIREMENT = "schemathesis==4.32.5"
 
 
 class Schemathesis:
+    """A worker process that runs Schemathesis (see schema_worker.py)."""
+
     def __init__(
         self, environment: Path, url: str, keys: Sequence[str], sessions: Sequence[tuple[str, str]]
     ) -> None:
@@ -30,17 +32,23 @@ class Schemathesis:
             stderr=self._log,
             text=True,
         )
-        settings = {"url": url, "keys": list(keys), "sessions": list(sessions), "timeout_s": HANG_S}
+        settings = {
+            "url": url,
+            "keys": list(keys),
+            "sessions": list(sessions),
+            "timeout_seconds": HANG_TIMEOUT_SECONDS,
+        }
         self._write(settings)
 
     @staticmethod
     def install(cache: Path, log: Callable[[str], None]) -> Path:
-        """Install Schemathesis, unless it is installed, and return its environment."""
+        """Install Schemathesis if necessary, and return its environment."""
         environment = cache / "schemathesis"
         install_packages(environment, REQUIREMENT, [[REQUIREMENT]], log)
         return environment
 
     def run_batch(self, base: int, number: int) -> dict[str, Any]:
+        """Run one batch and return its result. Raises MeasurementError if the worker exits."""
         self._write([base, number])
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
@@ -57,7 +65,10 @@ class Schemathesis:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._process.kill()
         for stream in (self._process.stdin, self._process.stdout):

@@ -22,30 +22,33 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-EXAMPLES = 50
+EXAMPLES_PER_BATCH = 50
 CHECKS = [content_type_conformance, response_schema_conformance, status_code_conformance]
 DOCUMENTED_FAILURES = (502, 503, 504)
 
 
 class BatchRunner:
-    def __init__(self, url: str, keys: list[str], sessions: list[list[str]], timeout_s: float) -> None:
+    def __init__(self, url: str, keys: list[str], sessions: list[list[str]], timeout_seconds: float) -> None:
         self._schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
         self._operations = [result.ok() for result in self._schema.get_all_operations()]
         self._keys = keys
         self._sessions = sessions
-        self._timeout_s = timeout_s
+        self._timeout_seconds = timeout_seconds
         self._http = requests.Session()
 
     def run(self, base: int, number: int) -> dict[str, Any]:
-        """Send the requests of a batch. In every other round over the operations, they violate the schema."""
+        """Generate and send one batch of requests, and return the statuses and problems.
+
+        Each batch tests one operation. Every second pass over the operations sends invalid requests.
+        """
         operation = self._operations[number % len(self._operations)]
-        round_number = number // len(self._operations)
+        pass_number = number // len(self._operations)
         session_id, session_key = self._sessions[number % len(self._sessions)]
-        key = (*self._keys, session_key)[round_number % 3]
+        key = (*self._keys, session_key)[pass_number % 3]
         modes = schemathesis.GenerationMode
-        has_session = round_number % 4 < 3 and "{session}" in operation.path
+        has_session = pass_number % 4 < 3 and "{session}" in operation.path
         strategy = operation.as_strategy(
-            generation_mode=modes.NEGATIVE if round_number % 2 else modes.POSITIVE,
+            generation_mode=modes.NEGATIVE if pass_number % 2 else modes.POSITIVE,
             path_parameters={"session": session_id} if has_session else None,
         )
         result: dict[str, Any] = {"requests": 0, "problems": [], "statuses": Counter()}
@@ -53,7 +56,7 @@ class BatchRunner:
 
         @seed(base * 1_000_003 + number)
         @settings(
-            max_examples=EXAMPLES,
+            max_examples=EXAMPLES_PER_BATCH,
             deadline=None,
             database=None,
             phases=[Phase.generate],
@@ -65,7 +68,7 @@ class BatchRunner:
 
         try:
             send()
-        except Exception as error:  # noqa: BLE001 - any error while generating requests is a finding
+        except Exception as error:  # noqa: BLE001 - any error while generating requests is a problem
             self._report(result, f"Schemathesis: {type(error).__name__}: {error}", "", is_mismatch=True)
         return result
 
@@ -74,14 +77,14 @@ class BatchRunner:
         headers = {"X-Instar-Key": key}  # takes precedence over the keys that Schemathesis generates
         command = case.as_curl_command(headers=headers)
         try:
-            response = case.call(session=self._http, headers=headers, timeout=self._timeout_s)
+            response = case.call(session=self._http, headers=headers, timeout=self._timeout_seconds)
         except requests.Timeout:
             self._report(result, "no response", command, is_hang=True)
             return
         except (requests.RequestException, UnicodeError) as error:
             if "Connection aborted" in str(error) or "RemoteDisconnected" in str(error):
                 self._report(result, "the connection closed without a response", command)
-            result["statuses"]["not sent"] += 1  # requests rejects some headers and paths
+            result["statuses"]["not sent"] += 1  # usually because requests rejects a header or a path
             return
         result["statuses"][str(response.status_code)] += 1
         if response.status_code >= 500 and response.status_code not in DOCUMENTED_FAILURES:

@@ -16,7 +16,7 @@ from gateway_parts.stub import REPLY
 
 T = TypeVar("T")
 
-IN_FLIGHT = 32
+MAX_IN_FLIGHT = 32
 
 
 @dataclass
@@ -28,9 +28,10 @@ class Conversation:
     key: str = "none"
     turn: int = 0
     messages: bytearray = field(default_factory=bytearray)
+    """The messages as JSON, separated by commas."""
 
     def next_request(self) -> bytes:
-        """Start the next turn and return its request."""
+        """Start the next turn and return the body of its request."""
         self.turn += 1
         filler = make_filler(self.size, self.number * 1000 + self.turn)
         self._append_message("user", f"Worker {self.number}, turn {self.turn}: {filler}")
@@ -65,7 +66,10 @@ async def open_conversations(gateway: GatewayProcess, count: int, size: int) -> 
 
 
 async def run_turns(url: str, conversations: Sequence[Conversation], turns: int) -> None:
-    """Run ``turns`` more turns of each conversation. The conversations run concurrently."""
+    """Run ``turns`` more turns of each conversation. The conversations run concurrently.
+
+    Raises MeasurementError if a turn fails or the reply is not the stub's.
+    """
 
     async def run_one(client: aiohttp.ClientSession, conversation: Conversation) -> None:
         headers = {"Authorization": f"Bearer {conversation.key}", "Content-Type": "application/json"}
@@ -89,13 +93,13 @@ async def run_turns(url: str, conversations: Sequence[Conversation], turns: int)
 
 
 def _create_client() -> aiohttp.ClientSession:
-    connector = aiohttp.TCPConnector(limit=IN_FLIGHT)
+    connector = aiohttp.TCPConnector(limit=MAX_IN_FLIGHT)
     return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=120))
 
 
 async def _gather_limited(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run the coroutines, at most IN_FLIGHT at a time, and return their results in order."""
-    semaphore = asyncio.Semaphore(IN_FLIGHT)
+    """Run the coroutines, at most MAX_IN_FLIGHT at a time, and return their results in order."""
+    semaphore = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     async def run_one(coroutine: Coroutine[Any, Any, T]) -> T:
         async with semaphore:

@@ -1,10 +1,10 @@
-"""The floor, which does the minimum of a recording proxy: forward, commit one row per call, then reply.
+"""The floor: a minimal recording proxy that forwards each call, commits one row, then replies.
 
     python floor.py PORT UPSTREAM STORE ROW_BYTES
 
 The row contains the last ROW_BYTES of the request. In a long session, this is the new part of the request,
-and as much as the gateway commits for such a call. A single thread writes the rows, with the same pragmas as
-the gateway's store. Concurrent calls share a commit.
+about as much as the gateway commits for such a call. A single thread writes the rows, with the same pragmas
+as the gateway's store. Concurrent calls share a commit.
 """
 
 import asyncio

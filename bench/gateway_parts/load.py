@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gateway_parts.processes import MeasurementError, read_usage
-from gateway_parts.stub import DEBIAN, REPLY
+from gateway_parts.stub import INSTALL_COMMAND, REPLY
 
 SCRIPT = Path(__file__).with_name("request.lua")
 SMALL, LARGE = 1_000, 400_000
@@ -33,8 +33,8 @@ class Target:
     """The path and key of each session. There are as many as the maximum number of connections."""
     pid: int
     """The process to measure."""
-    has_sessions: bool = False
-    """True if the server recognizes requests that extend an earlier one."""
+    extends_calls: bool = False
+    """True if the server recognizes requests that extend an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Cell:
 def make_body(size: int, stream: bool) -> str:
     """Return a chat request of about ``size`` bytes, with the placeholders @SESSION@ and @NONCE@.
 
-    A large request is a late turn of a session, at about 3.3 bytes per token.
+    A request of size LARGE is a late turn of a session, with about 3.3 bytes per token.
     """
     return _encode_body(_make_messages(size), stream)
 
@@ -98,7 +98,7 @@ def make_filler(length: int, seed: int = 0) -> str:
 
 
 def measure_cell(target: Target, kind: RequestKind, seconds: float, folder: Path, seed: str) -> Cell:
-    """Measure one cell once. Failed requests make it invalid."""
+    """Measure one cell once. Failed requests make it invalid. Raises MeasurementError if wrk fails."""
     sessions = target.sessions[
         : min(kind.concurrency, LONG_SESSIONS) if kind.size == LARGE else kind.concurrency
     ]
@@ -139,14 +139,17 @@ def measure_cell(target: Target, kind: RequestKind, seconds: float, folder: Path
         rate=completed / (microseconds / 1e6),
         p50_ms=p50 / 1000,
         p99_ms=p99 / 1000,
-        cpu_ms=1000 * (after.cpu_s - before.cpu_s) / max(completed, 1),
+        cpu_ms=1000 * (after.cpu_seconds - before.cpu_seconds) / max(completed, 1),
         rss_mb=after.rss_mb,
         error=error or (None if completed else f"no response within {math.ceil(seconds)} s"),
     )
 
 
-def median_cell(cells: Sequence[Cell]) -> Cell:
-    """Return the medians of several rounds. One invalid round makes the cell invalid."""
+def compute_median_cell(cells: Sequence[Cell]) -> Cell:
+    """Return the medians of several rounds, and the memory after the last one.
+
+    One invalid round makes the cell invalid.
+    """
     values = {
         name: statistics.median(getattr(cell, name) for cell in cells)
         for name in ("rate", "p50_ms", "p99_ms", "cpu_ms")
@@ -156,7 +159,7 @@ def median_cell(cells: Sequence[Cell]) -> Cell:
 
 
 def start_long_sessions(target: Target) -> None:
-    """Send the turn before the long requests in each session, so that they extend a recorded call."""
+    """Send the turn that precedes the large requests in each session, so that they extend a recorded call."""
     template = _encode_body(_make_messages(LARGE)[:-2], stream=False)
     for number, (path, key) in enumerate(target.sessions[:LONG_SESSIONS]):
         _post(target, path, key, template.replace("@SESSION@", f"{number:08d}"), stream=False)
@@ -196,5 +199,5 @@ def _join_stream(text: str) -> str:
 def find_wrk() -> str:
     program = shutil.which("wrk")
     if program is None:
-        raise MeasurementError(f"wrk is not installed; run {DEBIAN}")
+        raise MeasurementError(f"wrk is not installed; run {INSTALL_COMMAND}")
     return program

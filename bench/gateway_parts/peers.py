@@ -45,7 +45,8 @@ class Peer:
     launch: Callable[[Path, Path, str, int], Launch]
     """Called with the environment's bin folder, a working folder, the stub's base URL and a port."""
     extra_requirements: tuple[str, str, str] | None = None
-    """(package, extra, pin): install the package's requirements for the extra, but use the pin for one."""
+    """(package, extra, pin): also install the package's requirements, including those of the extra. The pin
+    replaces one of them."""
 
 
 @contextlib.contextmanager
@@ -53,10 +54,10 @@ def start_peer(peer: Peer, environment: Path, folder: Path, stub_url: str) -> Ge
     folder.mkdir(parents=True)
     port = find_free_port()
     launch = peer.launch(environment / "bin", folder, stub_url, port)
-    url, log = f"http://127.0.0.1:{port}", folder / "log"
+    url, log_path = f"http://127.0.0.1:{port}", folder / "log"
     env = {"HOME": str(folder), "PYTHONWARNINGS": "ignore", **launch.env}
-    with start_process(launch.command, log=log, env=env, cwd=folder) as process:
-        wait_until_up(process, url + launch.health_path, log)
+    with start_process(launch.command, log_path, env=env, cwd=folder) as process:
+        wait_until_up(process, url + launch.health_path, log_path)
         sessions = [(launch.session_path.format(session=f"bench-{n}"), launch.key) for n in range(256)]
         yield Target(peer.name, peer.label, url, sessions, process.pid)
 
@@ -73,29 +74,30 @@ def install_packages(
     log: Log,
     extra_requirements: tuple[str, str, str] | None = None,
 ) -> None:
-    recipe = repr((steps, extra_requirements))
+    """Create the virtual environment, unless it exists and was installed with the same arguments."""
+    specification = repr((steps, extra_requirements))
     marker = environment / "installed"
-    if marker.is_file() and marker.read_text() == recipe:
+    if marker.is_file() and marker.read_text() == specification:
         return
     log(f"installing {label} into {environment}")
-    output = environment.with_suffix(".log")
+    log_path = environment.with_suffix(".log")
     environment.parent.mkdir(parents=True, exist_ok=True)
-    _run([sys.executable, "-m", "venv", "--clear", environment], output)
+    _run([sys.executable, "-m", "venv", "--clear", environment], log_path)
     for step in steps:
-        _pip_install(environment, step, output, log)
+        _pip_install(environment, step, log_path, log)
     if extra_requirements:
-        _pip_install(environment, _list_requirements(environment, *extra_requirements), output, log)
-    marker.write_text(recipe)
+        _pip_install(environment, _list_requirements(environment, *extra_requirements), log_path, log)
+    marker.write_text(specification)
 
 
-def _pip_install(environment: Path, arguments: Sequence[str], output: Path, log: Log) -> None:
+def _pip_install(environment: Path, arguments: Sequence[str], log_path: Path, log: Log) -> None:
     shortened = arguments if len(arguments) < 5 else [*arguments[:3], f"and {len(arguments) - 3} more"]
     log(f"  pip install {' '.join(shortened)}")
-    _run([environment / "bin" / "pip", "install", "--quiet", *arguments], output)
+    _run([environment / "bin" / "pip", "install", "--quiet", *arguments], log_path)
 
 
 def _list_requirements(environment: Path, package: str, extra: str, pin: str) -> list[str]:
-    """Return the requirements of an installed package, with one of them replaced with the pin."""
+    """Return the requirements of an installed package and its extra, with one of them replaced by the pin."""
     site = next((environment / "lib").glob("python*/site-packages"))
     (distribution,) = importlib.metadata.distributions(name=package, path=[str(site)])
     requirements = [Requirement(line) for line in distribution.requires or ()]
@@ -111,17 +113,17 @@ def _list_requirements(environment: Path, package: str, extra: str, pin: str) ->
     return [pin, *map(str, selected)]
 
 
-def _run(command: Sequence[str | Path], output: Path) -> None:
-    with output.open("ab") as sink:
-        code = subprocess.run(list(map(str, command)), stdout=sink, stderr=sink, check=False).returncode
+def _run(command: Sequence[str | Path], log_path: Path) -> None:
+    with log_path.open("ab") as output:
+        code = subprocess.run(list(map(str, command)), stdout=output, stderr=output, check=False).returncode
     if code != 0:
-        raise MeasurementError(f"the installation failed: {read_log_tail(output)} (see {output})")
+        raise MeasurementError(f"the installation failed: {read_log_tail(log_path)} (see {log_path})")
 
 
 # --- the peers ----------------------------------------------------------------------------------
 
 
-def _litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     key = f"sk-{secrets.token_urlsafe(24)}"
     litellm_params = {"model": "openai/bench", "api_base": stub_url, "api_key": "none"}
     settings = {
@@ -148,7 +150,7 @@ def _litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     )
 
 
-def _rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     settings = {
         "host": "127.0.0.1",
         "port": port,
@@ -166,7 +168,7 @@ def _rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     )
 
 
-def _metaclaw(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_metaclaw(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     settings = {
         "mode": "skills_only",
         "llm": {"provider": "custom", "model_id": "bench", "api_base": stub_url, "api_key": "none"},
@@ -185,16 +187,16 @@ PEERS = [
     Peer(
         "litellm",
         "LiteLLM proxy 1.108.4",
-        # It requires a certifi release that may not be available yet.
+        # LiteLLM requires a certifi release that may not be available, so this one replaces it.
         steps=[["--no-deps", "litellm==1.108.4"]],
         extra_requirements=("litellm", "proxy", "certifi==2026.10.18"),
-        launch=_litellm,
+        launch=_launch_litellm,
     ),
-    Peer("rllm", "rLLM gateway 0.1.0", steps=[["rllm-model-gateway==0.1.0"]], launch=_rllm),
+    Peer("rllm", "rLLM gateway 0.1.0", steps=[["rllm-model-gateway==0.1.0"]], launch=_launch_rllm),
     Peer(
         "metaclaw",
         "MetaClaw 0.4.1.2",
         steps=[["torch==2.13.0"], ["aiming-metaclaw[evolve]==0.4.1.2"]],
-        launch=_metaclaw,
+        launch=_launch_metaclaw,
     ),
 ]

@@ -23,13 +23,13 @@ class MeasurementError(Exception):
 
 @dataclass(frozen=True)
 class Usage:
-    cpu_s: float
+    cpu_seconds: float
     rss_mb: float
 
 
 def read_usage(pid: int) -> Usage:
-    """Return the CPU time so far and the memory of a process, including all its threads."""
-    clock = (~pid << 3) | 2  # as clock_getcpuclockid(3) does; /proc only counts ticks
+    """Return the memory of a process, and the CPU time of all its threads since it started."""
+    clock = (~pid << 3) | 2  # the formula of clock_getcpuclockid(3); /proc only counts ticks
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return Usage(time.clock_gettime(clock), pages * PAGE_SIZE / 2**20)
 
@@ -43,14 +43,17 @@ def find_free_port() -> int:
 @contextlib.contextmanager
 def start_process(
     command: Sequence[str | Path],
+    log_path: Path,
     *,
-    log: Path,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     stdout: int | None = None,
 ) -> Generator[subprocess.Popen[bytes]]:
-    """Run the program in its own process group and kill the group on exit."""
-    with log.open("ab") as output:
+    """Run the program in its own process group. On exit, terminate it and then kill the group.
+
+    Its output is appended to the log, unless ``stdout`` is set; then only stderr is.
+    """
+    with log_path.open("ab") as output:
         process = subprocess.Popen(
             [str(part) for part in command],
             stdin=subprocess.DEVNULL,
@@ -74,12 +77,19 @@ def start_process(
             process.stdout.close()
 
 
-def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout: float = 120.0) -> None:
-    """Wait until the URL responds with anything other than a server error."""
-    deadline = time.monotonic() + timeout
+def wait_until_up(
+    process: subprocess.Popen[bytes], url: str, log_path: Path, timeout_seconds: float = 120.0
+) -> None:
+    """Wait until the URL responds with anything other than a server error.
+
+    Raises MeasurementError if the process exits or the timeout expires.
+    """
+    deadline = time.monotonic() + timeout_seconds
     while True:
         if process.poll() is not None:
-            raise MeasurementError(f"the process exited with code {process.returncode}: {read_log_tail(log)}")
+            raise MeasurementError(
+                f"the process exited with code {process.returncode}: {read_log_tail(log_path)}"
+            )
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return
@@ -89,11 +99,11 @@ def wait_until_up(process: subprocess.Popen[bytes], url: str, log: Path, timeout
         except OSError:
             pass
         if time.monotonic() > deadline:
-            raise MeasurementError(f"no response within {timeout:.0f} s: {read_log_tail(log)}")
+            raise MeasurementError(f"no response within {timeout_seconds:.0f} s: {read_log_tail(log_path)}")
         time.sleep(0.1)
 
 
-def read_log_tail(log: Path) -> str:
+def read_log_tail(log_path: Path) -> str:
     """Return the last lines of a program's output, joined into one."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line.strip() for line in log_path.read_text(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-4:])[-300:] or "no output"

@@ -32,7 +32,7 @@ EARLY, LATE = Phase("10", 8, 12), Phase("100", 96, 100)
 def measure_turns(
     gateway: GatewayProcess, floor: Target, count: int, log: Callable[[str], None]
 ) -> dict[str, float]:
-    """Compare the CPU time of turns 100 and 10, each minus the floor's CPU time for the same bodies."""
+    """Measure the CPU time of turns 10 and 100, and compare them after subtracting the floor's CPU time."""
     metrics: dict[str, float] = {}
     conversations = asyncio.run(open_conversations(gateway, count, TURN_BYTES))
     floor_conversations = [
@@ -56,9 +56,10 @@ def measure_turns(
 
 
 def _measure_cpu_ms(pid: int, url: str, conversations: list[Conversation], turns: int) -> float:
-    cpu_before = read_usage(pid).cpu_s
+    """Run the turns and return the process's CPU time per turn."""
+    cpu_before = read_usage(pid).cpu_seconds
     asyncio.run(run_turns(url, conversations, turns))
-    return 1000 * (read_usage(pid).cpu_s - cpu_before) / (len(conversations) * turns)
+    return 1000 * (read_usage(pid).cpu_seconds - cpu_before) / (len(conversations) * turns)
 
 
 def measure_memory(
@@ -77,7 +78,7 @@ def measure_memory(
     recorded = gateway.count_calls() - calls_before
     if recorded != calls_per_session * sessions:
         raise MeasurementError(
-            f"{calls_per_session * sessions} calls were answered, but {recorded} are in the store"
+            f"{calls_per_session * sessions} calls succeeded, but {recorded} are in the store"
         )
     return {
         "rss_mb": read_usage(gateway.pid).rss_mb,
@@ -88,8 +89,8 @@ def measure_memory(
 
 
 def _read_loop_lag(gateway: GatewayProcess) -> float | None:
-    """Return the gateway's event loop lag, or None if it is not reported."""
+    """Return the 99th percentile of the gateway's event loop lag, or None if `/stats` fails."""
     try:
-        return gateway.stats()["loop_lag_p99_ms"]
+        return gateway.fetch_stats()["loop_lag_p99_ms"]
     except urllib.error.HTTPError:
         return None

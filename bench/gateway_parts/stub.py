@@ -10,7 +10,7 @@ from pathlib import Path
 
 from gateway_parts.processes import MeasurementError, find_free_port, start_process, wait_until_up
 
-DEBIAN = "apt-get install nginx libnginx-mod-http-lua wrk"
+INSTALL_COMMAND = "apt-get install nginx libnginx-mod-http-lua wrk"
 MODULES = Path("/usr/lib/nginx/modules")
 REPLY = (
     "One by one the numbers are added, first the small ones and then the large, "
@@ -76,15 +76,15 @@ def start_stub(folder: Path) -> Generator[str]:
     """Run the stub and yield its base URL, which ends in ``/v1``."""
     program = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if program is None or not (MODULES / "ngx_http_lua_module.so").is_file():
-        raise MeasurementError(f"nginx with its Lua module is not installed; run {DEBIAN}")
+        raise MeasurementError(f"nginx with its Lua module is not installed; run {INSTALL_COMMAND}")
     folder.mkdir(parents=True)
     port = find_free_port()
     (folder / "completion.json").write_text(json.dumps(make_completion()))
     (folder / "events.sse").write_text(make_event_stream())
     (folder / "nginx.conf").write_text(CONFIG.format(folder=folder, port=port, modules=MODULES))
-    log = folder / "log"
-    with start_process([program, "-p", folder, "-c", folder / "nginx.conf"], log=log) as process:
-        wait_until_up(process, f"http://127.0.0.1:{port}/", log)
+    log_path = folder / "log"
+    with start_process([program, "-p", folder, "-c", folder / "nginx.conf"], log_path) as process:
+        wait_until_up(process, f"http://127.0.0.1:{port}/", log_path)
         yield f"http://127.0.0.1:{port}/v1"
 
 

@@ -22,8 +22,8 @@ TURNS = 6
 TURN_BYTES = 120
 CallKind = Literal["complete", "streamed", "disconnecting", "broken"]
 CALL_WEIGHTS: dict[CallKind, float] = {"complete": 0.5, "streamed": 0.3, "disconnecting": 0.1, "broken": 0.1}
-DISCONNECT_SECONDS = 0.3
-"""A disconnecting client does so at a random moment within this time."""
+MAX_DISCONNECT_SECONDS = 0.3
+"""A disconnecting client closes its connection at a random moment within this time."""
 DOCUMENTED_ERRORS = (502, 503, 504)
 
 
@@ -38,18 +38,18 @@ class LiveAgents:
         self._gateway = gateway
         self._client = client
         self._random = random.Random(seed)
-        self._idle: list[LiveSession] = []
+        self._idle_sessions: list[LiveSession] = []
         self.counts: Counter[str] = Counter()
         """The number of calls by kind, responses by status, rewards and sessions."""
 
     async def send_call(self) -> Outcome:
-        """Send the next call of a session, or a broken call."""
+        """Send the next call of a session, or a broken call, and count it."""
         (kind,) = self._random.choices(list(CALL_WEIGHTS), list(CALL_WEIGHTS.values()))
         self.counts[kind] += 1
         if kind == "broken":
             outcome = await self._send_broken()
         else:
-            session = self._idle.pop() if self._idle else await self._open_session()
+            session = self._idle_sessions.pop() if self._idle_sessions else await self._open_session()
             outcome = await self._send_turn(session, kind)
         self.counts[f"status {outcome.status}"] += 1
         if outcome.status >= 500 and outcome.status not in DOCUMENTED_ERRORS:
@@ -70,14 +70,18 @@ class LiveAgents:
         body = conversation.next_request()
         if kind != "complete":
             body = b'{"stream":true,' + body[1:]
-        abandon_after = self._random.uniform(0, DISCONNECT_SECONDS) if kind == "disconnecting" else None
+        abandon_after_seconds = (
+            self._random.uniform(0, MAX_DISCONNECT_SECONDS) if kind == "disconnecting" else None
+        )
         headers = self._make_headers(conversation.key)
-        outcome, received = await self._client.send(CHAT, headers, body, abandon_after=abandon_after)
+        outcome, received = await self._client.send(
+            CHAT, headers, body, abandon_after_seconds=abandon_after_seconds
+        )
         if outcome.reply_id is None:
             return outcome  # the agent abandons its session, which stays open until it times out
         conversation.add_reply(read_reply(received))
         if conversation.turn < TURNS:
-            self._idle.append(session)
+            self._idle_sessions.append(session)
         else:
             await self._end_session(session)
         return outcome
@@ -114,14 +118,14 @@ class LiveAgents:
     async def _send_incomplete(self) -> Outcome:
         """Send a request with an incomplete body, and disconnect."""
         address = urlsplit(self._gateway.url)
-        began = asyncio.get_running_loop().time()
+        started_at = asyncio.get_running_loop().time()
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(address.hostname, address.port)
             head = f"POST {CHAT} HTTP/1.1\r\nhost: h\r\nauthorization: Bearer {self._gateway.admin_key}\r\n"
             writer.write(f"{head}content-length: 1000\r\n\r\n{{".encode())
-            await asyncio.sleep(self._random.uniform(0, DISCONNECT_SECONDS))
+            await asyncio.sleep(self._random.uniform(0, MAX_DISCONNECT_SECONDS))
             writer.close()
-        return Outcome(began, asyncio.get_running_loop().time(), 0)
+        return Outcome(started_at, asyncio.get_running_loop().time(), 0)
 
     async def _post(self, path: str, key: str, body: Any) -> tuple[Outcome, bytes]:
         return await self._client.send(path, self._make_headers(key), json.dumps(body).encode())

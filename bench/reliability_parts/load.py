@@ -21,8 +21,8 @@ SendCall = Callable[[], Awaitable["Outcome"]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    began: float
-    ended: float
+    started_at: float
+    ended_at: float
     status: int
     """The status code, or 0 if the connection was lost before the response was complete."""
     reply_id: str | None = None
@@ -31,7 +31,7 @@ class Outcome:
 
     @property
     def milliseconds(self) -> float:
-        return 1000 * (self.ended - self.began)
+        return 1000 * (self.ended_at - self.started_at)
 
 
 class LoadClient:
@@ -41,27 +41,33 @@ class LoadClient:
         address = urlsplit(url)
         assert address.hostname is not None
         assert address.port is not None
-        self._http = PlainClient(address.hostname, address.port, idle_seconds=60, connect_seconds=60)
+        self._http = PlainClient(address.hostname, address.port, idle_timeout=60, connect_timeout=60)
 
     async def send(
-        self, path: str, headers: Mapping[str, str], body: bytes, *, abandon_after: float | None = None
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes,
+        *,
+        abandon_after_seconds: float | None = None,
     ) -> tuple[Outcome, bytes]:
         """Send a request and return its outcome and the response body.
 
-        The client disconnects if there is no complete response after ``abandon_after`` seconds.
+        The client disconnects if there is no complete response after ``abandon_after_seconds``. If the
+        connection is lost, the status is 0 and the body empty.
         """
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         try:
-            async with asyncio.timeout(abandon_after):
+            async with asyncio.timeout(abandon_after_seconds):
                 response = await self._http.post(path, headers, body)
                 try:
                     received = await response.read()
                 finally:
                     response.close()
         except (OSError, TimeoutError, aiohttp.ClientError):
-            return Outcome(began, time.perf_counter(), 0), b""
+            return Outcome(started_at, time.perf_counter(), 0), b""
         outcome = Outcome(
-            began,
+            started_at,
             time.perf_counter(),
             response.status,
             find_reply_id(received) if response.status == 200 else None,
@@ -102,62 +108,61 @@ class ChatRequests:
 
 
 class LoadGenerator:
-    """Starts calls in phases and collects their outcomes, including those of calls that outlive their
-    phase."""
+    """Starts calls in phases and collects their outcomes, even if a call ends after its phase."""
 
     def __init__(self, send: SendCall) -> None:
         self._send = send
         self._tasks: set[asyncio.Task[None]] = set()
         self.outcomes: list[Outcome] = []
-        self.lags: list[float] = []
+        self.timer_lags: list[float] = []
         """The delays of this process's timers in seconds. Measured latencies are valid only if these are
         short."""
 
     async def run_at_rate(self, rate: float, seconds: float) -> tuple[float, float]:
-        """Start calls at this rate, whether or not earlier calls have ended.
+        """Start calls at this rate per second, whether or not earlier calls have ended.
 
         Return the start and end of the phase, without waiting for the calls.
         """
-        began = now = tick = time.perf_counter()
-        started = 0
-        while now - began < seconds:
-            due = int((now - began) * rate)
-            while started < due:
-                started += 1
-                task = asyncio.create_task(self._record())
+        started_at = now = previous = time.perf_counter()
+        started_calls = 0
+        while now - started_at < seconds:
+            due_calls = int((now - started_at) * rate)
+            while started_calls < due_calls:
+                started_calls += 1
+                task = asyncio.create_task(self._send_and_record())
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
             await asyncio.sleep(TICK_SECONDS)
-            now, tick = time.perf_counter(), now
-            self.lags.append(now - tick - TICK_SECONDS)
-        return began, now
+            now, previous = time.perf_counter(), now
+            self.timer_lags.append(now - previous - TICK_SECONDS)
+        return started_at, now
 
     async def run_concurrently(self, concurrency: int, seconds: float) -> tuple[float, float]:
-        """Keep this number of calls in flight. Return the start of the phase and the end of its last call."""
-        began = time.perf_counter()
+        """Keep this number of calls in flight. Return the start of the phase and the end of the last call."""
+        started_at = time.perf_counter()
 
         async def call_repeatedly() -> None:
-            while time.perf_counter() - began < seconds:
-                await self._record()
+            while time.perf_counter() - started_at < seconds:
+                await self._send_and_record()
 
         await asyncio.gather(*(call_repeatedly() for _ in range(concurrency)))
-        return began, time.perf_counter()
+        return started_at, time.perf_counter()
 
-    async def finish(self, timeout: float = 120.0) -> None:
-        """Wait for the calls that are still in flight."""
+    async def finish(self, timeout_seconds: float = 120.0) -> None:
+        """Wait for the calls that are still in flight, and cancel them when the timeout expires."""
         if self._tasks:
-            _, pending = await asyncio.wait(self._tasks, timeout=timeout)
+            _, pending = await asyncio.wait(self._tasks, timeout=timeout_seconds)
             for task in pending:
                 task.cancel()
 
-    async def _record(self) -> None:
+    async def _send_and_record(self) -> None:
         outcome = await self._send()
-        self.outcomes.append(outcome)  # not before the call, which may replace the list
+        self.outcomes.append(outcome)  # read `outcomes` after the call: the list may be replaced during it
 
 
-def count_replies(outcomes: list[Outcome], began: float, ended: float) -> int:
+def count_replies(outcomes: list[Outcome], started_at: float, ended_at: float) -> int:
     """Return the number of successful calls that ended within the phase."""
-    return sum(outcome.status == 200 and began <= outcome.ended < ended for outcome in outcomes)
+    return sum(outcome.status == 200 and started_at <= outcome.ended_at < ended_at for outcome in outcomes)
 
 
 def percentile(values: list[float], fraction: float) -> float:

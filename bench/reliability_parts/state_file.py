@@ -10,7 +10,7 @@ CACHE = Path(__file__).resolve().parents[2] / ".cache" / "bench"
 
 
 class StateFile:
-    """Finished parts by name. Without ``keep``, nothing is read or written."""
+    """The results of a measurement's parts, by name. Without ``keep``, nothing is read or written."""
 
     def __init__(self, path: Path, *, keep: bool) -> None:
         self._path = path
@@ -23,9 +23,9 @@ class StateFile:
         self.parts[name] = part
         if self._keep:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self._path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.parts))
-            partial.replace(self._path)
+            temporary_path = self._path.with_suffix(".partial")
+            temporary_path.write_text(json.dumps(self.parts))
+            temporary_path.replace(self._path)
 
     def remove(self) -> None:
         """Delete the file, so that the next measurement starts over."""

@@ -29,12 +29,13 @@ def make_tasks(count: int = 256) -> list[Json]:
 
 
 def rule(task: Json, transcript: Transcript) -> float:
-    """Return 1 if the reply is the task's number. Live sessions have no task; their number is 0."""
+    """Return 1 if the last reply gives the task's number, else 0. Without a task, as in live sessions, the
+    number is 0."""
     return float(transcript.final_text.endswith(f"{task.get('number', 0)}."))
 
 
 async def agent(task: Json, session: AgentSession) -> None:
-    """Take TURNS turns. Some sessions fail after one of them."""
+    """Take TURNS turns. In some sessions, raise RuntimeError after one of them."""
     headers = {"Authorization": f"Bearer {session.api_key}"}
     messages: list[Json] = []
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=60), headers=headers) as client:

@@ -1,10 +1,11 @@
-"""A judge's endpoint with limited capacity: it handles a fixed number of concurrent requests of fixed
-duration.
+"""A judge endpoint with limited capacity.
 
     python bench/rewards_parts/endpoint.py --slots 16 --service 0.1 --faults 0.2
 
-Prints its port. A fraction ``--faults`` of the requests fails: no response, status 429, an invalid reply or
-a broken connection. The latter two take as long as a valid reply. ``GET /stats`` returns the counts.
+It prints its port and handles up to ``--slots`` concurrent requests, each in ``--service`` seconds. A
+fraction ``--faults`` of the requests fails: no response, status 429, an invalid reply or a broken connection.
+The last two take as long as a valid reply. ``GET /stats`` returns the number of requests by outcome, the
+number served and the time from the first request to the last reply.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from collections import Counter
 
 from aiohttp import web
 
-SILENT_SECONDS = 3600.0
+NO_RESPONSE_SECONDS = 3600.0
 
 
 class JudgeEndpoint:
-    def __init__(self, slots: int, service: float, faults: float) -> None:
+    def __init__(self, slots: int, service_seconds: float, fault_rate: float) -> None:
         self.slots = asyncio.Semaphore(slots)
-        self.service = service
-        self.faults = faults
+        self.service_seconds = service_seconds
+        self.fault_rate = fault_rate
         self.random = random.Random(7)
         self.outcome_counts: Counter[str] = Counter()
         self.first_request_at = self.last_reply_at = 0.0
@@ -34,18 +35,18 @@ class JudgeEndpoint:
         await request.read()
         self.first_request_at = self.first_request_at or time.monotonic()
         fault = ""
-        if self.random.random() < self.faults:
+        if self.random.random() < self.fault_rate:
             fault = self.random.choice(["silent", "busy", "malformed", "broken"])
         if fault == "silent":
             self.outcome_counts["silent"] += 1
-            await asyncio.sleep(SILENT_SECONDS)
+            await asyncio.sleep(NO_RESPONSE_SECONDS)
         if fault == "busy":
             self.outcome_counts["busy"] += 1
             return web.json_response(
                 {"error": {"message": "busy"}}, status=429, headers={"Retry-After": "0.2"}
             )
         async with self.slots:
-            await asyncio.sleep(self.service)
+            await asyncio.sleep(self.service_seconds)
         self.last_reply_at = time.monotonic()
         self.outcome_counts[fault or "good"] += 1
         if fault == "broken":

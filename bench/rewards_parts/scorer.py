@@ -23,7 +23,7 @@ from instar.rewards.runner import ScoringRunner
 from instar.store.sqlite import SqliteStore
 
 RUN = "bench"
-REPORT_SECONDS = 0.25
+REPORT_INTERVAL_SECONDS = 0.25
 
 
 def read_memory_mib() -> float:
@@ -49,7 +49,7 @@ async def run(arguments: argparse.Namespace) -> None:
         if scored >= arguments.sessions:
             runner.drain()
             break
-        await asyncio.sleep(REPORT_SECONDS)
+        await asyncio.sleep(REPORT_INTERVAL_SECONDS)
     await runner_task
     await judge.close()
     await store.close()

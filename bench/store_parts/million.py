@@ -1,4 +1,4 @@
-"""Create a store with a million calls by inserting a few encoded rows again and again, under new ids."""
+"""Create a store with a million calls by inserting a few encoded rows repeatedly, under new ids."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CALL_BYTES = 400
 """The number of bytes that each call adds. A million calls take one gigabyte."""
 UNCLAIMED_GROUPS = 96
 """The number of groups that are ready but not yet claimed by a step."""
-STEP_GROUPS = 64
+GROUPS_PER_STEP = 64
 DISTINCT_CONVERSATIONS = 16
 """The number of distinct conversations. All others repeat them."""
 
@@ -168,7 +168,7 @@ def _make_claims(shape: StoreShape) -> Iterator[dict[str, Any]]:
             "sample_key": f"{_make_group_id(group)}/{number % GROUP_SIZE}/0",
             "session_id": _make_session_id(number),
             "group_id": _make_group_id(group),
-            "step": group // STEP_GROUPS + 1,
+            "step": group // GROUPS_PER_STEP + 1,
         }
 
 

@@ -12,7 +12,7 @@ from instar.store.base import SessionFilter
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, RewardSource, SessionStatus
 from store_parts.calls import RUN
-from store_parts.million import GROUP_SIZE, STEP_GROUPS, TURNS, StoreShape
+from store_parts.million import GROUP_SIZE, GROUPS_PER_STEP, TURNS, StoreShape
 
 PAGE_SIZE = 50
 REPEATS = 15
@@ -35,7 +35,7 @@ FILTERS: dict[str, SessionFilter] = {
 
 
 async def measure_page_times(store: SqliteStore, shape: StoreShape) -> dict[str, float]:
-    """Return the median time in ms of a page of `sessions ls` with rewards and tags, by filter."""
+    """Return the median time in ms to read a page of `sessions ls` with rewards and tags, by filter."""
     milliseconds: dict[str, float] = {}
     for name, session_filter in FILTERS.items():
         milliseconds[name] = await _measure_median_ms(
@@ -65,19 +65,20 @@ async def _measure_median_ms(read: Callable[[], Awaitable[None]]) -> float:
 
 
 def make_batch_config() -> RunConfig:
+    """Return the config of a run that trains on the store. Its functions are never called."""
     rollout = {
         "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
         "agent": {"type": "function", "function": "instar.demo.agent:solve"},
         "group_size": GROUP_SIZE,
     }
-    trainer = {"groups_per_step": STEP_GROUPS}
+    trainer = {"groups_per_step": GROUPS_PER_STEP}
     reward = {"type": "rule", "function": "instar.demo.tasks:train_tasks"}
     settings = {"name": RUN, "agent_id": "agent", "trainer": trainer, "rollout": rollout, "reward": reward}
     return RunConfig.model_validate(settings)
 
 
 async def measure_batch_time(store: SqliteStore) -> float:
-    """Return the median time in seconds until a new trainer has its first batch of 512 samples."""
+    """Return the median time in seconds in which a new batcher builds its first batch of 512 samples."""
     times: list[float] = []
     for _ in range(3):
         batcher = Batcher(store, RUN, make_batch_config())
@@ -86,6 +87,6 @@ async def measure_batch_time(store: SqliteStore) -> float:
         times.append(time.perf_counter() - started_at)
         assert batch is not None
         samples = len(batch.samples)
-        assert samples == STEP_GROUPS * GROUP_SIZE, f"the batch has {samples} samples"
+        assert samples == GROUPS_PER_STEP * GROUP_SIZE, f"the batch has {samples} samples"
         assert all(len(sample.spans) == TURNS for sample in batch.samples)
     return statistics.median(times)

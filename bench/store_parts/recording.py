@@ -22,7 +22,7 @@ from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.types import Call, Session
 from store_parts.calls import make_session, make_turns
 
-IN_FLIGHT = 32
+AGENT_COUNT = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def make_conversations(load: CallLoad) -> Conversations:
 
 
 async def record_calls(store: SqliteStore, conversations: Conversations) -> float:
-    """Record the calls with IN_FLIGHT agents that wait for each commit, and return the seconds."""
+    """Record the calls with AGENT_COUNT agents that wait for each commit. Return the duration in seconds."""
     remaining = iter(conversations)
 
     async def run_agent() -> None:
@@ -115,7 +115,7 @@ async def record_calls(store: SqliteStore, conversations: Conversations) -> floa
                 await store.add_calls([call])
 
     started_at = time.perf_counter()
-    await asyncio.gather(*(run_agent() for _ in range(IN_FLIGHT)))
+    await asyncio.gather(*(run_agent() for _ in range(AGENT_COUNT)))
     return time.perf_counter() - started_at
 
 
@@ -160,8 +160,8 @@ INSERT_TARGETS = (
 def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
     """Return the rows that the store would write, in the order in which concurrent agents produce them."""
     rows: list[tuple[Table, Values]] = []
-    for start in range(0, len(conversations), IN_FLIGHT):
-        concurrent = conversations[start : start + IN_FLIGHT]
+    for start in range(0, len(conversations), AGENT_COUNT):
+        concurrent = conversations[start : start + AGENT_COUNT]
         for turn in range(len(concurrent[0][1])):
             for session, calls in concurrent:
                 if turn == 0:
@@ -171,6 +171,7 @@ def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
 
 
 def count_bytes(values: Values) -> int:
+    """Return the size of the texts and blobs among the values."""
     sizes = (len(v.encode() if isinstance(v, str) else v) for v in values if isinstance(v, str | bytes))
     return sum(sizes)
 
@@ -178,7 +179,7 @@ def count_bytes(values: Values) -> int:
 def insert_rows(
     database: SqliteDatabase, rows: Sequence[tuple[Table, Values]], calls_per_commit: int
 ) -> float:
-    """Insert the rows and return the time in seconds."""
+    """Insert the rows with one commit per ``calls_per_commit`` calls. Return the duration in seconds."""
     statements = {
         table.name: f"INSERT INTO {table.name} ({', '.join(table.insert_columns)}) "
         f"VALUES ({', '.join('?' for _ in table.insert_columns)})"

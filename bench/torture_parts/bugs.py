@@ -14,7 +14,7 @@ from instar.gateway.base import EndedSession, FailSession
 from instar.gateway.pipeline.record import Recorder
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionState
-from instar.gateway.token_api import SubmissionService, SubmittedCall
+from instar.gateway.submissions import SubmissionService, SubmittedCall
 from instar.rollout.runner import RolloutRunner
 from instar.store.database import Database
 from instar.trainer.checkpoint import TrainerState, checkpoint_path, prune_folder, save_checkpoint
@@ -119,7 +119,7 @@ class StoreWithReusedVersions(SimulatedStore):
 
 
 def _rename_write(name: str, work: Callable[[Database], T]) -> Callable[[Database], T]:
-    """Rename the write to the query that it replaces."""
+    """Give the write the name of the query that it replaces."""
     work.__code__ = work.__code__.replace(co_name=name)
     return work
 
@@ -140,7 +140,7 @@ class EarlyRecorder(Recorder):
 
 
 class SubmissionsWithoutKeys(SubmissionService):
-    """A retry is recorded as another call."""
+    """A retry is recorded as a new call."""
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
         state.graph = None
@@ -156,7 +156,7 @@ def _find_nothing(key: bytes, client_key: str) -> list[str]:
 
 
 class StoreWithRepeatedRewards(SimulatedStore):
-    """Ending a session again stores its rewards again."""
+    """Ending a session a second time stores its rewards a second time."""
 
     async def end_session(self, session_id: str, status: SessionStatus, *args: Any) -> bool:
         changed = await super().end_session(session_id, status, *args)
@@ -205,21 +205,28 @@ class StoreWithSplitScores(SimulatedStore):
 
 
 BUGS = (
-    PlantedBug("recovery does not release unsaved steps", Components(store=StoreWithoutRelease)),
-    PlantedBug("recovery does not tombstone versions", Components(trainer=TrainerWithoutTombstones)),
+    PlantedBug("recovery does not release unsaved steps", Components(store_class=StoreWithoutRelease)),
+    PlantedBug("recovery does not tombstone versions", Components(trainer_class=TrainerWithoutTombstones)),
     PlantedBug(
-        "the checkpoint is recorded before it is written", Components(trainer=TrainerWithEarlyCheckpointRow)
+        "the checkpoint is recorded before it is written",
+        Components(trainer_class=TrainerWithEarlyCheckpointRow),
     ),
-    PlantedBug("recovery loads a state that was not recorded", Components(trainer=LatestStateTrainer)),
-    PlantedBug("recovery does not load the checkpoint", Components(trainer=TrainerWithoutLoad)),
-    PlantedBug("the files of the head are removed", Components(trainer=TrainerWithPrunedHead)),
-    PlantedBug("a process writes without its lease", Components(store=StoreWithoutLease)),
-    PlantedBug("a version number is used again", Components(store=StoreWithReusedVersions)),
-    PlantedBug("a call is acknowledged before its commit", Components(recorder=EarlyRecorder)),
-    PlantedBug("a retry is recorded as another call", Components(submissions=SubmissionsWithoutKeys)),
-    PlantedBug("the end of a session stores its rewards twice", Components(store=StoreWithRepeatedRewards)),
-    PlantedBug("an end is acknowledged before it is stored", Components(sessions=SessionsWithEarlyEnd)),
-    PlantedBug("a group is ready before its sessions end", Components(runner=RunnerWithEarlyClose)),
-    PlantedBug("open groups are not resumed", Components(runner=RunnerWithoutResume)),
-    PlantedBug("a score is written before its rewards", Components(store=StoreWithSplitScores)),
+    PlantedBug("recovery loads a state that was not recorded", Components(trainer_class=LatestStateTrainer)),
+    PlantedBug("recovery does not load the checkpoint", Components(trainer_class=TrainerWithoutLoad)),
+    PlantedBug("the files of the head are removed", Components(trainer_class=TrainerWithPrunedHead)),
+    PlantedBug("a process writes without its lease", Components(store_class=StoreWithoutLease)),
+    PlantedBug("a version number is used again", Components(store_class=StoreWithReusedVersions)),
+    PlantedBug("a call is acknowledged before its commit", Components(recorder_class=EarlyRecorder)),
+    PlantedBug(
+        "a retry is recorded as another call", Components(submission_service_class=SubmissionsWithoutKeys)
+    ),
+    PlantedBug(
+        "the end of a session stores its rewards twice", Components(store_class=StoreWithRepeatedRewards)
+    ),
+    PlantedBug(
+        "an end is acknowledged before it is stored", Components(session_service_class=SessionsWithEarlyEnd)
+    ),
+    PlantedBug("a group is ready before its sessions end", Components(runner_class=RunnerWithEarlyClose)),
+    PlantedBug("open groups are not resumed", Components(runner_class=RunnerWithoutResume)),
+    PlantedBug("a score is written before its rewards", Components(store_class=StoreWithSplitScores)),
 )

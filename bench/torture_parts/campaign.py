@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from torture_parts.bugs import BUGS
-from torture_parts.schedules import Outcome, Schedule, Simulator, open_folder, quiet_logs
+from torture_parts.schedules import Outcome, Schedule, Simulator, disable_logging, make_temporary_folder
 from torture_parts.state import StateFile
 
 RANDOM_SCHEDULES = 20_000
@@ -55,16 +55,16 @@ class ChunkResult:
 class Campaign:
     """The results of all chunks so far."""
 
-    total: int
+    total_schedules: int
     crash_points: int
     results: list[ChunkResult] = field(default_factory=list[ChunkResult])
 
-    def count(self, kind: str) -> int:
+    def count_schedules(self, kind: str) -> int:
         return sum(result.schedules for result in self.results if result.kind == kind)
 
     @property
     def interleavings(self) -> int:
-        return self.count("crash") + self.count("random")
+        return self.count_schedules("crash") + self.count_schedules("random")
 
     @property
     def violations(self) -> list[str]:
@@ -77,7 +77,7 @@ class Campaign:
 
     @property
     def coverage(self) -> float:
-        return self.interleavings / self.total
+        return self.interleavings / self.total_schedules
 
 
 class _Worker:
@@ -85,19 +85,19 @@ class _Worker:
 
     simulator: Simulator
     folder: Path
-    crash_points: list[Schedule]
+    crash_schedules: list[Schedule]
 
 
 def _start_worker(folder: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     os.nice(5)
-    quiet_logs()
+    disable_logging()
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)  # a schedule leaves little garbage
     _Worker.folder = folder / str(os.getpid())
     _Worker.simulator = Simulator(_Worker.folder)
-    _Worker.crash_points = list(_Worker.simulator.list_crash_points())
+    _Worker.crash_schedules = list(_Worker.simulator.make_crash_schedules())
 
 
 def _exit_with_parent() -> None:
@@ -108,7 +108,7 @@ def _exit_with_parent() -> None:
 
 
 def _count_crash_points() -> int:
-    return len(_Worker.crash_points)
+    return len(_Worker.crash_schedules)
 
 
 def _run_chunk(chunk: Chunk) -> ChunkResult:
@@ -118,7 +118,9 @@ def _run_chunk(chunk: Chunk) -> ChunkResult:
     result = ChunkResult(chunk.kind, chunk.start, chunk.stop)
     for number in range(chunk.start, chunk.stop):
         is_crash = chunk.kind == "crash"
-        outcome = simulator.run(_Worker.crash_points[number] if is_crash else simulator.make_random(number))
+        outcome = simulator.run(
+            _Worker.crash_schedules[number] if is_crash else simulator.make_random_schedule(number)
+        )
         result.schedules += 1
         result.decisions += outcome.decisions
         result.crashes += len(outcome.crashes)
@@ -127,12 +129,17 @@ def _run_chunk(chunk: Chunk) -> ChunkResult:
 
 
 def _find_bug(chunk: Chunk) -> ChunkResult:
-    """Alternate random schedules and crash points until one of them shows the planted bug."""
+    """Alternate between random and crash schedules until one of them reveals the planted bug.
+
+    Give up after BUG_SCHEDULES.
+    """
     simulator = Simulator(_Worker.folder / "bug", BUGS[chunk.start].components)
     result = ChunkResult(chunk.kind, chunk.start, chunk.stop)
-    # A prime step visits all crash points in an order that mixes the scenarios.
-    points = (_Worker.crash_points[601 * n % len(_Worker.crash_points)] for n in range(BUG_SCHEDULES))
-    pairs = ((simulator.make_random(seed), point) for seed, point in enumerate(points))
+    # A prime step visits the crash points in an order that mixes the scenarios.
+    crash_schedules = (
+        _Worker.crash_schedules[601 * n % len(_Worker.crash_schedules)] for n in range(BUG_SCHEDULES)
+    )
+    pairs = ((simulator.make_random_schedule(seed), crash) for seed, crash in enumerate(crash_schedules))
     for schedule in islice(chain.from_iterable(pairs), BUG_SCHEDULES):
         outcome = simulator.run(schedule)
         result.schedules += 1
@@ -146,16 +153,19 @@ def _find_bug(chunk: Chunk) -> ChunkResult:
 def run_campaign(
     *,
     random_schedules: int,
-    seconds: float | None,
+    timeout_seconds: float | None,
     processes: int,
     state: StateFile,
     on_progress: Callable[[Campaign, float], None],
 ) -> Campaign:
-    """Run all planted bugs, crash points and random schedules, or as many as start within ``seconds``."""
-    started = time.monotonic()
+    """Run all planted bugs, crash points and random schedules that are not in the state file.
+
+    After ``timeout_seconds``, no further chunk is started.
+    """
+    started_at = time.monotonic()
     context = multiprocessing.get_context("spawn")
     with (
-        open_folder() as folder,
+        make_temporary_folder() as folder,
         ProcessPoolExecutor(processes, context, _start_worker, (Path(folder),)) as pool,
     ):
         crash_points = pool.submit(_count_crash_points).result()
@@ -169,8 +179,8 @@ def run_campaign(
         )
         running: set[Future[ChunkResult]] = set()
         while True:
-            is_over = seconds is not None and time.monotonic() - started > seconds
-            for chunk in islice(chunks, 0 if is_over else processes + 1 - len(running)):
+            is_late = timeout_seconds is not None and time.monotonic() - started_at > timeout_seconds
+            for chunk in islice(chunks, 0 if is_late else processes + 1 - len(running)):
                 running.add(pool.submit(_run_chunk, chunk))
             if not running:
                 return campaign
@@ -183,7 +193,7 @@ def run_campaign(
             for future in finished:
                 campaign.results.append(future.result())
                 state.append(asdict(campaign.results[-1]))
-            on_progress(campaign, time.monotonic() - started)
+            on_progress(campaign, time.monotonic() - started_at)
 
 
 def _list_chunks(crash_points: int, random_schedules: int) -> Iterator[Chunk]:
@@ -199,11 +209,14 @@ def _list_chunks(crash_points: int, random_schedules: int) -> Iterator[Chunk]:
 
 
 def repeat_schedule(name: str) -> Outcome:
-    """Repeat the schedule with the name that violations show, such as ``random 17`` or ``crash 230``."""
+    """Run the schedule with this name, such as ``random 17`` or ``crash 230``, again.
+
+    The name precedes each violation in the output.
+    """
     kind, _, number = name.partition(" ")
-    quiet_logs()
-    with open_folder() as folder:
+    disable_logging()
+    with make_temporary_folder() as folder:
         simulator = Simulator(Path(folder))
         if kind == "random":
-            return simulator.run(simulator.make_random(int(number)))
-        return simulator.run(next(islice(simulator.list_crash_points(), int(number), None)))
+            return simulator.run(simulator.make_random_schedule(int(number)))
+        return simulator.run(next(islice(simulator.make_crash_schedules(), int(number), None)))

@@ -33,8 +33,8 @@ class SimulationLoop(asyncio.BaseEventLoop):
     """
 
     def __init__(self, on_idle: Callable[[float | None], bool]) -> None:
-        """``on_idle`` is called with the seconds until the next timer. It either makes something ready and
-        returns True, or returns False to let this time pass."""
+        """``on_idle`` is called with the seconds until the next timer, or None without a timer. It either
+        makes something ready and returns True, or returns False to let this time pass."""
         super().__init__()
         self._selector = self  # pyright: ignore[reportAttributeAccessIssue] - the base class only calls `select`
         self._on_idle = on_idle
@@ -42,7 +42,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         self._suspended: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
         """References to all tasks, so that those of killed processes are not garbage-collected and closed."""
-        self.set_exception_handler(lambda _, context: None)  # replies to killed clients are never read
+        self.set_exception_handler(lambda _, context: None)  # errors in killed processes are never retrieved
 
     def time(self) -> float:
         return self._now
@@ -80,7 +80,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         return []
 
     def cancel_all(self) -> None:
-        """Cancel the tasks of all processes, including killed ones, and run them until they have ended."""
+        """Cancel the tasks of all processes, including killed ones, and run the loop until they end."""
         self._on_idle = _let_time_pass
         for _ in range(50):
             for handle in self._suspended:
@@ -108,7 +108,10 @@ def _let_time_pass(timeout: float | None) -> bool:
 
 @contextmanager
 def virtual_time(loop: SimulationLoop, seed: int) -> Generator[None]:
-    """Make the functions of `time` return the loop's time, and seed the global random generator."""
+    """Make the functions of `time` return the loop's time, and seed the global random generator.
+
+    Both are restored afterwards.
+    """
     clocks: dict[str, Callable[[], float]] = {
         "time": lambda: START_TIME + loop.time(),
         "monotonic": loop.time,

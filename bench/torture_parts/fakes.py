@@ -1,7 +1,8 @@
 """The backend, engine, agent and scorer of a simulated run. Their results depend only on their input.
 
-The weights are the list of trained samples, and a reply depends on the weights and the session's seed, so two
-runs end with the same weights only if they trained on the same samples in the same order.
+The weights are the list of trained samples, and a reply depends on the weights, the session's seed and the
+prompt. Two runs therefore end with the same weights only if they trained on the same samples in the same
+order.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class SimulatedEngine:
 
 
 class EngineClient(Engine):
-    """Calls the engine from another process."""
+    """Sends requests to the engine's process. Raises EngineUnavailable if it does not respond."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -181,7 +182,7 @@ class SimulatedScorer(Scorer):
 
 
 class SimulatedAgent(Agent):
-    """Takes a few turns. Requests without a reply are retried with the same idempotency key."""
+    """Takes a few turns, each with its own idempotency key. With ``can_fail``, some replies make it fail."""
 
     def __init__(self, gateway: Any, turns: int, *, can_fail: bool) -> None:
         self._gateway = gateway

@@ -15,7 +15,7 @@ from instar.types import Claim, ClaimOutcome, GroupStatus, Policy, SessionStatus
 from torture_parts.fakes import Weights, read_weights
 from torture_parts.roles import RUN, Acknowledgement
 
-ENDED = (SessionStatus.COMPLETED.value, SessionStatus.FAILED.value)
+ENDED_STATUSES = (SessionStatus.COMPLETED.value, SessionStatus.FAILED.value)
 
 
 class Invariants:
@@ -38,6 +38,7 @@ class Invariants:
         }
 
     def acknowledge(self, acknowledgement: Acknowledgement) -> None:
+        """Check now, and again at the end of the run, that the acknowledged call or end is in the store."""
         self._acknowledged.append(acknowledgement)
         self._check_acknowledged(acknowledgement)
 
@@ -78,17 +79,18 @@ class Invariants:
         for table, columns in (("calls", "session_id, client_key"), ("rewards", "session_id, scorer")):
             sql = f"SELECT COUNT(*) AS n FROM {table} GROUP BY {columns} HAVING COUNT(*) > 1"
             if self._db.execute(sql).fetchone() is not None:
-                self._report(f"a row of {table} is stored twice")
+                self._report(f"a row in {table} is stored twice")
 
     # --- groups and claims -------------------------------------------------------------------------
 
     def _check_groups(self) -> None:
-        """In a closed group, every slot has an ended session; in a ready group, each of them has a reward."""
+        """Every slot of a closed group has an ended session. In a ready group, the last completed session of
+        each slot has a reward."""
         rows = self._db.execute(
             "SELECT g.group_id, g.size, g.status, COUNT(DISTINCT s.slot) AS slots FROM groups g LEFT JOIN "
             "sessions s ON s.group_id = g.group_id AND s.status IN (?, ?) WHERE g.status != ? "
             "GROUP BY g.group_id",
-            (*ENDED, GroupStatus.OPEN.value),
+            (*ENDED_STATUSES, GroupStatus.OPEN.value),
         )
         for row in rows.fetchall():
             if row["slots"] < row["size"]:
@@ -117,7 +119,7 @@ class Invariants:
             "s.ended_at) AS last_attempt, (SELECT r.value FROM rewards r WHERE r.session_id = s.session_id "
             "ORDER BY r.seq DESC LIMIT 1) AS last_reward "
             "FROM sessions s JOIN groups g ON g.group_id = s.group_id WHERE s.session_id = ?",
-            (*ENDED, claim.session_id),
+            (*ENDED_STATUSES, claim.session_id),
         ).fetchone()
         if session is None:
             return self._report("a trained session is not in a group")
@@ -134,7 +136,7 @@ class Invariants:
             self._report("a sample was trained with a different reward than its session's")
 
     def _check_all_claimed(self) -> None:
-        """Every group is trained, or dropped with a reason."""
+        """Every group has been claimed, either to be trained or to be dropped."""
         claimed = {claim.group_id for claim in get_claims(self._db, RUN)}
         for row in self._db.execute("SELECT group_id, status FROM groups ORDER BY idx").fetchall():
             if row["group_id"] not in claimed:
@@ -158,7 +160,8 @@ class Invariants:
             return None
 
     def _check_head(self) -> None:
-        """The head's weights contain every sample of the steps up to its own exactly once."""
+        """The head's weights contain every sample of the steps up to its own exactly once, and do not change
+        after they are published."""
         head = get_latest_policy(self._db, RUN)
         weights = self._read_artifact(head)
         if weights is None:

@@ -20,11 +20,11 @@ from tests.postgres import find_server_binaries
 from tests.tiny import make_tiny_model
 from tests.torture.role_server import RoleServer
 from tests.torture.run_process import Fingerprint
-from tests.torture.tortured_run import Setup, TortureConfig, TorturedRun, TortureResult
+from tests.torture.torture_run import Setup, TortureConfig, TortureResult, TortureRun
 from torture_parts.state import StateFile
 
-KILLS = 1000
-KILLS_IN_STEP = 300
+REQUIRED_KILLS = 1000
+REQUIRED_KILLS_IN_STEP = 300
 KILL_FRACTIONS = {
     Setup("sqlite", "local", "sync"): 0.35,
     Setup("sqlite", "local", "async"): 0.15,
@@ -33,10 +33,10 @@ KILL_FRACTIONS = {
     Setup("sqlite", "ray", "sync"): 0.1,
     Setup("postgres", "ray", "async"): 0.1,
 }
-"""The fraction of all kills that each setup gets. Small for Ray, where runs start slowly."""
+"""The fraction of all kills that each setup gets. It is small for Ray, where runs start slowly."""
 STEPS = 24
 KILLS_PER_RUN = 40
-PROGRESS_SECONDS = 10.0
+PROGRESS_INTERVAL_SECONDS = 10.0
 MIN_RUN_SECONDS = 30.0
 """With less time left, no run is started, because it would end almost without faults."""
 CONCURRENT_RUNS = 3
@@ -72,10 +72,13 @@ class KillCampaign:
 
     @property
     def coverage(self) -> float:
-        """The fraction of the required kills that are done. Kills beyond a setup's quota do not count."""
+        """The fraction of the required kills that are done, of all kills or of those in a step, whichever is
+        lower. Kills beyond a setup's quota do not count."""
         covered = sum(min(self.count_kills(setup.name), quota) for setup, quota in self.quotas.items())
         total = sum(self.quotas.values())
-        return min(covered / total, self.kills_in_step / (KILLS_IN_STEP * total / KILLS), 1.0)
+        return min(
+            covered / total, self.kills_in_step / (REQUIRED_KILLS_IN_STEP * total / REQUIRED_KILLS), 1.0
+        )
 
     def count_kills(self, setup: str) -> int:
         return sum(run.result.kill_count for run in self.runs if run.setup == setup)
@@ -109,7 +112,10 @@ class KillCampaign:
 
 
 def list_available_setups(names: Sequence[str], log: Callable[[str], None]) -> list[Setup]:
-    """Return the named setups (all if there are no names) whose requirements are installed."""
+    """Return the named setups (or all, if there are no names) whose requirements are installed.
+
+    Log which setups are skipped.
+    """
     setups = [setup for setup in KILL_FRACTIONS if not names or setup.name in names]
     try:
         find_server_binaries()
@@ -126,23 +132,27 @@ def list_available_setups(names: Sequence[str], log: Callable[[str], None]) -> l
 class KillRunner:
     """Runs the campaign. Copies the folder of each wrong run to ``failed_folder``."""
 
-    torture: TortureConfig
+    config: TortureConfig
     failed_folder: Path
     log: Callable[[str], None]
-    is_over: threading.Event = field(default_factory=threading.Event)
-    _active: list[TorturedRun] = field(default_factory=list[TorturedRun])
+    _is_late: threading.Event = field(default_factory=threading.Event)
+    _active_runs: list[TortureRun] = field(default_factory=list[TortureRun])
     _logged_at: float = 0.0
 
     def run(
-        self, campaign: KillCampaign, state: StateFile, *, seconds: float | None, concurrent_runs: int
+        self, campaign: KillCampaign, state: StateFile, *, timeout_seconds: float | None, concurrent_runs: int
     ) -> None:
+        """Add runs to the campaign, starting with those in the state file, until it is complete.
+
+        When the timeout expires, no further run is started, and the active runs get no further faults.
+        """
         campaign.runs += [
             FinishedRun(row["setup"], row["number"], TortureResult(**row["result"])) for row in state.rows
         ]
-        numbers = Counter({setup.name: 0 for setup in campaign.quotas})
+        next_numbers = Counter({setup.name: 0 for setup in campaign.quotas})
         for run in campaign.runs:
-            numbers[run.setup] = max(numbers[run.setup], run.number + 1)
-        deadline = None if seconds is None else time.monotonic() + seconds
+            next_numbers[run.setup] = max(next_numbers[run.setup], run.number + 1)
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         running: dict[Future[FinishedRun], Setup] = {}
         with ExitStack() as resources:
             folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="instar-torture-")))
@@ -150,18 +160,19 @@ class KillRunner:
             server = RoleServer()
             resources.callback(server.close)
             pool = resources.enter_context(ThreadPoolExecutor())
-            self.torture = replace(self.torture, python=str(server.program))
+            self.config = replace(self.config, python=str(server.program))
             self.log("training the reference run without faults")
             reference = self._train_reference(folder / "reference", model)
             try:
                 while True:
                     if deadline is not None and time.monotonic() > deadline:
-                        self.is_over.set()
+                        self._is_late.set()
                     can_start = deadline is None or time.monotonic() + MIN_RUN_SECONDS < deadline
                     while len(running) < concurrent_runs and (can_start or not campaign.runs):
                         if (setup := campaign.choose_setup(running.values())) is None:
                             break
-                        number, numbers[setup.name] = numbers[setup.name], numbers[setup.name] + 1
+                        number = next_numbers[setup.name]
+                        next_numbers[setup.name] += 1
                         running[pool.submit(self._torture, folder, model, setup, number, reference)] = setup
                     if not running:
                         return
@@ -172,12 +183,12 @@ class KillRunner:
                         state.append(asdict(campaign.runs[-1]))
                         self._log_run(campaign)
             except KeyboardInterrupt:
-                for active in list(self._active):
-                    active.abort()
+                for active_run in list(self._active_runs):
+                    active_run.abort()
                 raise
 
     def _train_reference(self, folder: Path, model: Path) -> Fingerprint:
-        with TorturedRun(folder, model, Setup(), replace(self.torture, bug=None), "") as run:
+        with TortureRun(folder, model, Setup(), replace(self.config, bug=None), "") as run:
             return run.run_undisturbed()
 
     def _torture(
@@ -185,10 +196,10 @@ class KillRunner:
     ) -> FinishedRun:
         name = f"{setup.name} {number}"
         folder = folder / name.replace(" ", "-")
-        with TorturedRun(folder, model, setup, self.torture, name) as run:
-            self._active.append(run)
-            result = run.run(reference if setup.mode == "sync" else None, should_end=self.is_over.is_set)
-            self._active.remove(run)
+        with TortureRun(folder, model, setup, self.config, name) as run:
+            self._active_runs.append(run)
+            result = run.run(reference if setup.mode == "sync" else None, should_stop=self._is_late.is_set)
+            self._active_runs.remove(run)
             if not result.is_correct:
                 with suppress(shutil.Error):  # sockets cannot be copied
                     shutil.copytree(folder, self.failed_folder / folder.name, dirs_exist_ok=True)
@@ -196,12 +207,12 @@ class KillRunner:
         return FinishedRun(setup.name, number, result)
 
     def _log_progress(self, campaign: KillCampaign) -> None:
-        if time.monotonic() - self._logged_at > PROGRESS_SECONDS:
-            active = [run.result for run in self._active]
-            kills = campaign.kills + sum(result.kill_count for result in active)
-            in_step = campaign.kills_in_step + sum(result.kills_in_step for result in active)
+        if time.monotonic() - self._logged_at > PROGRESS_INTERVAL_SECONDS:
+            results = [run.result for run in self._active_runs]
+            kills = campaign.kills + sum(result.kill_count for result in results)
+            kills_in_step = campaign.kills_in_step + sum(result.kills_in_step for result in results)
             self._logged_at = time.monotonic()
-            self.log(f"{kills} of {sum(campaign.quotas.values()):.0f} kills, {in_step} in a step")
+            self.log(f"{kills} of {sum(campaign.quotas.values()):.0f} kills, {kills_in_step} in a step")
 
     def _log_run(self, campaign: KillCampaign) -> None:
         run = campaign.runs[-1]

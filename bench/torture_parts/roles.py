@@ -19,7 +19,7 @@ from instar.gateway.pipeline.record import Recorder
 from instar.gateway.pipeline.resolve import SessionResolver
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
-from instar.gateway.token_api import CallBody, SubmissionService, parse_submission
+from instar.gateway.submissions import CallBody, SubmissionService, parse_submission
 from instar.http.retry import RetryPolicy
 from instar.record.hashing import MessageHasher
 from instar.record.redact import Redactor
@@ -47,26 +47,26 @@ from torture_parts.world import Process, Role, World, current_process
 
 ROLE_NAMES = ("engine", "gateway", "rewards", "rollout", "trainer")
 FINISHING_ROLES = ("rollout", "trainer")
-RETRY_SECONDS = 600.0
+RETRY_TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class Components:
     """The classes that implement a run. A planted bug replaces one of them."""
 
-    trainer: type[Trainer] = Trainer
-    runner: type[RolloutRunner] = RolloutRunner
-    sessions: type[SessionService] = SessionService
-    recorder: type[Recorder] = Recorder
-    submissions: type[SubmissionService] = SubmissionService
-    scoring: type[ScoringRunner] = ScoringRunner
-    store: type[SimulatedStore] = SimulatedStore
-    backend: type[SimulatedBackend] = SimulatedBackend
+    trainer_class: type[Trainer] = Trainer
+    runner_class: type[RolloutRunner] = RolloutRunner
+    session_service_class: type[SessionService] = SessionService
+    recorder_class: type[Recorder] = Recorder
+    submission_service_class: type[SubmissionService] = SubmissionService
+    scoring_runner_class: type[ScoringRunner] = ScoringRunner
+    store_class: type[SimulatedStore] = SimulatedStore
+    backend_class: type[SimulatedBackend] = SimulatedBackend
 
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """A reply that a client received. Its call, or the end of its session, must be in the store."""
+    """A response that a client received. Its call, or the end of its session, must be in the store."""
 
     session_id: str
     call_id: str | None = None
@@ -129,10 +129,10 @@ class TrainerRole:
         store, config = setup.open_store(world), setup.config
         monitor = Monitor(config.run_dir)
         setup.resources.callback(monitor.close)
-        self.trainer = setup.components.trainer(
+        self.trainer = setup.components.trainer_class(
             TrainingRun(config, RUN, RUN),
             store=store,
-            backend=setup.components.backend(world),
+            backend=setup.components.backend_class(world),
             publisher=PolicyPublisher(FileSync(), list_engines),
             monitor=monitor,
         )
@@ -144,7 +144,7 @@ class TrainerRole:
 class RewardsRole:
     def __init__(self, setup: RunSetup, world: World) -> None:
         scorers = [SimulatedScorer(background=True)] if setup.scores_in_background else []
-        self._runner = setup.components.scoring(
+        self._runner = setup.components.scoring_runner_class(
             setup.open_store(world), RUN, scorers, setup.config.scoring, agent_id=setup.config.agent_id
         )
 
@@ -160,7 +160,7 @@ class RolloutRole:
         scoring = InlineScoring([SimulatedScorer(setup.scores_in_background)], setup.config.scoring)
         tasks = TaskSet([Task(str(number), {}) for number in range(8)])
         services = RolloutServices(store, client, agent, scoring)
-        self._runner = setup.components.runner(setup.config, tasks, services)
+        self._runner = setup.components.runner_class(setup.config, tasks, services)
 
     async def run(self) -> None:
         await self._runner.run()
@@ -192,7 +192,7 @@ class SimulatedGatewayClient(GatewayClient):
         content = await RetryPolicy().run(
             lambda: self._post_once(f"/sessions/{session_id}/chat", data),
             retry_on=EngineUnavailable,
-            seconds=RETRY_SECONDS,
+            seconds=RETRY_TIMEOUT_SECONDS,
         )
         reply = msgspec.json.decode(content, type=ChatReply)
         self._acknowledge(Acknowledgement(session_id, reply.call_id, client_key))
@@ -205,7 +205,7 @@ class SimulatedGatewayClient(GatewayClient):
         try:
             response = await self._world.request("gateway", path.rpartition("/")[2], handle)
         except (ConnectionError, EngineUnavailable, LeaseLost) as error:
-            raise EngineUnavailable(f"the gateway did not answer {path}: {error}") from error
+            raise EngineUnavailable(f"the gateway did not respond to {path}: {error}") from error
         except ApiError as error:
             raise InstarError(f"the gateway rejected {path} with status {error.status}: {error}") from error
         if path.endswith(("/complete", "/fail")):
@@ -225,11 +225,13 @@ class GatewayRole:
         )
         self._engine = EngineClient(world)
         self._states = SessionStates(context)
-        recorder = setup.components.recorder(context, SessionResolver(context, self._states))
-        self._sessions = setup.components.sessions(context, self._states)
+        recorder = setup.components.recorder_class(context, SessionResolver(context, self._states))
+        self._sessions = setup.components.session_service_class(context, self._states)
         # Every submission contains its messages and its reply, so nothing needs to be rendered.
         renderer = cast(Any, None)
-        self._submissions = setup.components.submissions(context, self._states, recorder, renderer)
+        self._submissions = setup.components.submission_service_class(
+            context, self._states, recorder, renderer
+        )
 
     async def run(self) -> None:
         await serve_forever(get_process())
@@ -246,9 +248,9 @@ class GatewayRole:
         if action == "chat":
             body = msgspec.json.decode(data, type=ChatBody)
             return msgspec.json.encode(await self._chat(session_id, caller, body))
-        kind = CompleteSession if action == "complete" else FailSession
+        body_type = CompleteSession if action == "complete" else FailSession
         return msgspec.json.encode(
-            await self._sessions.end(session_id, caller, msgspec.json.decode(data, type=kind))
+            await self._sessions.end(session_id, caller, msgspec.json.decode(data, type=body_type))
         )
 
     async def _chat(self, session_id: str, caller: Caller, body: ChatBody) -> ChatReply:

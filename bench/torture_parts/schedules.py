@@ -26,14 +26,14 @@ MAX_FAULTS = 4
 REPLACE_PROBABILITY = 0.2
 """The fraction of faults after which the old process continues without its lease."""
 KILL_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
-"""How often random schedules kill each process. The empty name stands for all processes."""
+"""The relative frequency of faults in each process of random schedules. An empty name means all processes."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    trainer: dict[str, Any]
-    rollout: dict[str, Any] = field(default_factory=dict[str, Any])
+    trainer_settings: dict[str, Any]
+    rollout_settings: dict[str, Any] = field(default_factory=dict[str, Any])
     turns: int = 2
     scores_in_background: bool = False
     agent_can_fail: bool = False
@@ -72,7 +72,7 @@ SCENARIOS = (
 class Schedule:
     """An order of events and faults, fully determined by these fields."""
 
-    scenario: int
+    scenario_index: int
     seed: int | None
     """The seed of the order of events. With None, gates open in the order in which they are reached."""
     faults: tuple[Fault, ...] = ()
@@ -83,9 +83,12 @@ class Outcome:
     schedule: Schedule
     violations: list[str]
     decisions: int
+    """The number of decisions that the scheduler made."""
     crashes: list[str]
     trace: str
+    """A hash of all decisions."""
     weights: Weights | None
+    """The final weights, or None if their files are missing."""
 
 
 class Simulator:
@@ -97,13 +100,14 @@ class Simulator:
         self._configs = [make_config(scenario, folder / scenario.name) for scenario in SCENARIOS]
         self._undisturbed: dict[int, Outcome] = {}
 
-    def run_undisturbed(self, scenario: int) -> Outcome:
-        if scenario not in self._undisturbed:
-            self._undisturbed[scenario] = self.run(Schedule(scenario, None))
-        return self._undisturbed[scenario]
+    def run_undisturbed(self, scenario_index: int) -> Outcome:
+        """Return the outcome of the scenario without faults and with gates in order. It is run only once."""
+        if scenario_index not in self._undisturbed:
+            self._undisturbed[scenario_index] = self.run(Schedule(scenario_index, None))
+        return self._undisturbed[scenario_index]
 
     def run(self, schedule: Schedule) -> Outcome:
-        scenario, config = SCENARIOS[schedule.scenario], self._configs[schedule.scenario]
+        scenario, config = SCENARIOS[schedule.scenario_index], self._configs[schedule.scenario_index]
         shutil.rmtree(config.run_dir, ignore_errors=True)
         clear_database(self._database)
         world = World(
@@ -115,7 +119,7 @@ class Simulator:
         )
         invariants = Invariants(self._database, config, world.report)
         put_run(self._database, Run(RUN, RUN, {}, created_at=1.0))
-        store_class = self._components.store
+        store_class = self._components.store_class
         setup = RunSetup(
             config,
             scenario.turns,
@@ -138,32 +142,32 @@ class Simulator:
             world.loop.cancel_all()
         world.loop.close()
         if schedule.faults or schedule.seed is not None:
-            expected = self.run_undisturbed(schedule.scenario) if scenario.compares_weights else None
+            expected = self.run_undisturbed(schedule.scenario_index) if scenario.compares_weights else None
             if expected is not None and not violations and weights != expected.weights:
                 violations.append("the final weights differ from those of the undisturbed run")
         return Outcome(schedule, violations, world.decisions, world.crashes, world.trace, weights)
 
     # --- schedules ---------------------------------------------------------------------------------
 
-    def list_crash_points(self) -> Iterator[Schedule]:
+    def make_crash_schedules(self) -> Iterator[Schedule]:
         """For each gate of each scenario's undisturbed run, yield a schedule that kills the process waiting
         there and a schedule that kills all processes."""
-        for number in range(len(SCENARIOS)):
-            for at in range(1, self.run_undisturbed(number).decisions + 1):
-                yield Schedule(number, None, (Fault(at, None),))
-                yield Schedule(number, None, (Fault(at, None, kills_all=True),))
+        for scenario_index in range(len(SCENARIOS)):
+            for decision in range(1, self.run_undisturbed(scenario_index).decisions + 1):
+                yield Schedule(scenario_index, None, (Fault(decision, None),))
+                yield Schedule(scenario_index, None, (Fault(decision, None, kills_all=True),))
 
-    def make_random(self, seed: int) -> Schedule:
+    def make_random_schedule(self, seed: int) -> Schedule:
         """Return a schedule with a random order of events and up to MAX_FAULTS faults."""
         rng = random.Random(f"schedule {seed}")
-        number = rng.randrange(len(SCENARIOS))
-        decisions = self.run_undisturbed(number).decisions
+        scenario_index = rng.randrange(len(SCENARIOS))
+        decisions = self.run_undisturbed(scenario_index).decisions
         faults: list[Fault] = []
         for _ in range(rng.randint(0, MAX_FAULTS)):
             (name,) = rng.choices(list(KILL_WEIGHTS), list(KILL_WEIGHTS.values()))
-            at, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACE_PROBABILITY
-            faults.append(Fault(at, name or None, kills_all=not name, replaces=replaces and bool(name)))
-        return Schedule(number, seed, tuple(faults))
+            decision, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACE_PROBABILITY
+            faults.append(Fault(decision, name or None, kills_all=not name, replaces=replaces and bool(name)))
+        return Schedule(scenario_index, seed, tuple(faults))
 
 
 def make_config(scenario: Scenario, folder: Path) -> RunConfig:
@@ -173,24 +177,29 @@ def make_config(scenario: Scenario, folder: Path) -> RunConfig:
             "dir": folder,
             "model": {"name": "simulated"},
             "engine": {"type": "scripted"},
-            "trainer": {"groups_per_step": 1, "warmup_steps": 0, "tensorboard": False, **scenario.trainer},
+            "trainer": {
+                "groups_per_step": 1,
+                "warmup_steps": 0,
+                "tensorboard": False,
+                **scenario.trainer_settings,
+            },
             "rollout": {
                 "tasks": {"type": "python", "function": "simulated:tasks"},
                 "agent": {"type": "function", "function": "simulated:agent"},
                 "group_size": 2,
-                **scenario.rollout,
+                **scenario.rollout_settings,
             },
             "reward": {"type": "rule", "function": "simulated:rule"},
         }
     )
 
 
-def open_folder() -> tempfile.TemporaryDirectory[str]:
-    """Return a temporary folder, in memory if possible, because every step is synced to disk."""
-    memory = Path("/dev/shm")
-    return tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None)
+def make_temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    """Create a temporary folder, in memory if possible, because every training step syncs files to disk."""
+    shared_memory = Path("/dev/shm")
+    return tempfile.TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None)
 
 
-def quiet_logs() -> None:
+def disable_logging() -> None:
     """Disable logging, because crashes are expected."""
     logging.disable(logging.CRITICAL)

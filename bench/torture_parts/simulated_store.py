@@ -1,7 +1,7 @@
 """The store of a simulated process: the real store's queries on a shared in-memory database.
 
-A write waits at a gate, runs in one transaction, and waits at a second gate, where it is committed but its
-caller does not know yet.
+A write waits at a gate, runs in one transaction, and waits at a second gate. There it is committed, but its
+caller has not received the result yet.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def clear_database(database: SqliteDatabase) -> None:
     database.execute("PRAGMA foreign_keys = ON")
 
 
-def name_query(work: Callable[[Any], Any]) -> str:
+def get_query_name(work: Callable[[Any], Any]) -> str:
     """Return the name of the query that ``work``, a callback from a `Store` method, runs."""
     code, cells = getattr(work, "__code__", None), getattr(work, "__closure__", None)
     if code is not None and cells and "self" in code.co_freevars:
@@ -77,7 +77,7 @@ class SimulatedStore(Store):
         self._check_lease = make_lease_check(RUN, process.name, process.lease)
 
     async def write(self, work: Callable[[Database], T]) -> T:
-        name = name_query(work)
+        name = get_query_name(work)
         await self.world.pass_gate(name)
         result = self.commit(work)
         self._on_commit(name)
@@ -94,7 +94,7 @@ class SimulatedStore(Store):
             self._check_lease(database)
             result = work(database)
             database.commit()
-        except Exception as error:  # any error of a write is passed to its caller
+        except Exception as error:  # any error in a write is raised in its caller
             database.rollback()
             if isinstance(error, database.errors):
                 raise database.translate(error) from error
@@ -104,7 +104,7 @@ class SimulatedStore(Store):
         return result
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
-        await self.world.pass_gate(name_query(fetch))
+        await self.world.pass_gate(get_query_name(fetch))
         return fetch(self.database)
 
     async def read_statement(self, fetch: Callable[[Database], T]) -> T:

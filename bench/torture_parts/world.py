@@ -14,16 +14,16 @@ from torture_parts.event_loop import ProcessState, SimulationLoop, current_proce
 
 T = TypeVar("T")
 
-RESTART_SECONDS = 0.05
+RESTART_DELAY_SECONDS = 0.05
 MAX_DELAY_SECONDS = 1.0
 """The longest time that the scheduler lets pass while a process could continue."""
-MAX_SECONDS = 3600.0
+MAX_VIRTUAL_SECONDS = 3600.0
 MAX_DECISIONS = 6_000
 """A run that needs more decisions is stuck; an undisturbed run needs about 400."""
 
 
 class Role(Protocol):
-    """The work of a process. `run` returns when it is finished."""
+    """The work of a process. `run` returns when the work is finished."""
 
     async def run(self) -> None: ...
 
@@ -36,9 +36,8 @@ class Process(ProcessState):
         """True if another process has taken over the role while this one is still running."""
         self.role: Role | None = None
         self.is_serving = False
-        self.replies: dict[asyncio.Future[Any], None] = {}
-        """The requests from other processes that are not answered yet. A dict, because a set has no fixed
-        order."""
+        self.pending_replies: dict[asyncio.Future[Any], None] = {}
+        """The replies that other processes are waiting for. (A dict, because a set has no fixed order.)"""
 
 
 @dataclass(slots=True)
@@ -52,9 +51,9 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Kills or replaces processes before the scheduler's decision number ``at``."""
+    """Kills or replaces processes before the scheduler's decision with this number."""
 
-    at: int
+    decision: int
     process: str | None
     """The name of the process, or None for the process that would continue next."""
     kills_all: bool = False
@@ -66,7 +65,7 @@ class Scheduler:
     """Chooses the gate to open next. Without a seed, gates open in the order in which they are reached."""
 
     def __init__(self, seed: int | None = None, faults: Sequence[Fault] = ()) -> None:
-        self.faults = sorted(faults, key=lambda fault: fault.at)
+        self.faults = sorted(faults, key=lambda fault: fault.decision)
         self._rng = random.Random(seed) if seed is not None else None
         self._is_fair = self._rng is None or self._rng.random() < 0.5
         self._priorities: dict[str, float] = {}
@@ -91,6 +90,8 @@ class Scheduler:
 
 @dataclass
 class World:
+    """The simulated processes of a run, and the loop in which they run."""
+
     scheduler: Scheduler
     create_role: Callable[[World, str], Role]
     role_names: Sequence[str]
@@ -134,7 +135,7 @@ class World:
         self._spawn(process, self._run_role(process))
 
     def kill(self, names: Sequence[str], label: str) -> None:
-        """Stop the processes immediately and restart each of them after RESTART_SECONDS."""
+        """Stop the processes immediately and restart each of them after RESTART_DELAY_SECONDS."""
         names = [name for name in names if self.processes[name].is_alive]
         self.crashes.append(f"{' and '.join(names)} before decision {self.decisions} ({label})")
         killed = [self.processes[name] for name in names]
@@ -142,17 +143,17 @@ class World:
             process.is_alive = process.is_serving = False
         self._gates = [gate for gate in self._gates if gate.process.is_alive]
         for process in killed:
-            for reply in process.replies:
+            for reply in process.pending_replies:
                 if not reply.done():
                     reply.set_exception(ConnectionResetError(f"the {process.name} was killed"))
         for name in names:
-            self.loop.call_later(RESTART_SECONDS, self.start, name)
+            self.loop.call_later(RESTART_DELAY_SECONDS, self.start, name)
 
     def _kill_one(self, name: str, label: str) -> None:
         self.kill([name], label)
 
     def replace(self, name: str, label: str) -> None:
-        """Start another process for the role, as if the current one had lost contact with its supervisor."""
+        """Start a second process for the role, as if the current one had lost contact with its supervisor."""
         process = self.processes[name]
         if not process.is_replaced:
             self.crashes.append(f"{name} replaced before decision {self.decisions} ({label})")
@@ -168,7 +169,7 @@ class World:
         try:
             process.role = self.create_role(self, process.name)
             await process.role.run()
-        except Exception as error:  # noqa: BLE001 - any error is a finding of the simulation
+        except Exception as error:  # noqa: BLE001 - any error is a violation
             if process.is_replaced:
                 process.is_alive = False
                 return
@@ -197,18 +198,19 @@ class World:
     async def request(self, server: str, label: str, handle: Callable[[Any], Awaitable[T]]) -> T:
         """Call ``handle`` with the server's role, in the server's process.
 
-        Raises ConnectionError if the server is not running or is killed before its reply arrives.
+        Raises the handler's errors, and ConnectionError if the server is not running or is killed before its
+        reply arrives.
         """
         await self.pass_gate(f"send {label}")
         process = self.processes[server]
         if not process.is_serving:
             raise ConnectionRefusedError(f"the {server} is not running")
         reply: asyncio.Future[T] = self.loop.create_future()
-        process.replies[reply] = None
-        self._spawn(process, self._answer(process, label, handle, reply))
+        process.pending_replies[reply] = None
+        self._spawn(process, self._handle_request(process, label, handle, reply))
         return await reply
 
-    async def _answer(
+    async def _handle_request(
         self,
         process: Process,
         label: str,
@@ -219,10 +221,10 @@ class World:
         result: Any = None
         try:
             result = await handle(process.role)
-        except Exception as caught:  # noqa: BLE001 - any error of the handler is sent to the client
+        except Exception as caught:  # noqa: BLE001 - any error in the handler is sent to the client
             error = caught
         await self.pass_gate(f"reply {label}")
-        process.replies.pop(reply, None)
+        process.pending_replies.pop(reply, None)
         if reply.done():
             return
         if error is None:
@@ -233,9 +235,10 @@ class World:
     # --- scheduling --------------------------------------------------------------------------------
 
     def _on_idle(self, timeout: float | None) -> bool:
+        """Apply the faults that are due and open the next gate. Return False to let time pass."""
         if self._done.done():
             return False
-        if self.decisions >= MAX_DECISIONS or self.loop.time() > MAX_SECONDS:
+        if self.decisions >= MAX_DECISIONS or self.loop.time() > MAX_VIRTUAL_SECONDS:
             self.report(
                 f"the run did not finish within {self.decisions} decisions and {self.loop.time():.0f} s"
             )
@@ -250,14 +253,14 @@ class World:
             return False
         self.decisions += 1
         self._trace.update(f"{gate.process.name} {gate.label}\n".encode())
-        while (faults := self.scheduler.faults) and faults[0].at <= self.decisions:
+        while (faults := self.scheduler.faults) and faults[0].decision <= self.decisions:
             fault = faults.pop(0)
             name = fault.process or gate.process.name
             if fault.kills_all:
                 self.kill(self.role_names, f"{gate.process.name}: {gate.label}")
             elif self.processes[name].is_alive and name not in self.finished:
-                change = self.replace if fault.replaces else self._kill_one
-                change(name, gate.label if gate.process.name == name else "")
+                apply_fault = self.replace if fault.replaces else self._kill_one
+                apply_fault(name, gate.label if gate.process.name == name else "")
         if gate.process.is_alive:
             self._gates.remove(gate)
             gate.passed.set_result(None)

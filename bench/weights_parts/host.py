@@ -1,4 +1,7 @@
-"""Serve an engine in its own process. Print its URL when it is ready, and exit when stdin closes."""
+"""Serve an engine in its own process. Print its URL when it is ready, and exit when stdin closes.
+
+python host.py CONFIG_FILE
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from instar.gateway.serve import bind, serve
 async def main(config: RunConfig, log: Path) -> None:
     engine = create_engine(config)
     stop = asyncio.Event()
-    await engine.bring_up(log, report=lambda line: print(line, file=sys.stderr))
+    await engine.start(log, report=lambda line: print(line, file=sys.stderr))
     listener = bind("127.0.0.1", 0)
     host, port = listener.getsockname()[:2]
     server_task = asyncio.create_task(serve(create_engine_app(engine), listener, stop=stop))
@@ -29,5 +32,6 @@ async def main(config: RunConfig, log: Path) -> None:
 
 
 if __name__ == "__main__":
-    job = Path(sys.argv[1])
-    asyncio.run(main(RunConfig.model_validate_json(job.read_bytes()), job.with_suffix(".log")))
+    config_path = Path(sys.argv[1])
+    config = RunConfig.model_validate_json(config_path.read_bytes())
+    asyncio.run(main(config, config_path.with_suffix(".log")))

@@ -17,12 +17,12 @@ from instar.types import SamplingParams
 
 
 async def collect_token_times(
-    engine: RemoteEngine, tokens: int, vocab: int, replies: list[list[float]]
+    engine: RemoteEngine, tokens: int, vocab: int, token_times: list[list[float]]
 ) -> None:
-    """Sample replies until cancelled. Append a list of token times to ``replies`` for each of them."""
+    """Sample replies until cancelled. For each of them, append a list of arrival times to ``token_times``."""
     while True:
         times: list[float] = []
-        replies.append(times)
+        token_times.append(times)
         prompt = [random.randrange(vocab) for _ in range(16)]
         async for _ in engine.generate(prompt, SamplingParams(max_tokens=tokens)):
             times.append(time.monotonic())
@@ -30,9 +30,9 @@ async def collect_token_times(
 
 async def main(url: str, streams: int, tokens: int, vocab: int) -> None:
     engine = await RemoteEngine.connect(url)
-    replies: list[list[float]] = []
+    token_times: list[list[float]] = []
     stream_tasks = [
-        asyncio.create_task(collect_token_times(engine, tokens, vocab, replies)) for _ in range(streams)
+        asyncio.create_task(collect_token_times(engine, tokens, vocab, token_times)) for _ in range(streams)
     ]
     input_closed = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     done, _ = await asyncio.wait([*stream_tasks, input_closed], return_when=asyncio.FIRST_COMPLETED)
@@ -42,7 +42,7 @@ async def main(url: str, streams: int, tokens: int, vocab: int) -> None:
         for task in done:
             task.result()  # raises if a stream failed
     await asyncio.gather(*stream_tasks, return_exceptions=True)
-    print(json.dumps(replies), flush=True)
+    print(json.dumps(token_times), flush=True)
     await engine.close()
 
 

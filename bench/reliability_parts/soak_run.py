@@ -19,7 +19,7 @@ from gateway_parts.servers import GatewayProcess
 
 BENCH = Path(__file__).resolve().parent.parent
 MAX_IN_FLIGHT = 64
-START_SECONDS = 180.0
+START_TIMEOUT_SECONDS = 180.0
 
 
 @dataclass(frozen=True)
@@ -56,43 +56,49 @@ def make_settings(folder: Path, model: Path) -> dict[str, Any]:
     }
 
 
-class SoakedRun:
-    def __init__(self, gateway: GatewayProcess, supervisor: int) -> None:
+class SoakRun:
+    """A running `instar train` and its gateway."""
+
+    def __init__(self, gateway: GatewayProcess, supervisor_pid: int) -> None:
         self.gateway = gateway
-        self._supervisor = supervisor
+        self._supervisor_pid = supervisor_pid
 
     def query(self, sql: str) -> list[Any]:
-        return query_store(self.gateway.store, sql)
+        return query_store(self.gateway.store_path, sql)
 
-    def list_processes(self) -> dict[str, int]:
-        """Return the pids of the processes by name."""
-        return {"supervisor": self._supervisor, **dict(self.query("SELECT name, pid FROM endpoints"))}
+    def read_pids(self) -> dict[str, int]:
+        """Return the pids of the run's processes by name."""
+        return {"supervisor": self._supervisor_pid, **dict(self.query("SELECT name, pid FROM endpoints"))}
 
-    def measure(self) -> dict[str, Resources]:
-        """Return the resources of each process, except those that are being restarted."""
-        measured: dict[str, Resources] = {}
-        for name, pid in self.list_processes().items():
+    def measure_resources(self) -> dict[str, Resources]:
+        """Return the resources of each process by name, except those that are being restarted."""
+        resources: dict[str, Resources] = {}
+        for name, pid in self.read_pids().items():
             with contextlib.suppress(OSError):
                 fds = len(os.listdir(f"/proc/{pid}/fd"))  # noqa: PTH208 - called often, and only counts
-                measured[name] = Resources(read_usage(pid).rss_mb, fds)
-        return measured
+                resources[name] = Resources(read_usage(pid).rss_mb, fds)
+        return resources
 
-    def count_versions(self) -> int:
+    def count_published_versions(self) -> int:
         return int(self.query("SELECT count(*) FROM policies WHERE state = 'published'")[0][0])
 
     def count_rewards(self) -> int:
         return int(self.query("SELECT count(*) FROM rewards")[0][0])
 
 
-def query_store(store: Path, sql: str) -> list[Any]:
-    with contextlib.closing(sqlite3.connect(f"{store.as_uri()}?mode=ro", uri=True, timeout=10)) as database:
+def query_store(store_path: Path, sql: str) -> list[Any]:
+    uri = f"{store_path.as_uri()}?mode=ro"
+    with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=10)) as database:
         return database.execute(sql).fetchall()
 
 
 @contextlib.contextmanager
-def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
-    """Run `instar train` until the block exits. Yield when the run has started training."""
-    config_path, log = folder / "run.yaml", folder / "log"
+def start_run(folder: Path, model: Path) -> Generator[SoakRun]:
+    """Run `instar train` until the context ends. Yield when its trainer and its gateway are ready.
+
+    Raises MeasurementError if the run exits or does not start in time.
+    """
+    config_path, log_path = folder / "run.yaml", folder / "log"
     settings = make_settings(folder, model)
     config_path.write_text(yaml.safe_dump(settings))
     admin_key = f"sk-instar-{secrets.token_urlsafe(32)}"
@@ -102,31 +108,31 @@ def start_run(folder: Path, model: Path) -> Generator[SoakedRun]:
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-m", "instar.cli.main", "train", config_path, "--json"]
-    with start_process(command, log=log, env=environment) as process:
+    with start_process(command, log_path, env=environment) as process:
         run_dir = Path(settings["dir"])
-        deadline = time.monotonic() + START_SECONDS
-        while (url := find_gateway(run_dir / "store.db")) is None:
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
+        while (url := find_gateway_url(run_dir / "store.db")) is None:
             if process.poll() is not None:
                 raise MeasurementError(
-                    f"instar train exited with code {process.returncode}: {read_log_tail(log)}"
+                    f"instar train exited with code {process.returncode}: {read_log_tail(log_path)}"
                 )
             if time.monotonic() > deadline:
                 raise MeasurementError(
-                    f"the run did not start within {START_SECONDS:.0f} s: {read_log_tail(log)}"
+                    f"the run did not start within {START_TIMEOUT_SECONDS:.0f} s: {read_log_tail(log_path)}"
                 )
             time.sleep(0.1)
-        wait_until_up(process, f"{url}/healthz", log)
-        announcement = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
-        yield SoakedRun(GatewayProcess(announcement), process.pid)
+        wait_until_up(process, f"{url}/healthz", log_path)
+        connection_info = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
+        yield SoakRun(GatewayProcess(connection_info), process.pid)
 
 
-def find_gateway(store: Path) -> str | None:
-    """Return the URL of the run's gateway, or None until the trainer waits for data or trains."""
-    if not store.is_file():
+def find_gateway_url(store_path: Path) -> str | None:
+    """Return the URL of the run's gateway, or None if the trainer is not waiting for data or training yet."""
+    if not store_path.is_file():
         return None
     try:
-        rows = query_store(store, "SELECT role, url, doing FROM endpoints")
+        rows = query_store(store_path, "SELECT role, url, doing FROM endpoints")
     except sqlite3.OperationalError:  # the tables do not exist yet
         return None
-    is_training = any(role == "trainer" and doing.startswith(("waiting", "step")) for role, _, doing in rows)
-    return next((url for role, url, _ in rows if role == "gateway" and is_training), None)
+    is_ready = any(role == "trainer" and doing.startswith(("waiting", "step")) for role, _, doing in rows)
+    return next((url for role, url, _ in rows if role == "gateway" and is_ready), None)
