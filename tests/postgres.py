@@ -1,4 +1,4 @@
-"""A PostgreSQL server for tests, in a temporary folder."""
+"""A PostgreSQL server for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PASSWORD = "postgres test password"
 
 
 def find_server_binaries() -> Path:
-    """Return the `bin` folder of the newest PostgreSQL, or skip the test if none is installed."""
+    """Return the `bin` folder of the PostgreSQL on PATH, or else of the newest one in /usr/lib/postgresql.
+
+    Skips the test if no server is installed.
+    """
     folders = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda folder: int(folder.parent.name))
     if (postgres := shutil.which("postgres")) is not None:
         folders.append(Path(postgres).resolve().parent)
@@ -35,24 +38,24 @@ def find_server_binaries() -> Path:
 class PostgresTestServer:
     """A PostgreSQL server, which the constructor starts.
 
-    ``fsync`` is for benchmarks: without it a machine crash loses rows, but a server crash does not. ``host``
-    is the address to listen on; other hosts on the same network may connect to it. The server's files are
-    written to ``folder``, which must be empty.
+    ``fsync`` is for benchmarks: without it, a machine crash loses rows, but a server crash does not. ``host``
+    is the address to listen on; other hosts on the same network may connect to it. ``folder`` must be empty
+    and receives the server's files. By default, it is a new temporary folder.
     """
 
     def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1", folder: Path | None = None) -> None:
         self.bin = find_server_binaries()
         self.folder = folder or Path(tempfile.mkdtemp(prefix="instar-pg-", dir="/tmp"))
-        self.as_user = _unprivileged_user()
-        self.port = _free_port()
+        self._user = _find_server_user()
+        self.port = _find_free_port()
         self._fsync = fsync
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
         password = self.folder / "password"
         password.write_text(PASSWORD)
-        if self.as_user is not None:
+        if self._user is not None:
             for path in (self.folder, password):
-                shutil.chown(path, self.as_user, pwd.getpwnam(self.as_user).pw_gid)
+                shutil.chown(path, self._user, pwd.getpwnam(self._user).pw_gid)
         self._run(
             "initdb", "--pgdata", str(self.folder / "data"), "--username=instar", f"--pwfile={password}",
             "--auth-local=trust", "--auth-host=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync",
@@ -71,12 +74,12 @@ class PostgresTestServer:
         """The URL for TCP connections, without the password that they require."""
         return f"postgresql://instar@{self._host}:{self.port}/postgres"
 
-    def new_schema(self) -> str:
+    def new_schema_name(self) -> str:
         """Return an unused schema name."""
         return f"test_{secrets.token_hex(6)}"
 
-    def empty(self, schema: str) -> None:
-        """Delete all rows of a store. This is much faster than creating a new store."""
+    def delete_rows(self, schema: str) -> None:
+        """Delete all rows of the store in a schema, which is much faster than creating a new store."""
         tables = self.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)
         statements = "; ".join(f"DELETE FROM {name}" for (name,) in tables if name != "instar_store")
         self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
@@ -144,21 +147,21 @@ class PostgresTestServer:
         assert result.returncode == 0, result.stderr
 
     def _process_options(self) -> dict[str, Any]:
-        if self.as_user is None:
+        if self._user is None:
             return {"cwd": self.folder}
-        entry = pwd.getpwnam(self.as_user)
+        entry = pwd.getpwnam(self._user)
         return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": [], "cwd": self.folder}
 
 
-def _unprivileged_user() -> str | None:
-    """Return the user to run the server as, or None for this user. PostgreSQL refuses to run as root."""
+def _find_server_user() -> str | None:
+    """Return the user to run the server as, or None for this user. PostgreSQL does not run as root."""
     if os.getuid() != 0:
         return None
     users = {entry.pw_name for entry in pwd.getpwall()}
     return "postgres" if "postgres" in users else "nobody"
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -48,24 +48,24 @@ def compute_logprobs(model: Any, prompt: list[int], sampled: list[int]) -> list[
     return [float(logprobs[len(prompt) + i - 1, token]) for i, token in enumerate(sampled)]
 
 
-def to_sample(number: int, prompt: list[int], sampled: list[int], logprobs: list[float]) -> Sample:
-    sampled_from, length = len(prompt), len(prompt) + len(sampled)
+def make_sample(number: int, prompt: list[int], sampled: list[int], logprobs: list[float]) -> Sample:
+    length = len(prompt) + len(sampled)
     mask = np.zeros(length, np.float32)
-    mask[sampled_from:] = 1
-    old = np.full(length, np.nan, np.float32)
-    old[sampled_from:] = logprobs
+    mask[len(prompt) :] = 1
+    padded_logprobs = np.full(length, np.nan, np.float32)
+    padded_logprobs[len(prompt) :] = logprobs
     return Sample(
         sample_key=str(number),
         session_id=str(number),
         token_ids=np.asarray(prompt + sampled, np.int32),
         mask=mask,
-        logprobs=old,
+        logprobs=padded_logprobs,
         advantages=mask * (1 if number % 2 else -1),
         versions=np.where(mask > 0, 0, -1).astype(np.int32),
     )
 
 
-def test_engine_and_backend_logprobs_match_before_and_after_a_step(
+def test_engine_and_backend_logprobs_match_before_and_after_each_step(
     model: ModelConfig, tmp_path: Path
 ) -> None:
     async def run() -> None:
@@ -74,15 +74,16 @@ def test_engine_and_backend_logprobs_match_before_and_after_a_step(
         for version in range(3):
             replies = await asyncio.gather(*(sample(engine, p, seed) for seed, p in enumerate(PROMPTS)))
             samples = [
-                to_sample(n, p, *reply) for n, (p, reply) in enumerate(zip(PROMPTS, replies, strict=True))
+                make_sample(n, p, *reply) for n, (p, reply) in enumerate(zip(PROMPTS, replies, strict=True))
             ]
-            for sent, actual in zip(samples, await backend.forward(samples), strict=True):
-                trained = sent.mask > 0
-                np.testing.assert_allclose(actual[trained], sent.logprobs[trained], atol=1e-3)
+            for expected, logprobs in zip(samples, await backend.forward(samples), strict=True):
+                trained = expected.mask > 0
+                np.testing.assert_allclose(logprobs[trained], expected.logprobs[trained], atol=1e-3)
             if version == 0:
                 reference = AutoModelForCausalLM.from_pretrained(model.name)
-                for prompt, (ids, logprobs) in zip(PROMPTS, replies, strict=True):
-                    np.testing.assert_allclose(logprobs, compute_logprobs(reference, prompt, ids), atol=1e-3)
+                for prompt, (ids, sampled_logprobs) in zip(PROMPTS, replies, strict=True):
+                    reference_logprobs = compute_logprobs(reference, prompt, ids)
+                    np.testing.assert_allclose(sampled_logprobs, reference_logprobs, atol=1e-3)
             await backend.forward_backward(samples, LossConfig())
             await backend.optim_step(AdamConfig(lr=1e-2))
             artifact = await backend.publish(tmp_path / f"v{version + 1}")

@@ -1,4 +1,4 @@
-"""Tests that vLLM on a GPU matches the trainer, with adapters and with merged weights.
+"""Tests for the vLLM engine on a GPU, with adapters and with merged weights.
 
 Run them on a machine with a GPU: `python -m pytest tests/gpu/test_vllm.py`. Set INSTAR_TEST_VLLM to
 a Python interpreter with vLLM if the current one does not have it.
@@ -34,7 +34,7 @@ from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logp
 
 PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
-MAX_MEAN_GAP = 0.06
+MAX_MEAN_LOGPROB_DIFFERENCE = 0.06
 """The maximum mean difference between the logprobs of two implementations in bf16."""
 
 
@@ -65,12 +65,14 @@ async def engine(
 ) -> AsyncIterator[VllmEngine]:
     config = VllmEngineConfig(policy=request.param, python=PYTHON, gpu_memory=0.2, lora_rank=8)
     engine = VllmEngine(model, config)
-    await engine.bring_up(tmp_path / "engine.log", print)
+    await engine.start(tmp_path / "engine.log", print)
     yield engine
     await engine.close()
 
 
-async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig, tmp_path: Path) -> None:
+async def test_engine_logprobs_match_the_trainer_after_each_update(
+    engine: VllmEngine, model: ModelConfig, tmp_path: Path
+) -> None:
     backend = LocalBackend(model, LocalBackendConfig(lora=LoraConfig(rank=8)), seed=1)
     await backend.start()
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, seed=1))
@@ -85,8 +87,8 @@ async def test_engine_matches_the_trainer(engine: VllmEngine, model: ModelConfig
         assert set(get_versions(chunks)) == {version}
         sequence = [*PROMPT, *get_ids(chunks)]
         (expected,) = await backend.forward([make_sample("s", sequence, 1)])
-        assert np.abs(expected[len(PROMPT) :] - get_logprobs(chunks)).mean() < MAX_MEAN_GAP
-        assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MAX_MEAN_GAP
+        assert np.abs(expected[len(PROMPT) :] - get_logprobs(chunks)).mean() < MAX_MEAN_LOGPROB_DIFFERENCE
+        assert np.abs(expected - await engine.logprobs(sequence))[1:].mean() < MAX_MEAN_LOGPROB_DIFFERENCE
     streamed += [chunk async for chunk in stream]
     assert get_versions(streamed) == sorted(get_versions(streamed))
     assert engine.mislabelled_tokens == 0

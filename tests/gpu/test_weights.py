@@ -43,7 +43,7 @@ PYTHON = os.environ.get("INSTAR_TEST_VLLM")
 needs_vllm = pytest.mark.skipif(
     PYTHON is None and find_spec("vllm") is None, reason="no interpreter with vLLM; set INSTAR_TEST_VLLM"
 )
-READER = """
+READER_SCRIPT = """
 import json, sys, torch
 from instar.engines.vllm.extension import create_buffer_views, open_buffer
 handle, layout = json.loads(sys.stdin.readline())
@@ -57,7 +57,7 @@ for line in sys.stdin:
 def test_open_buffer_in_another_process_sees_later_writes() -> None:
     buffer = SharedBuffer([("a", "bfloat16", [2, 3], 0), ("b", "float32", [4], 256)], "cuda")
     with subprocess.Popen(
-        [sys.executable, "-c", READER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", READER_SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as reader:
         assert reader.stdin is not None
         assert reader.stdout is not None
@@ -92,13 +92,13 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def served(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
-    """Serve an engine whose NCCL host id differs from the trainer's. NCCL rejects two ranks of one host on
-    the same GPU."""
-    log = tmp_path_factory.mktemp("logs") / "engine.log"
+    """Serve an engine whose NCCL host id differs from the trainer's, because NCCL rejects two ranks with the
+    same host id on one GPU."""
+    log_path = tmp_path_factory.mktemp("logs") / "engine.log"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("NCCL_MNNVL_ENABLE", "0")
         environment.setenv("NCCL_HOSTID", "engine")
-        served = ServedEngine(config, log)
+        served = ServedEngine(config, log_path)
         environment.setenv("NCCL_HOSTID", "trainer")
         yield served
         served.close()

@@ -1,4 +1,4 @@
-"""An agent, a rule and an engine script that never return."""
+"""An agent, a reward rule and an engine script that do not return for an hour."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from instar.rewards.base import Transcript
 from instar.rollout.base import AgentSession
 from tests.torture import workload
 
-SECONDS = 3600.0
+HANG_SECONDS = 3600.0
 
 
 async def block_event_loop(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     await workload.agent(task, session, ledger=ledger)
-    time.sleep(SECONDS)  # noqa: ASYNC251 - blocks the event loop on purpose
+    time.sleep(HANG_SECONDS)  # noqa: ASYNC251 - blocks the event loop on purpose
 
 
 def hang_in_rule(task: dict[str, Any], transcript: Transcript) -> float:
-    time.sleep(SECONDS)
+    time.sleep(HANG_SECONDS)
     return 0.0
 
 
 def hang_in_engine(prompt: str, seed: int | None) -> str:
-    time.sleep(SECONDS)
+    time.sleep(HANG_SECONDS)
     return ""

@@ -1,4 +1,4 @@
-"""An agent that performs random actions on its conversations and records what it did."""
+"""An agent that performs random actions on its conversations and records its requests."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import aiohttp
 
 from instar.rollout.base import AgentSession
 from instar.types import Json
-from tests.integration.tool_call_model import TOOLS, random_text
+from tests.integration.tool_call_model import TOOLS, make_random_text
 
-STOPS = (["12"], ["} }", "9"], ["answer", "é"], [" "])
+STOP_SEQUENCES = (["12"], ["} }", "9"], ["answer", "é"], [" "])
 
 
 @dataclass(frozen=True)
 class SentRequest:
-    """A request that the gateway has answered."""
+    """A request to which the gateway has responded."""
 
     request_id: str
     kind: str
@@ -89,8 +89,8 @@ class RandomAgent:
 
     async def repeat_request(self, conversation: Conversation) -> tuple[Json, str]:
         """Request two replies to the same messages, like an agent that rejects the first one."""
-        first = await self.request_reply(conversation)
-        return self.rng.choice([first, await self.request_reply(conversation)])
+        first_reply = await self.request_reply(conversation)
+        return self.rng.choice([first_reply, await self.request_reply(conversation)])
 
     async def repeat_request_concurrently(self, conversation: Conversation) -> tuple[Json, str]:
         return self.rng.choice(
@@ -98,10 +98,10 @@ class RandomAgent:
         )
 
     async def retry_lost_reply(self, conversation: Conversation) -> tuple[Json, str]:
-        """Retry like an SDK. The gateway must replay the recorded reply without sampling."""
+        """Send the request again, marked as a retry, as an SDK does. The gateway must replay the reply."""
         message, request_id = await self.request_reply(conversation)
-        replayed, same_id = await self.request_reply(conversation, retried=True)
-        assert same_id == request_id
+        replayed, replayed_id = await self.request_reply(conversation, retried=True)
+        assert replayed_id == request_id
         assert (replayed["content"] or "") == (message["content"] or "")
         self.requests.pop()
         return replayed, request_id
@@ -126,13 +126,13 @@ class RandomAgent:
     def _first_messages(self) -> list[Json]:
         messages = [self._next_user_message()]
         if self.rng.random() < 0.5:
-            messages.insert(0, {"role": "system", "content": random_text(self.rng)})
+            messages.insert(0, {"role": "system", "content": make_random_text(self.rng)})
         return messages
 
     def _next_user_message(self) -> Json:
         """Return a unique message, so that no two conversations have the same messages."""
         self.message_count += 1
-        return {"role": "user", "content": f"{random_text(self.rng)}#{self.message_count}"}
+        return {"role": "user", "content": f"{make_random_text(self.rng)}#{self.message_count}"}
 
     def _continue_conversation(
         self, conversation: Conversation, latest_reply: tuple[Json, str]
@@ -142,7 +142,7 @@ class RandomAgent:
         for call in reply.get("tool_calls", ()):
             self.event_counts["tool call"] += 1
             self.message_count += 1
-            content = f"{random_text(self.rng, 3)}#{self.message_count}"
+            content = f"{make_random_text(self.rng, 3)}#{self.message_count}"
             new_messages.append({"role": "tool", "tool_call_id": call["id"], "content": content})
         if not new_messages or self.rng.random() < 0.2:
             new_messages.append(self._next_user_message())
@@ -166,7 +166,10 @@ class RandomAgent:
         if self.rng.random() < 0.5:
             self.event_counts["compacted"] += 1
             return Conversation(
-                [{"role": "user", "content": "So far: " + random_text(self.rng)}, self._next_user_message()]
+                [
+                    {"role": "user", "content": "So far: " + make_random_text(self.rng)},
+                    self._next_user_message(),
+                ]
             )
         self.event_counts["tampered"] += 1
         messages = list(conversation.messages)
@@ -187,7 +190,7 @@ class RandomAgent:
         if self.rng.random() < 0.7:
             body["seed"] = self.rng.getrandbits(62)
         if self.rng.random() < 0.25:
-            body["stop"] = self.rng.choice(STOPS)
+            body["stop"] = self.rng.choice(STOP_SEQUENCES)
         if self.tools:
             body["tools"] = self.tools
         return body

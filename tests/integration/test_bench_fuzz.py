@@ -1,4 +1,4 @@
-"""A short run of `bench/fuzz.py`, in which the gateway must handle every request."""
+"""Test of a short run of `bench/fuzz.py`, in which the gateway must handle every request."""
 
 from __future__ import annotations
 

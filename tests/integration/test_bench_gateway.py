@@ -1,4 +1,4 @@
-"""A complete run of `bench/gateway.py --quick`."""
+"""Test of a complete run of `bench/gateway.py --quick`."""
 
 from __future__ import annotations
 

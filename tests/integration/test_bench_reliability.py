@@ -1,4 +1,4 @@
-"""Short runs of `bench/overload.py` and `bench/soak.py`. Speed is not checked."""
+"""Tests of short runs of `bench/overload.py` and `bench/soak.py`. Speed is not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of `bench/store.py` on a small store. Speed is not checked."""
+"""Test of `bench/store.py` on a small store. Speed is not checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`instar train` and `instar serve` as a user runs them, with an agent command and files next to the YAML."""
+"""Tests for `instar train` and `instar serve` as a user runs them: with an agent command, and files next to
+the YAML."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.tiny import make_tiny_model
 
 pytestmark = pytest.mark.timeout(300)  # each process imports torch, and the machine may be busy
 INSTAR = str(Path(sys.executable).with_name("instar"))
-RUN = """
+RUN_YAML = """
 name: mine
 model: {name: ./model, dtype: fp32, device: cpu}
 engine: {type: scripted, function: "replies:reply"}
@@ -60,14 +61,14 @@ def folder(tmp_path: Path) -> Path:
     make_tiny_model(tmp_path / "model")
     for name, text in FILES.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
-    (tmp_path / "run.yaml").write_text(RUN.replace("PYTHON", sys.executable))
+    (tmp_path / "run.yaml").write_text(RUN_YAML.replace("PYTHON", sys.executable))
     return tmp_path
 
 
 def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
-    """Run the command in a pseudo-terminal; return its exit code and output without escape sequences."""
-    child, terminal = pty.fork()
-    if child == 0:
+    """Run the command in a pseudo-terminal. Return its exit code and its output without escape sequences."""
+    child_pid, terminal = pty.fork()
+    if child_pid == 0:
         os.chdir(cwd)
         os.environ.update(TERM="xterm-256color", COLUMNS="100", LINES="40")
         os.execv(command[0], command)
@@ -80,11 +81,11 @@ def run_in_terminal(command: list[str], cwd: Path) -> tuple[int, str]:
         if not data:
             break
         output += data
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(child_pid, 0)[1])
     return code, re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output.decode())
 
 
-def test_train_in_terminal_draws_progress_and_writes_report(folder: Path, tmp_path: Path) -> None:
+def test_train_in_terminal_shows_progress_and_writes_report(folder: Path, tmp_path: Path) -> None:
     working_dir = tmp_path / "working_dir"
     working_dir.mkdir()
     code, output = run_in_terminal([INSTAR, "train", str(folder / "run.yaml")], working_dir)
@@ -119,7 +120,7 @@ def test_train_with_json_prints_summary_as_last_line(folder: Path) -> None:
     assert "Continue the run with --resume" in second.stderr
 
 
-def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:
+def test_serve_responds_at_printed_url_until_interrupted(folder: Path) -> None:
     process = subprocess.Popen(
         [INSTAR, "serve", "run.yaml", "--json"],
         cwd=folder,
@@ -129,11 +130,11 @@ def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:
     )
     try:
         assert process.stdout is not None
-        endpoint = json.loads(process.stdout.readline())
+        connection_info = json.loads(process.stdout.readline())
         request = urllib.request.Request(
-            f"{endpoint['base_url']}/chat/completions",
+            f"{connection_info['base_url']}/chat/completions",
             json.dumps({"model": "any", "messages": [{"role": "user", "content": "hi"}]}).encode(),
-            {"Authorization": f"Bearer {endpoint['api_key']}", "Content-Type": "application/json"},
+            {"Authorization": f"Bearer {connection_info['api_key']}", "Content-Type": "application/json"},
         )
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["message"]["content"] in ("4", "5")
@@ -143,7 +144,10 @@ def test_serve_answers_at_printed_url_until_interrupted(folder: Path) -> None:
         process.kill()
     assert (process.returncode, "Traceback" in errors) == (0, False), errors
     listed = subprocess.run(
-        [INSTAR, "sessions", "ls", endpoint["run_dir"], "--json"], capture_output=True, text=True, check=True
+        [INSTAR, "sessions", "ls", connection_info["run_dir"], "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (session,) = json.loads(listed.stdout)
     assert (session["channel"], session["calls"]) == ("live", 1)

@@ -39,7 +39,7 @@ from tests.integration.tool_call_model import (
 )
 from tests.serving import ADMIN_KEY, running_gateway
 
-SESSIONS = 1000
+SESSION_COUNT = 1000
 CONCURRENCY = 32
 TOLERANCE = 1e-3
 
@@ -76,7 +76,7 @@ class ExactnessHarness:
         return [task.result() for task in tasks]
 
     async def _open_session(self, rng: random.Random) -> AgentSession:
-        """Open a session, sometimes with other sampling settings, which must not affect the logprobs."""
+        """Open a session, sometimes with different sampling settings, which must not affect the logprobs."""
         sampling = {"temperature": 0.7, "top_p": 0.9} if rng.random() < 0.1 else {}
         return await self.client.open_session(
             OpenSession(channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling)
@@ -104,16 +104,19 @@ async def harness(tool_call_model: Path, tmp_path: Path) -> AsyncIterator[Exactn
 
 
 def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
-    """Check that the recorded calls equal the engine's emissions, bit for bit."""
+    """Check that the recorded calls equal the engine's emissions, bit for bit.
+
+    Calls that were not completed may contain only the first tokens.
+    """
     for call in calls:
         emission = harness.find_emission(call)
-        kept = len(call.sampled_ids)
+        count = len(call.sampled_ids)
         if call.status is CallStatus.OK:
             assert emission.is_finished
-            assert kept == len(emission.ids)
-        assert call.sampled_ids.tolist() == emission.ids[:kept]
-        assert call.versions.tolist() == emission.versions[:kept]
-        np.testing.assert_array_equal(call.logprobs, np.asarray(emission.logprobs[:kept], np.float32))
+            assert count == len(emission.ids)
+        assert call.sampled_ids.tolist() == emission.ids[:count]
+        assert call.versions.tolist() == emission.versions[:count]
+        np.testing.assert_array_equal(call.logprobs, np.asarray(emission.logprobs[:count], np.float32))
 
 
 def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sample]) -> int:
@@ -141,28 +144,29 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
 
 
 def check_links(agent: RandomAgent, calls: list[Call]) -> int:
-    """Check that turns that extend their history start with its exact tokens; return their number."""
+    """Check that turns that extend their history start with its exact tokens, and return their number."""
     by_id = {call.call_id: call for call in calls}
     by_request: dict[str, list[Call]] = {}
     for call in calls:
         by_request.setdefault(call.request_id, []).append(call)
-    followed = 0
-    for sent in agent.requests:
-        for call in by_request[sent.request_id]:
-            if sent.kind == "fresh":
+    extending_turns = 0
+    for request in agent.requests:
+        for call in by_request[request.request_id]:
+            if request.kind == "fresh":
                 assert call.link is not Link.EXTENDS
                 continue
             assert call.link in (Link.EXTENDS, Link.SIBLING)
             assert call.parent_id is not None
             parent = by_id[call.parent_id]
             # The gateway cannot distinguish replies with equal text when an agent sends one back.
-            assert parent.messages == by_request[sent.parent or ""][0].messages
+            assert parent.messages == by_request[request.parent or ""][0].messages
             assert call.prompt_ids[: len(parent.sequence)].tolist() == parent.sequence.tolist()
-            followed += 1
-    return followed
+            extending_turns += 1
+    return extending_turns
 
 
 async def check_session(harness: ExactnessHarness, agent: RandomAgent) -> tuple[list[Sample], int, int]:
+    """Check the session. Return its samples and the numbers of trained tokens and of extending turns."""
     session = await harness.store.session(agent.session.session_id)
     assert session is not None
     calls = await harness.store.calls(session.session_id)
@@ -175,10 +179,11 @@ async def check_session(harness: ExactnessHarness, agent: RandomAgent) -> tuple[
 async def test_training_samples_of_random_sessions_equal_engine_emissions(
     harness: ExactnessHarness, tool_call_model: Path
 ) -> None:
-    agents = await harness.run_agents(SESSIONS, "exact")
+    agents = await harness.run_agents(SESSION_COUNT, "exact")
     checked = [await check_session(harness, agent) for agent in agents]
     samples = [sample for session_samples, _, _ in checked for sample in session_samples]
-    trained, followed = sum(tokens for _, tokens, _ in checked), sum(turns for _, _, turns in checked)
+    trained_tokens = sum(tokens for _, tokens, _ in checked)
+    extending_turns = sum(turns for _, _, turns in checked)
 
     backend = LocalBackend(
         make_model_config(tool_call_model), LocalBackendConfig(threads=1, micro_batch_tokens=4096)
@@ -188,22 +193,22 @@ async def test_training_samples_of_random_sessions_equal_engine_emissions(
     assert gap < TOLERANCE
 
     print(
-        f"\n{trained} tokens trained, {followed} turns followed, largest gap {gap:.1e}; "
-        f"{dict(harness.event_counts)}"
+        f"\n{trained_tokens} trained tokens, {extending_turns} turns that extend their history, "
+        f"largest logprob gap {gap:.1e}; {dict(harness.event_counts)}"
     )
     # Every event must have happened often enough.
-    assert trained > 20 * SESSIONS
-    assert followed > SESSIONS
+    assert trained_tokens > 20 * SESSION_COUNT
+    assert extending_turns > SESSION_COUNT
     finished = sum(emission.is_finished for emission in harness.engine.emissions.values())
     assert finished < len(harness.engine.emissions), "no client disconnected before the end of its reply"
     for event in ("tool call", "finish length", "finish stop", "finish tool_calls", "compacted", "tampered"):
-        assert harness.event_counts[event] >= SESSIONS // 50, event
+        assert harness.event_counts[event] >= SESSION_COUNT // 50, event
 
 
 def compute_max_gap(
     samples: list[Sample], logprobs: list[np.ndarray[tuple[int], np.dtype[np.float32]]]
 ) -> float:
-    """Return the largest gap between recorded and computed logprobs of the trained tokens."""
+    """Return the largest difference between recorded and computed logprobs of the trained tokens."""
     return max(
         float(np.abs(computed - sample.logprobs)[sample.mask > 0].max())
         for sample, computed in zip(samples, logprobs, strict=True)
@@ -254,8 +259,8 @@ async def test_replies_after_weight_swap_use_only_new_weights(
         assert gap < TOLERANCE
         if version:
             # The gap is much larger with the previous weights, so the check above would detect stale prompts.
-            stale = compute_max_gap(samples, await (await lineage.load_version(version - 1)).forward(samples))
-            assert stale > 100 * TOLERANCE
+            previous_backend = await lineage.load_version(version - 1)
+            assert compute_max_gap(samples, await previous_backend.forward(samples)) > 100 * TOLERANCE
     assert (await harness.engine.status()).cached_tokens > 10_000, (
         "the test requires that cached tokens are reused"
     )
@@ -273,25 +278,25 @@ def make_version_sample(emission: Emission, version: int) -> Sample:
 async def test_engine_after_weight_swap_equals_fresh_engine(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """Continue sequences that other weights computed, and compare the replies token by token."""
+    """Continue sequences that different weights computed, and compare the replies token by token."""
     lineage = await train_lineage(tool_call_model, tmp_path, 1)
     first_agents = await harness.run_agents(24, "before")
     await harness.engine.load(lineage.policies[1])
     calls = [call for agent in first_agents for call in await harness.store.calls(agent.session.session_id)]
-    fresh = LocalEngine(make_model_config(tool_call_model), LocalEngineConfig(threads=1))
-    await fresh.load(lineage.policies[1])
+    fresh_engine = LocalEngine(make_model_config(tool_call_model), LocalEngineConfig(threads=1))
+    await fresh_engine.load(lineage.policies[1])
     cached_before = (await harness.engine.status()).cached_tokens
     for number, call in enumerate(calls[-24:]):
         params = SamplingParams(max_tokens=24, seed=number)
         prompt = call.sequence.tolist()
         swapped_chunks = [chunk async for chunk in harness.engine.engine.generate(prompt, params)]
-        fresh_chunks = [chunk async for chunk in fresh.generate(prompt, params)]
+        fresh_chunks = [chunk async for chunk in fresh_engine.generate(prompt, params)]
         assert [chunk.token_ids for chunk in swapped_chunks] == [chunk.token_ids for chunk in fresh_chunks]
         actual, expected = (
             [chunk.logprobs[0] for chunk in chunks] for chunks in (swapped_chunks, fresh_chunks)
         )
         np.testing.assert_allclose(actual, expected, atol=1e-4)
     reused = (await harness.engine.status()).cached_tokens - cached_before
-    assert reused == (await fresh.status()).cached_tokens
-    await fresh.close()
+    assert reused == (await fresh_engine.status()).cached_tokens
+    await fresh_engine.close()
     await lineage.backend.close()

@@ -1,4 +1,4 @@
-"""Ctrl-C stops a run in bounded time and leaves no process behind, whatever hangs."""
+"""Tests that Ctrl-C stops a run in bounded time and leaves no process behind, no matter what hangs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.torture.run_process import ROOT, RunProcess, is_alive, list_descendan
 
 HANGING_MODULE = "tests.integration.hanging_parts"
 HANGING_COMMAND = ["sh", "-c", "trap '' TERM; sleep 3600 & wait"]
-MAX_STOP_SECONDS = 60.0
-"""The roles may take three times 10 s and the trainer 3 s. The rest is slack for a busy machine."""
+STOP_TIMEOUT_SECONDS = 60.0
+"""The roles may take three times 10 s, and the trainer 3 s. The rest is slack for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -30,14 +30,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def silent_url() -> Generator[str]:
+def unresponsive_url() -> Generator[str]:
     """The URL of a server that accepts connections but never responds."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"http://127.0.0.1:{server.getsockname()[1]}/v1"
 
 
-def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
-    return RunProcess(folder, make_config(folder, model, steps=50, stop_timeout=3, **trainer))
+def make_run(folder: Path, model: Path) -> RunProcess:
+    return RunProcess(folder, make_config(folder, model, steps=50, stop_timeout=3))
 
 
 def suspend(run: RunProcess, *roles: str) -> None:
@@ -53,24 +53,24 @@ def has_started_session(run: RunProcess) -> bool:
         return False  # the store has not been created yet
 
 
-def interrupt(run: RunProcess, *, times: int = 1, within: float = MAX_STOP_SECONDS) -> None:
-    """Send SIGINT and check that the run exits in time and leaves no process behind."""
+def interrupt(run: RunProcess, *, times: int = 1, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+    """Send SIGINT ``times`` times, and check that the run exits in time and leaves no process behind."""
     assert run.process is not None
-    processes = list_descendants(run.process.pid)
+    pids = list_descendants(run.process.pid)
     for _ in range(times):
         run.process.send_signal(signal.SIGINT)
         time.sleep(0.2)
     try:
-        assert run.wait(within) == 130, run.explain()
+        assert run.wait(timeout_seconds) == 130, run.collect_logs()
     except subprocess.TimeoutExpired:
-        pytest.fail(f"the run did not stop within {within:g} s\n{run.explain()}")
+        pytest.fail(f"the run did not stop within {timeout_seconds:g} s\n{run.collect_logs()}")
     finally:
         deadline = time.monotonic() + 10
-        while (remaining := list(filter(is_alive, processes))) and time.monotonic() < deadline:
+        while (remaining := list(filter(is_alive, pids))) and time.monotonic() < deadline:
             time.sleep(0.05)
         for pid in remaining:
             os.kill(pid, signal.SIGKILL)
-    assert remaining == [], run.explain()
+    assert remaining == [], run.collect_logs()
     assert "Traceback" not in run.output.read_text()
 
 
@@ -129,9 +129,11 @@ def test_ctrl_c_with_hanging_code_stops_the_run(
     interrupt(run)
 
 
-def test_ctrl_c_with_a_silent_judge_stops_the_run(model: Path, tmp_path: Path, silent_url: str) -> None:
+def test_ctrl_c_with_an_unresponsive_judge_stops_the_run(
+    model: Path, tmp_path: Path, unresponsive_url: str
+) -> None:
     config = make_config(tmp_path, model, steps=50, stop_timeout=3)
-    config["reward"] = {"type": "judge", "endpoint": silent_url, "model": "m", "timeout": 3600}
+    config["reward"] = {"type": "judge", "endpoint": unresponsive_url, "model": "m", "timeout": 3600}
     config["scoring"] = {"deadline": 7200}
     run = RunProcess(tmp_path, config)
     run.start()
@@ -157,13 +159,13 @@ def test_second_ctrl_c_kills_suspended_roles_immediately(model: Path, tmp_path: 
     run.start()
     assert run.wait_until(lambda: run.is_ready() and has_started_session(run))
     suspend(run, "engine", "gateway", "rollout", "trainer")
-    interrupt(run, times=2, within=5)
+    interrupt(run, times=2, timeout_seconds=5)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_ctrl_c_while_serve_starts_stops_it(model: Path, tmp_path: Path, times: int) -> None:
     run = make_run(tmp_path, model)
-    command = [sys.executable, "-m", "instar.cli.main", "serve", str(run.file), "--json"]
+    command = [sys.executable, "-m", "instar.cli.main", "serve", str(run.config_path), "--json"]
     with run.output.open("ab") as output:
         run.process = subprocess.Popen(
             command,
@@ -175,4 +177,4 @@ def test_ctrl_c_while_serve_starts_stops_it(model: Path, tmp_path: Path, times: 
         )
     assert run.wait_until(lambda: "engine" in run.list_processes().values())
     suspend(run, "engine")
-    interrupt(run, times=times, within=MAX_STOP_SECONDS if times == 1 else 5)
+    interrupt(run, times=times, timeout_seconds=STOP_TIMEOUT_SECONDS if times == 1 else 5)

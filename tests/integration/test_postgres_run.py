@@ -1,4 +1,4 @@
-"""Complete runs with a PostgreSQL store, which are killed, resumed and inspected."""
+"""Tests for complete runs with a PostgreSQL store that are inspected, killed and resumed."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_run_on_postgres_finishes_and_can_be_inspected(
 
 
 def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
-    """Check that a run with the same name in another folder is rejected."""
+    """Check that a run with the same name in a different folder is rejected."""
     folder.mkdir()
     second = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
     second.start(**{PASSWORD_VARIABLE: PASSWORD})

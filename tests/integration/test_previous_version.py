@@ -1,4 +1,4 @@
-"""Resumes a run that was started by the previous version."""
+"""Test that a run that was started by the previous version can be resumed."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from tests.previous_version import CORRECTED, UNTRAINABLE, copy_previous_run, make_previous_model
+from tests.previous_version import CORRECTED_ID, UNTRAINABLE_ID, copy_previous_run, make_previous_model
 
 ROOT = Path(__file__).parents[2]
-CLAIMS = (
+CLAIMS_SQL = (
     "SELECT epoch, sample_key, session_id, outcome, step, reason, reward, advantage FROM claims ORDER BY seq"
 )
 
@@ -28,7 +28,7 @@ def test_resume_finishes_a_run_started_by_the_previous_version(tmp_path: Path) -
     folder = tmp_path / "copy"
     run_dir = copy_previous_run(folder)
     make_previous_model(folder)
-    claims_before = query(run_dir, CLAIMS)
+    claims_before = query(run_dir, CLAIMS_SQL)
     command = ["train", str(folder / "run.yaml"), "--resume", "--json"]
     result = subprocess.run(
         [sys.executable, "-m", "instar.cli.main", *command],
@@ -45,15 +45,15 @@ def test_resume_finishes_a_run_started_by_the_previous_version(tmp_path: Path) -
     assert query(run_dir, "SELECT step, state, version FROM steps ORDER BY step") == [
         (step, "committed", step) for step in range(1, 7)
     ]
-    claims = query(run_dir, CLAIMS)
+    claims = query(run_dir, CLAIMS_SQL)
     assert claims[: len(claims_before)] == claims_before
     keys = [(epoch, sample_key) for epoch, sample_key, *_ in claims]
     assert len(set(keys)) == len(keys), "a sample was claimed twice"
-    resumed = [
+    new_claims = [
         (session_id, outcome, step) for _, _, session_id, outcome, step, *_ in claims[len(claims_before) :]
     ]
-    assert {step for _, _, step in resumed} == {3, 4, 5, 6}
-    assert (CORRECTED, "trained", 3) in resumed, "the correction was not trained on"
-    assert (UNTRAINABLE, "dropped", 3) in resumed
+    assert {step for _, _, step in new_claims} == {3, 4, 5, 6}
+    assert (CORRECTED_ID, "trained", 3) in new_claims, "the correction was not trained on"
+    assert (UNTRAINABLE_ID, "dropped", 3) in new_claims
     state = json.loads((run_dir / "checkpoints" / "step-000006" / "backend" / "state.json").read_text())
     assert state["counters"]["optim_steps"] == 6, "the optimizer did not continue from the checkpoint"

@@ -1,4 +1,4 @@
-"""Restarts, drains and starts individual roles while the run continues."""
+"""Test that individual roles can be restarted, drained and started while the run continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run_roles_command(run: RunProcess, *arguments: str) -> dict[str, dict[str, A
     """Run `instar roles` and return its rows, keyed by role name."""
     command = [sys.executable, "-m", "instar.cli.main", "roles", str(run.run_dir), *arguments, "--json"]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert completed.returncode == 0, f"{completed.stderr}\n{run.explain()}"
+    assert completed.returncode == 0, f"{completed.stderr}\n{run.collect_logs()}"
     return {row["name"]: row for row in json.loads(completed.stdout)}
 
 
@@ -29,10 +29,10 @@ def count_committed_steps(run: RunProcess) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0]
 
 
-def assert_two_more_steps(run: RunProcess) -> None:
+def wait_for_two_more_steps(run: RunProcess) -> None:
     """Wait for two more steps, because the first may already have been in progress."""
-    before = count_committed_steps(run)
-    assert run.wait_until(lambda: count_committed_steps(run) >= before + 2)
+    committed = count_committed_steps(run)
+    assert run.wait_until(lambda: count_committed_steps(run) >= committed + 2)
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def run(tmp_path: Path) -> Iterator[RunProcess]:
 @pytest.mark.timeout(400)
 def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> None:
     assert run.wait_until(lambda: run.run_dir.joinpath("store.db").exists() and run.is_ready(), 180)
-    assert_two_more_steps(run)
+    wait_for_two_more_steps(run)
 
     listed = run_roles_command(run)
     assert {row["state"] for row in listed.values()} == {"running"}
@@ -60,30 +60,31 @@ def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> N
     assert all(Path(row["log"]).is_file() for row in listed.values())
 
     for name in ("engine-0", "gateway", "rollout", "trainer"):
-        after = run_roles_command(run, "restart", name)
-        assert after[name]["state"] == "running"
-        assert_two_more_steps(run)
+        assert run_roles_command(run, "restart", name)[name]["state"] == "running"
+        wait_for_two_more_steps(run)
         assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} was not restarted"
 
     os.kill(run_roles_command(run)["trainer"]["pid"], signal.SIGTERM)
-    assert_two_more_steps(run)  # the run did not request this exit, so it restarts the trainer
+    wait_for_two_more_steps(run)  # the run did not request this exit, so it restarts the trainer
 
     assert run_roles_command(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
-    assert_two_more_steps(run)
+    wait_for_two_more_steps(run)
     assert run_roles_command(run, "start", "engine-1")["engine-1"]["state"] == "running"
 
     assert run_roles_command(run, "drain", "trainer")["trainer"]["state"] == "stopped"
-    saved = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
-    assert saved == run.query("SELECT MAX(step) FROM steps"), "the current step was not finished and saved"
+    committed = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
+    assert committed == run.query("SELECT MAX(step) FROM steps"), (
+        "the current step was not finished and saved"
+    )
     assert run_roles_command(run, "start", "trainer")["trainer"]["state"] == "running"
-    assert_two_more_steps(run)
+    wait_for_two_more_steps(run)
 
     statuses = ("failed", "abandoned")
     lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", *statuses)
-    assert lost == [], f"sessions were lost\n{run.explain()}"
+    assert lost == [], f"sessions were lost\n{run.collect_logs()}"
     assert run.process is not None
     run.process.terminate()
-    assert run.wait(120) == 130, run.explain()
+    assert run.wait(120) == 130, run.collect_logs()
     run.assert_no_orphans()
     run.assert_replies_recorded()
     duplicates = run.query(

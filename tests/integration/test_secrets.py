@@ -1,4 +1,5 @@
-"""In a real run only the trainer gets the service's key. No agent, file, log or report contains it."""
+"""Test that only the trainer of a real run gets the service's key, and that no agent, file, log or report
+contains it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tests.tiny import make_tiny_model
 
 KEY = "tml-0123456789-test-secret"
 ROOT = Path(__file__).parents[2]
-AGENT = """
+AGENT_SOURCE = """
 import json, os, subprocess, sys
 from pathlib import Path
 
@@ -67,13 +68,13 @@ def service_url() -> Iterator[str]:
     server.server_close()
 
 
-def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
+def make_config(folder: Path, model: Path, **backend_settings: Any) -> dict[str, Any]:
     return {
         "name": "secrets",
         "dir": str(folder / "run"),
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
         "engine": {"type": "scripted"},
-        "backend": {"deadline": 20, **backend},
+        "backend": {"deadline": 20, **backend_settings},
         "trainer": {"mode": "sync", "steps": 1, "tensorboard": False},
         "rollout": {
             "tasks": {"type": "python", "function": "agent_module:tasks"},
@@ -96,17 +97,17 @@ def make_config(folder: Path, model: Path, **backend: Any) -> dict[str, Any]:
     ],
     ids=["key in file", "key in environment"],
 )
-def test_service_key_is_visible_only_to_roles_that_need_it(
+def test_service_key_is_visible_only_to_the_trainer(
     model: Path, service_url: str, tmp_path: Path, backend: dict[str, str], env: dict[str, str]
 ) -> None:
-    (tmp_path / "agent_module.py").write_text(AGENT)
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=service_url, **backend)))
+    (tmp_path / "agent_module.py").write_text(AGENT_SOURCE)
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text(yaml.safe_dump(make_config(tmp_path, model, base_url=service_url, **backend)))
     base_env = {
         name: value for name, value in os.environ.items() if not name.endswith(("_API_KEY", "_BASE_URL"))
     }
     completed = subprocess.run(
-        [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"],
+        [sys.executable, "-m", "instar.cli.main", "train", str(config_path), "--json"],
         cwd=ROOT,
         env={**base_env, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **env},
         capture_output=True,
@@ -120,6 +121,6 @@ def test_service_key_is_visible_only_to_roles_that_need_it(
     agent_env, child_env = json.loads((tmp_path / "environments.json").read_text())
     assert KEY not in json.dumps(agent_env) + child_env
     assert agent_env["PATH"], "the other variables must be inherited"
-    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-    assert {"config.json", "store.db", "trainer.log"} <= {path.name for path in written}
-    assert [path for path in written if KEY.encode() in path.read_bytes()] == []
+    run_files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"config.json", "store.db", "trainer.log"} <= {path.name for path in run_files}
+    assert [path for path in run_files if KEY.encode() in path.read_bytes()] == []

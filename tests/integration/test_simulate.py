@@ -1,4 +1,4 @@
-"""Compares real runs in both modes with what `instar simulate` predicts from the first run."""
+"""Tests that compare real runs in both modes with the predictions of `instar simulate` from the sync run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_instar(*arguments: object) -> Any:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The metrics of a run in each mode, with the folder of its YAML."""
+    """The metrics of one run in each mode. ``folder`` is the folder with their YAML files."""
     folder = tmp_path_factory.mktemp("runs")
     model = make_tiny_model(folder / "model", hidden=32, context=1024)
     workload = folder / "workload.jsonl"
@@ -60,7 +60,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
         speed=40.2,
         context=1024,
         eval_tasks=2,
-        timeout=200.0,
+        timeout_seconds=200.0,
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", make_environment()["PYTHONPATH"])
@@ -73,7 +73,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.alone
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str, Any]], mode: str) -> None:
+def test_simulator_predicts_both_modes_from_the_sync_run(
+    measured: dict[str, dict[str, Any]], mode: str
+) -> None:
     metrics = measured[mode]
     folder = metrics["folder"]
     output = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
@@ -84,7 +86,7 @@ def test_simulator_predicts_both_modes_from_one_run(measured: dict[str, dict[str
     assert metrics["samples_per_hour"] < 1.1 * output["bound"]
 
 
-def test_async_mode_is_faster_as_predicted(measured: dict[str, dict[str, Any]]) -> None:
+def test_async_mode_is_faster_than_sync_mode(measured: dict[str, dict[str, Any]]) -> None:
     assert measured["async"]["samples_per_hour"] > 1.3 * measured["sync"]["samples_per_hour"]
     assert measured["async"]["staleness_max"] <= 4
     assert measured["sync"]["staleness_max"] == 0

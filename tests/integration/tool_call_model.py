@@ -41,28 +41,28 @@ def make_model_config(folder: Path) -> ModelConfig:
     return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=CONTEXT)
 
 
-def random_text(rng: random.Random, max_words: int = 6) -> str:
+def make_random_text(rng: random.Random, max_words: int = 6) -> str:
     return " ".join(rng.choices(WORDS, k=rng.randint(0, max_words)))
 
 
-def random_messages(rng: random.Random) -> list[Message]:
-    system = Message(role="system", content=random_text(rng))
-    user = Message(role="user", content=random_text(rng))
+def make_random_messages(rng: random.Random) -> list[Message]:
+    system = Message(role="system", content=make_random_text(rng))
+    user = Message(role="user", content=make_random_text(rng))
     return [system, user] if rng.random() < 0.5 else [user]
 
 
-def random_tools(rng: random.Random) -> list[Tool]:
+def choose_random_tools(rng: random.Random) -> list[Tool]:
     return rng.sample(TOOLS, rng.choice([0, 1, 1, 2, 3]))
 
 
-async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 12) -> Path:
-    """Train a randomly initialized fp32 model to call its tools; return its folder."""
+async def train_tool_call_model(folder: Path, *, steps: int = 60, batch_size: int = 12) -> Path:
+    """Train a randomly initialized fp32 model to call its tools, and return its folder."""
     make_tiny_model(folder / "random", std=0.1, context=CONTEXT)
     model = make_model_config(folder / "random")
     renderer, rng = load_renderer(folder / "random", model), random.Random(0)
     backend = LocalBackend(model, LocalBackendConfig(lora=None, threads=1))
     for step in range(steps):
-        samples = [_make_training_sample(renderer, rng, f"{step}/{number}") for number in range(batch)]
+        samples = [_make_training_sample(renderer, rng, f"{step}/{number}") for number in range(batch_size)]
         await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
         await backend.optim_step(AdamConfig(lr=4e-3))
     await backend.publish(folder / "trained")
@@ -72,8 +72,8 @@ async def train_tool_call_model(folder: Path, *, steps: int = 60, batch: int = 1
 
 def _make_training_sample(renderer: Renderer, rng: random.Random, key: str) -> Sample:
     """Return a random prompt with the reply to learn: a tool call if there are tools, else text."""
-    tools = random_tools(rng)
-    prompt = renderer.render(random_messages(rng), tools)
+    tools = choose_random_tools(rng)
+    prompt = renderer.render(make_random_messages(rng), tools)
     text = "The answer is 893."
     if tools:
         tool = rng.choice(tools)
@@ -116,9 +116,9 @@ class PolicyLineage:
 
 async def train_lineage(model: Path, folder: Path, versions: int) -> PolicyLineage:
     """Train a series of adapters, each of which starts from the previous one and differs strongly from it."""
-    settings = make_model_config(model)
-    backend = LocalBackend(settings, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
-    renderer, rng = load_renderer(model, settings), random.Random(1)
+    config = make_model_config(model)
+    backend = LocalBackend(config, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
+    renderer, rng = load_renderer(model, config), random.Random(1)
     policies, states = [Policy("exact", 0, Artifact("base"))], [folder / "state-0"]
     await backend.save_state(states[0])
     for version in range(1, versions + 1):

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import certifi
 
-END = "-----END CERTIFICATE-----\n"
+END_MARKER = "-----END CERTIFICATE-----\n"
 
 
 @cache
-def single_certificate_env() -> dict[str, str]:
-    """Return the environment variable for a file with one certificate, which suffices for localhost."""
-    file = Path(tempfile.mkdtemp()) / "one.pem"
-    first, end, _ = certifi.contents().partition(END)
-    file.write_text(first + end)
-    return {"SSL_CERT_FILE": str(file)}
+def make_single_certificate_env() -> dict[str, str]:
+    """Write a file with one certificate, enough for localhost, and return its environment variable."""
+    path = Path(tempfile.mkdtemp()) / "one.pem"
+    first, end, _ = certifi.contents().partition(END_MARKER)
+    path.write_text(first + end)
+    return {"SSL_CERT_FILE": str(path)}

@@ -1,4 +1,4 @@
-"""Machine faults: full disks, clock jumps and stopped processes."""
+"""Machine faults: full disks, clock jumps and suspended processes."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ HOOKS = Path(__file__).parent / "hooks"
 class Clock:
     """Shifts the wall clock of every process started with ``env``."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self._offset = 0.0
-        file.write_bytes(struct.pack("d", 0.0))
-        self.env = {CLOCK_ENV: str(file)}
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset_seconds = 0.0
+        path.write_bytes(struct.pack("d", 0.0))
+        self.env = {CLOCK_ENV: str(path)}
 
     def jump(self, seconds: float) -> None:
-        self._offset += seconds
-        with self._file.open("r+b") as file:  # write in place, because the processes have mapped this file
-            file.write(struct.pack("d", self._offset))
+        self._offset_seconds += seconds
+        with self._path.open("r+b") as file:  # write in place, because the processes have mapped this file
+            file.write(struct.pack("d", self._offset_seconds))
 
 
 class Disk(ABC):
+    """A disk that can be filled and freed."""
+
     @abstractmethod
     def fill(self) -> None:
         """Make all writes that need more space fail until `free` is called."""
@@ -87,8 +89,8 @@ class FileSizeLimit(Disk):
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit is None else limit, hard))
 
 
-def stop_process(pid: int, seconds: float) -> None:
-    """Pause the process with SIGSTOP for ``seconds``."""
+def suspend_process(pid: int, seconds: float) -> None:
+    """Suspend the process with SIGSTOP for ``seconds``, if it exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -19,11 +19,11 @@ from typing import NoReturn
 
 import msgspec
 
-from tests.torture.certificates import single_certificate_env
+from tests.torture.certificates import make_single_certificate_env
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT = 120.0
-"""Seconds allowed for the imports, and for a child to exit after `wait` is called."""
+TIMEOUT_SECONDS = 120.0
+"""The time allowed for the imports, and for a child to exit after `wait` is called."""
 
 
 class ChildSpec(msgspec.Struct):
@@ -43,7 +43,12 @@ class ForkServer:
         self._process = subprocess.Popen(
             [python, "-m", "tests.torture.fork_server", *modules],
             cwd=ROOT,
-            env={**os.environ, **single_certificate_env(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **make_single_certificate_env(),
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -73,6 +78,7 @@ class ForkServer:
         return code
 
     def has_exited(self) -> bool:
+        """True if the child has exited and waits to be reaped."""
         assert self.pid is not None
         stat = Path(f"/proc/{self.pid}/stat").read_text()
         return stat.rsplit(")", 1)[1].split()[0] == "Z"
@@ -92,14 +98,15 @@ class ForkServer:
 
     def _read_integer(self) -> int:
         assert self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], TIMEOUT)
-        assert readable, f"the fork server did not answer within {TIMEOUT:g} s"
+        readable, _, _ = select.select([self._process.stdout], [], [], TIMEOUT_SECONDS)
+        assert readable, f"the fork server did not respond within {TIMEOUT_SECONDS:g} s"
         line = self._process.stdout.readline()
         assert line, "the fork server has exited"
         return int(line)
 
 
 def run_child(spec: ChildSpec) -> NoReturn:
+    """Call the function in the forked process, and exit."""
     code = 1
     try:
         output = os.open(spec.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)

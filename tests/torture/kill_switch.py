@@ -22,9 +22,9 @@ from typing import Any
 
 import msgspec
 
-OTHER_PID_TIMEOUT = 30.0
+OTHER_PID_TIMEOUT_SECONDS = 30.0
 RECOVERY_STEP = 0
-"""The step number of everything that happens before the process starts a step."""
+"""The number that stands for the time before the process starts its first step."""
 
 
 class PlannedKill(msgspec.Struct, frozen=True):
@@ -35,13 +35,16 @@ class PlannedKill(msgspec.Struct, frozen=True):
     kills_supervisor: bool = False
     """Also kill the supervisor, before the process itself."""
     kills_other: bool = False
-    """Kill another process instead. The switch waits for the file `other` in its folder, reads the pid from
-    it and deletes it."""
+    """Kill a different process instead of this one. The switch waits for the file `other` in its folder,
+    reads the pid from it and deletes it."""
 
 
 @dataclass(frozen=True)
 class KillPoint:
+    """A call at which the process can be killed."""
+
     target: str
+    """The function, as `module:name` or `module:Class.method`."""
     step_argument: int | None = None
     """The position of the step number in the arguments, if it is passed."""
     argument_filter: tuple[int, str] | None = None
@@ -74,12 +77,15 @@ RECOVERY_POINTS = {
 
 
 class KillSwitch:
+    """Carries out the plan in a folder. Files in the folder count the kills, also across restarts."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[PlannedKill])
         self.step = RECOVERY_STEP
 
     def reach_point(self, name: str) -> None:
+        """Kill the process if the next kill in the plan is for this point in the current step."""
         fired = count_fired_kills(self.folder)
         if fired == len(self.plan):
             return
@@ -92,13 +98,15 @@ class KillSwitch:
         os.kill(self._take_other_pid() if kill.kills_other else os.getpid(), signal.SIGKILL)
 
     def _take_other_pid(self) -> int:
-        file = self.folder / "other"
-        deadline = time.monotonic() + OTHER_PID_TIMEOUT
-        while not file.exists():
-            assert time.monotonic() < deadline, f"no {file} within {OTHER_PID_TIMEOUT:g} s"
+        path = self.folder / "other"
+        deadline = time.monotonic() + OTHER_PID_TIMEOUT_SECONDS
+        while not path.exists():
+            assert time.monotonic() < deadline, (
+                f"{path} was not written within {OTHER_PID_TIMEOUT_SECONDS:g} s"
+            )
             time.sleep(0.01)
-        pid = int(file.read_text())
-        file.unlink()
+        pid = int(path.read_text())
+        path.unlink()
         return pid
 
 
@@ -147,9 +155,9 @@ def _wrap_function(
 
 def write_other_pid(folder: Path, pid: int) -> None:
     """Set the process that the next kill with ``kills_other`` will hit."""
-    scratch = folder / "other.new"
-    scratch.write_text(str(pid))
-    scratch.rename(folder / "other")
+    temporary_path = folder / "other.new"
+    temporary_path.write_text(str(pid))
+    temporary_path.rename(folder / "other")
 
 
 def write_plan(folder: Path, plan: list[PlannedKill]) -> None:

@@ -19,26 +19,26 @@ LINEAGE_FILE = "lineage.json"
 class LineageBackend(LocalBackend):
     """A local backend that saves the sample keys of every optimizer step with its state.
 
-    Each call takes at least ``call_seconds`` (a setting), to imitate a larger model.
+    Each call except `load_state` takes at least ``call_seconds`` (a setting), to imitate a larger model.
     """
 
     def __init__(self, model: ModelConfig, config: PluginConfig, *, seed: int = 0) -> None:
         settings: dict[str, Any] = {"type": "local", **config.args}
         self._call_seconds: float = settings.pop("call_seconds", 0.0)
         super().__init__(model, LocalBackendConfig.model_validate(settings), seed=seed)
-        self._order = asyncio.Lock()
+        self._call_lock = asyncio.Lock()
         """Keeps the calls of a step in order, although they are submitted concurrently."""
         self._submitted: list[str] = []
         self._trained: list[list[str]] = []
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
-        async with self._order:
+        async with self._call_lock:
             await asyncio.sleep(self._call_seconds)
             self._submitted += [sample.sample_key for sample in samples]
             return await super().forward_backward(samples, loss)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        async with self._order:
+        async with self._call_lock:
             await asyncio.sleep(self._call_seconds)
             result = await super().optim_step(adam)
             self._trained.append(self._submitted)

@@ -50,5 +50,6 @@ BUGS = {
 
 
 def plant_bug(name: str, role: str) -> None:
+    """Plant the bug in this process if it belongs to the role."""
     if BUGS[name].role == role:
         BUGS[name].plant()

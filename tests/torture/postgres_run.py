@@ -23,7 +23,7 @@ class PostgresRun(RunProcess):
         config["store"] = {
             "type": "postgres",
             "url": server.tcp_url,
-            "db_schema": server.new_schema(),
+            "db_schema": server.new_schema_name(),
             "password_env": PASSWORD_VARIABLE,
         }
         super().__init__(folder, config)
@@ -33,11 +33,12 @@ class PostgresRun(RunProcess):
         return super().start(resume=resume, **{PASSWORD_VARIABLE: PASSWORD, **env})
 
     def query(self, sql: str, *values: object) -> list[Any]:
+        """Return the rows, or [] if the table does not exist yet or the server is restarting."""
         try:
             schema = self.config["store"]["db_schema"]
             return self.server.query(sql.replace("?", "%s"), *values, schema=schema)
         except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
-            return []  # the table does not exist yet, or the server is restarting
+            return []
 
     def run_command(self, *arguments: str) -> str:
         completed = subprocess.run(

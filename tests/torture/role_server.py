@@ -30,10 +30,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.torture.certificates import single_certificate_env
+from tests.torture.certificates import make_single_certificate_env
 
 ROOT = Path(__file__).parents[2]
-START_SECONDS = 180.0
+START_TIMEOUT_SECONDS = 180.0
 MAX_MESSAGE_BYTES = 200_000
 MAX_FILES = 64
 MODULES = (
@@ -51,8 +51,9 @@ server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
 files = [int(name) for name in os.listdir("/proc/self/fd") if int(name) not in (0, server.fileno())]
 files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]
-start = dict(program=sys.argv[0], arguments=sys.argv[1:], env=dict(os.environ), cwd=os.getcwd(), files=files)
-socket.send_fds(server, [json.dumps(start).encode()], files)
+program, *arguments = sys.argv
+request = dict(program=program, arguments=arguments, env=dict(os.environ), cwd=os.getcwd(), files=files)
+socket.send_fds(server, [json.dumps(request).encode()], files)
 pid = int(server.recv(100))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -71,6 +72,8 @@ def is_program(arguments: Sequence[str]) -> bool:
 
 
 class RoleServer:
+    """The server process, and the program that requests forks from it."""
+
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="instar-roles-")
         folder = Path(self._folder.name)
@@ -89,13 +92,20 @@ class RoleServer:
                 padding,
             ],
             cwd=ROOT,
-            env={**os.environ, **single_certificate_env(), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                **make_single_certificate_env(),
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+            },
             stdin=subprocess.PIPE,
         )
-        deadline = time.monotonic() + START_SECONDS
+        deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while not (folder / "ready").exists():
             assert self._process.poll() is None, "the role server has exited"
-            assert time.monotonic() < deadline, f"the role server did not start within {START_SECONDS:g} s"
+            assert time.monotonic() < deadline, (
+                f"the role server did not start within {START_TIMEOUT_SECONDS:g} s"
+            )
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -126,6 +136,7 @@ class _Server:
         os._exit(0)
 
     def _accept(self, _: Any) -> None:
+        """Fork a process for a program that has connected, and send the program its pid."""
         connection, _ = self._listener.accept()
         data, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FILES)
         if not data:  # the program was killed
@@ -148,6 +159,7 @@ class _Server:
         self._selector.unregister(connection)
 
     def _report_exit(self, connection: socket.socket, pidfd: int) -> None:
+        """Reap the child and send its exit status to the program, if that is still running."""
         _, status = os.waitpid(self._children.pop(connection), 0)
         self._selector.unregister(pidfd)
         os.close(pidfd)
@@ -164,19 +176,20 @@ def _send(connection: socket.socket, number: int) -> None:
         return  # the program was killed
 
 
-def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
+def _run_role(request: dict[str, Any], files: list[int]) -> NoReturn:
+    """Run the requested module in the forked process, with the program's environment and files, and exit."""
     code: int | str | None = 1
     try:
         os.setsid()
-        _move_files(files, start["files"])
+        _move_files(files, request["files"])
         os.environ.clear()
-        os.environ.update(start["env"])
-        os.chdir(start["cwd"])
-        flag, module, *arguments = start["arguments"]
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        flag, module, *arguments = request["arguments"]
         assert flag == "-m"
         sys.argv = [module, *arguments]
-        sys.executable = start["program"]
-        sys.orig_argv = [sys.executable, *start["arguments"]]
+        sys.executable = request["program"]
+        sys.orig_argv = [sys.executable, *request["arguments"]]
         _show_arguments(sys.orig_argv)
         random.seed()
         import_module("instar.types")._id_generator.seed(os.urandom(32))
@@ -194,7 +207,7 @@ def _run_role(start: dict[str, Any], files: list[int]) -> NoReturn:
 
 
 def _move_files(files: list[int], targets: list[int]) -> None:
-    """Move the files to the target descriptors and close all others."""
+    """Move the files to the target descriptors, close all others and open /dev/null as standard input."""
     first_unused = max(targets) + 1
     moved = [fcntl(file, F_DUPFD_CLOEXEC, first_unused) for file in files]
     for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - these are numbers
@@ -210,7 +223,7 @@ def _move_files(files: list[int], targets: list[int]) -> None:
 
 
 def _show_arguments(arguments: list[str]) -> None:
-    """Overwrite argv so that `ps` shows the role's arguments; tests find a run's processes by them."""
+    """Overwrite the command line in the process table, by which tests find a run's processes."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
     first, end = int(fields[45]), int(fields[46])
     text = b"".join(argument.encode() + b"\0" for argument in arguments)

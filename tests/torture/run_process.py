@@ -26,8 +26,8 @@ WORKLOAD_MODULE = "tests.torture.workload"
 ROLES = ("engine", "gateway", "trainer", "rollout")
 
 
-def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dict[str, Any]:
-    """Return the config of a run that is deterministic for its seed."""
+def make_config(folder: Path, model: Path, *, steps: int, **trainer_settings: Any) -> dict[str, Any]:
+    """Return the config of a run whose result depends only on its seed."""
     return {
         "name": "tortured",
         "dir": str(folder / "run"),
@@ -42,10 +42,10 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dic
             "adam": {"lr": 1e-2},
             "warmup_steps": 0,
             "tensorboard": False,
-            **trainer,
+            **trainer_settings,
         },
         "rollout": {
-            "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks"},
+            "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:make_tasks"},
             "agent": {
                 "type": "function",
                 "function": f"{WORKLOAD_MODULE}:agent",
@@ -61,7 +61,7 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer: Any) -> dic
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The results of a run. They are equal for two runs that trained identically."""
+    """The result of a run. Two runs that trained identically have equal fingerprints."""
 
     trained: tuple[tuple[int, str, float, float], ...]
     """(step, group and slot, reward, advantage), in order. The sample's number within its session is left
@@ -69,7 +69,9 @@ class Fingerprint:
     dropped: tuple[tuple[int, str, str], ...]
     """(step, group and slot, reason)."""
     adapter: str
+    """A hash of the published adapter."""
     optimizer: str
+    """A hash of the saved state."""
 
     def list_differences(self, other: Fingerprint) -> list[str]:
         """Return the names of the hashes that differ, and the rows that only one of the two has."""
@@ -80,6 +82,7 @@ class Fingerprint:
 
 
 def is_alive(pid: int) -> bool:
+    """True if the process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
@@ -87,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 class StoredRun:
-    """The store of a run, finished or in progress."""
+    """A run's store. The run may be finished or in progress."""
 
     def __init__(self, run_dir: Path, steps: int) -> None:
         self.run_dir = run_dir
@@ -100,7 +103,7 @@ class StoredRun:
         finally:
             store.close()
 
-    def progress(self) -> str:
+    def describe_progress(self) -> str:
         """Describe the progress of the run for a log line."""
         try:
             (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
@@ -108,7 +111,8 @@ class StoredRun:
             return "no store yet"
         return f"{steps} steps committed"
 
-    def fingerprint(self) -> Fingerprint:
+    def read_fingerprint(self) -> Fingerprint:
+        """Check that the run is consistent, and return its fingerprint."""
         self.assert_consistent()
         (artifact,) = self.query(
             "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC LIMIT 1"
@@ -125,15 +129,15 @@ class StoredRun:
         return Fingerprint(
             trained=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in trained),
             dropped=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in dropped),
-            adapter=hash_adapter(self.adapter_folder(artifact)),
-            optimizer=hash_adapter(self.state_folder(Path(state) / "backend")),
+            adapter=hash_adapter(self.find_adapter_folder(artifact)),
+            optimizer=hash_adapter(self.find_state_folder(Path(state) / "backend")),
         )
 
-    def adapter_folder(self, artifact: str) -> Path:
+    def find_adapter_folder(self, artifact: str) -> Path:
         """Return the folder of a published adapter."""
         return Path(artifact)
 
-    def state_folder(self, saved: Path) -> Path:
+    def find_state_folder(self, saved: Path) -> Path:
         """Return the folder with the weights and optimizer state that the backend saved to ``saved``."""
         return saved
 
@@ -190,8 +194,8 @@ class RunProcess(StoredRun):
         super().__init__(Path(config["dir"]), config["trainer"]["steps"])
         self.folder = folder
         self.config = config
-        self.file = folder / "run.yaml"
-        self.file.write_text(yaml.safe_dump(config))
+        self.config_path = folder / "run.yaml"
+        self.config_path.write_text(yaml.safe_dump(config))
         self.roles: tuple[str, ...] = ROLES
         self.python = sys.executable
         """The interpreter that starts the run. May be `RoleServer.program`."""
@@ -199,7 +203,7 @@ class RunProcess(StoredRun):
         self.output = folder / "output.txt"
 
     def start(self, *, resume: bool = False, **env: str) -> subprocess.Popen[bytes]:
-        command = [self.python, "-m", "instar.cli.main", "train", str(self.file), "--json"]
+        command = [self.python, "-m", "instar.cli.main", "train", str(self.config_path), "--json"]
         with self.output.open("ab") as output:
             self.process = subprocess.Popen(
                 [*command, *(["--resume"] if resume else [])],
@@ -211,14 +215,15 @@ class RunProcess(StoredRun):
             )
         return self.process
 
-    def wait(self, timeout: float = 120) -> int:
+    def wait(self, timeout_seconds: float = 120) -> int:
+        """Wait for the run to exit and return its exit code."""
         assert self.process is not None
-        return self.process.wait(timeout)
+        return self.process.wait(timeout_seconds)
 
-    def finish(self, timeout: float = 120) -> None:
-        """Wait until the run has exited successfully."""
-        code = self.wait(timeout)
-        assert code == 0, f"exit code {code}\n{self.explain()}"
+    def finish(self, timeout_seconds: float = 120) -> None:
+        """Wait for the run to exit, and check that it succeeded."""
+        code = self.wait(timeout_seconds)
+        assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
     def kill(self) -> None:
         """Kill the supervisor with SIGKILL."""
@@ -232,19 +237,19 @@ class RunProcess(StoredRun):
         assert self.process is not None
         for pid in list_pids():
             arguments = read_arguments(pid)
-            if str(self.file) in arguments and not is_program(arguments):
+            if str(self.config_path) in arguments and not is_program(arguments):
                 return pid
         return self.process.pid
 
-    def explain(self) -> str:
+    def collect_logs(self) -> str:
         """Return the run's output and the end of every role's log."""
         parts = [self.output.read_text(errors="replace")[-4000:]]
-        for log in sorted((self.run_dir / "logs").glob("*.log")):
-            parts.append(f"--- {log.name}\n{log.read_text(errors='replace')[-1500:]}")
+        for log_path in sorted((self.run_dir / "logs").glob("*.log")):
+            parts.append(f"--- {log_path.name}\n{log_path.read_text(errors='replace')[-1500:]}")
         return "\n".join(parts)
 
     def list_processes(self) -> dict[int, str]:
-        """Return the role of each live role process of the run by pid, according to the process table."""
+        """Return the roles of the run's live processes by pid, according to the process table."""
         return {pid: role for pid in list_pids() if (role := self.find_role(pid)) is not None}
 
     def find_role(self, pid: int) -> str | None:
@@ -285,24 +290,31 @@ class RunProcess(StoredRun):
     def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 90) -> bool:
-        """Wait until the condition holds. Return False if the run exits first."""
+    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float = 90) -> bool:
+        """Wait until the condition holds. Return False if the run exits first.
+
+        Raises AssertionError if the timeout expires.
+        """
         assert self.process is not None
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout_seconds
         while not condition():
             if self.process.poll() is not None:
                 return False
-            assert time.monotonic() < deadline, f"condition not met within {timeout:g} s\n{self.explain()}"
+            assert time.monotonic() < deadline, (
+                f"condition not met within {timeout_seconds:g} s\n{self.collect_logs()}"
+            )
             time.sleep(0.02)
         return True
 
-    def assert_no_orphans(self, within: float = 5.0) -> None:
-        deadline = time.monotonic() + within
+    def assert_no_orphans(self, timeout_seconds: float = 5.0) -> None:
+        """Wait for the run's role processes to exit, and check that they do so in time."""
+        deadline = time.monotonic() + timeout_seconds
         while orphans := self.list_processes():
             assert time.monotonic() < deadline, f"still running without a supervisor: {orphans}"
             time.sleep(0.05)
 
     def assert_consistent(self) -> None:
+        """Also check the replies that the agent received, and the summary that the run printed."""
         super().assert_consistent()
         self.assert_replies_recorded()
         summary = json.loads(self.output.read_text().splitlines()[-1])
@@ -310,16 +322,16 @@ class RunProcess(StoredRun):
 
     def assert_replies_recorded(self) -> None:
         """Check that every reply that the agent received in full is in the store."""
-        assert self.list_acknowledged(), "the agent received no replies"
-        lost = self.list_lost()
-        assert not lost, f"acknowledged but not recorded: {lost}"
+        assert self.read_acknowledged_ids(), "the agent received no replies"
+        lost_ids = self.find_lost_ids()
+        assert not lost_ids, f"acknowledged but not recorded: {lost_ids}"
 
-    def list_acknowledged(self) -> set[str]:
+    def read_acknowledged_ids(self) -> set[str]:
         """Return the ids of the replies that the agent received in full."""
         ledger = self.folder / "ledger.txt"
         return set(ledger.read_text().splitlines()) if ledger.exists() else set()
 
-    def list_lost(self) -> list[str]:
+    def find_lost_ids(self) -> list[str]:
         """Return the ids of acknowledged replies that are not in the store."""
         stored = {row[0] for row in self.query("SELECT request_id FROM calls WHERE status = 'ok'")}
-        return sorted(self.list_acknowledged() - stored)
+        return sorted(self.read_acknowledged_ids() - stored)

@@ -12,7 +12,7 @@ BACKENDS = {
 REQUEST_SENT_POINTS = {
     "tinker": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
     "mint": KillPoint("instar.clouds.tinker_training:TinkerTrainingSession.send"),
-    "weaver": KillPoint("instar.clouds.weaver:WeaverCallPolicy.await_operation", fires_before_call=True),
+    "weaver": KillPoint("instar.clouds.weaver:WeaverCaller.await_operation", fires_before_call=True),
 }
 """Reached when a request has been sent and its response has not arrived yet."""
 STEP_POINT_NAMES = (
@@ -42,7 +42,7 @@ def make_kill_points(backend: str) -> dict[str, KillPoint]:
         "sent": REQUEST_SENT_POINTS[backend],
         "forward_backward": KillPoint(f"{backend_class}.forward_backward"),
         "optim_step": KillPoint(f"{backend_class}.optim_step"),
-        "saved at service": KillPoint("instar.backends.service:write_folder", fires_before_call=True),
+        "saved at service": KillPoint("instar.backends.cloud:write_folder", fires_before_call=True),
         "state written": KillPoint(f"{backend_class}.save_state"),
         "checkpoint renamed": KillPoint("instar.trainer.loop:save_checkpoint"),
         "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),

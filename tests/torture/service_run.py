@@ -1,4 +1,4 @@
-"""A trainer and its training service in processes that tests can start, kill and compare."""
+"""A trainer and its training service, in processes that tests can start and kill."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.torture.run_process import StoredRun
 from tests.unit.data.builders import RUN, add_group, put_test_run
 
 STEPS = 6
-TIMEOUT = 60.0
-"""Seconds allowed for one call to the service, and for each wait in this module."""
+TIMEOUT_SECONDS = 60.0
+"""The time allowed for one call to the service, and for each wait in this module."""
 NEVER_STALE_VERSION = 1000
 """A policy version so high that no group is ever too stale."""
 SERVICE_ERROR = re.compile(r"^instar\.errors\.Backend(Unavailable|Lost): ", re.M)
-"""The error with which a trainer exits if the service is unavailable. The tests restart it."""
+"""Matches the error with which a trainer exits if the service is unavailable. Tests then restart it."""
 
 
 @dataclass
@@ -42,23 +42,23 @@ class ServiceProcess:
     model: Path
     folder: Path
     fork_server: ForkServer
-    session_ttl: float = 60.0
+    session_ttl_seconds: float = 60.0
 
     def __post_init__(self) -> None:
         self.key = f"tml-{secrets.token_urlsafe(32)}"
         self.port = _find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.output = self.folder / "server.txt"
-        self.checkpoints = self.folder / "checkpoints"
+        self.checkpoints_folder = self.folder / "checkpoints"
 
     def start(self) -> None:
         """Start the process, but do not wait until it accepts connections."""
         arguments = [
             self.protocol,
             str(self.model),
-            str(self.checkpoints),
+            str(self.checkpoints_folder),
             str(self.port),
-            str(self.session_ttl),
+            str(self.session_ttl_seconds),
         ]
         env = {"INSTAR_PROTOCOL_KEYS": self.key}
         self.fork_server.start(
@@ -71,9 +71,11 @@ class ServiceProcess:
         return self.fork_server.pid
 
     def wait_until_listening(self) -> None:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not _is_listening(self.port):
-            assert time.monotonic() < deadline, f"the server accepted no connection within {TIMEOUT:g} s"
+            assert time.monotonic() < deadline, (
+                f"the server accepted no connection within {TIMEOUT_SECONDS:g} s"
+            )
             time.sleep(0.05)
 
     def restart(self) -> None:
@@ -113,61 +115,68 @@ class ServiceRun(StoredRun):
         self.service_process = service_process
         self.output = folder / "trainer.txt"
         config = RunConfig.model_validate(make_config(self.run_dir, model, service, service_process))
-        self._config_file = folder / "run.json"
-        self._config_file.write_bytes(msgspec.json.encode(config.model_dump(mode="json")))
+        self._config_path = folder / "run.json"
+        self._config_path.write_bytes(msgspec.json.encode(config.model_dump(mode="json")))
         self._env = {SERVICES[service].key_env: service_process.key} if service_process is not None else {}
         asyncio.run(add_groups(config))
 
-    def start(self, plan: Path | None = None) -> None:
-        arguments = [str(self._config_file), *([] if plan is None else [str(plan)])]
+    def start(self, plan_folder: Path | None = None) -> None:
+        """Start the trainer, with the kill plan in ``plan_folder`` if there is one."""
+        arguments = [str(self._config_path), *([] if plan_folder is None else [str(plan_folder)])]
         spec = ChildSpec("tests.torture.service_trainer:main", arguments, self._env, str(self.output))
         self.fork_server.start(spec)
 
     def finish(self) -> None:
+        """Wait for the trainer to exit, and check that it succeeded."""
         self.wait_until(self.fork_server.has_exited)
         code = self.fork_server.wait()
-        assert code == 0, f"exit code {code}\n{self.explain()}"
+        assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
-    def has_given_up(self) -> bool:
-        """Reap the trainer if it has exited. Return True if it exited because the service was unavailable."""
-        if not self.fork_server.has_exited():
-            return False
+    def reap_trainer(self) -> bool:
+        """Reap the exited trainer. Return True if it failed because the service was unavailable."""
         code = self.fork_server.wait()
         last_traceback = self.output.read_text(errors="replace").rpartition("Traceback")[2]
-        assert code in (0, 1), f"exit code {code}\n{self.explain()}"
-        assert code == 0 or SERVICE_ERROR.search(last_traceback), self.explain()
+        assert code in (0, 1), f"exit code {code}\n{self.collect_logs()}"
+        assert code == 0 or SERVICE_ERROR.search(last_traceback), self.collect_logs()
         return code == 1
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"condition not met within {TIMEOUT:g} s\n{self.explain()}"
+            assert time.monotonic() < deadline, (
+                f"condition not met within {TIMEOUT_SECONDS:g} s\n{self.collect_logs()}"
+            )
             time.sleep(0.01)
 
-    def explain(self) -> str:
+    def collect_logs(self) -> str:
         logs = [self.output] if self.service_process is None else [self.output, self.service_process.output]
-        existing = [log for log in logs if log.exists()]
-        return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in existing)
-
-    def adapter_folder(self, artifact: str) -> Path:
-        return (
-            Path(artifact) if self.service_process is None else self._checkpoint_folder(artifact) / "adapter"
+        return "\n".join(
+            f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists()
         )
 
-    def state_folder(self, saved: Path) -> Path:
+    def find_adapter_folder(self, artifact: str) -> Path:
+        return (
+            Path(artifact)
+            if self.service_process is None
+            else self._find_checkpoint_folder(artifact) / "adapter"
+        )
+
+    def find_state_folder(self, saved: Path) -> Path:
         if self.service_process is None:
             return saved
         saved_state: dict[str, Any] = json.loads((saved / "state.json").read_text())
         return (
-            self._checkpoint_folder(saved_state["state"] if "state" in saved_state else saved_state["path"])
+            self._find_checkpoint_folder(
+                saved_state["state"] if "state" in saved_state else saved_state["path"]
+            )
             / "state"
         )
 
-    def _checkpoint_folder(self, path: str) -> Path:
-        """Return the folder of a checkpoint on the server; Weaver uses other folder names."""
+    def _find_checkpoint_folder(self, path: str) -> Path:
+        """Return the folder of a checkpoint on the server. Weaver's paths have different folder names."""
         assert self.service_process is not None
         model, folder, name = path.partition("://")[2].split("/")
-        return self.service_process.checkpoints / model / SERVICE_FOLDERS.get(folder, folder) / name
+        return self.service_process.checkpoints_folder / model / SERVICE_FOLDERS.get(folder, folder) / name
 
 
 def make_config(
@@ -177,7 +186,7 @@ def make_config(
     if service_process is None:
         backend |= {"lora": {"rank": 4}, "threads": 1}
     else:
-        backend |= {"rank": 4, "base_url": service_process.url, "deadline": TIMEOUT}
+        backend |= {"rank": 4, "base_url": service_process.url, "deadline": TIMEOUT_SECONDS}
     return {
         "name": RUN,
         "dir": str(run_dir),

@@ -12,12 +12,12 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 MAX_MODELS = 10_000
-"""High, because every killed trainer leaves its models behind."""
+"""The limit is high, because every killed trainer leaves its models behind."""
 
 
 def main() -> None:
-    """Serve until killed; a session expires ``session_ttl`` seconds after the client's last request."""
-    protocol, model, folder, port, session_ttl = sys.argv[1:]
+    """Serve until killed. A session expires ``session_ttl_seconds`` after the client's last request."""
+    protocol, model, folder, port, session_ttl_seconds = sys.argv[1:]
     asyncio.run(
         serve_protocol(
             protocol,
@@ -25,7 +25,7 @@ def main() -> None:
             folder=Path(folder),
             keys=[os.environ["INSTAR_PROTOCOL_KEYS"]],
             port=int(port),
-            limits=ServiceLimits(max_models=MAX_MODELS, session_ttl=float(session_ttl)),
+            limits=ServiceLimits(max_models=MAX_MODELS, session_ttl=float(session_ttl_seconds)),
             threads=1,
         )
     )

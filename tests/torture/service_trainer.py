@@ -36,14 +36,14 @@ async def train(config: RunConfig) -> None:
     engine = ScriptedEngine(config.model, config.engine)
     monitor = Monitor(config.run_dir, tensorboard=False)
 
-    async def engines() -> list[Engine]:
+    async def list_engines() -> list[Engine]:
         return [engine]
 
     trainer = Trainer(
         TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), engines),
+        publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), list_engines),
         monitor=monitor,
     )
     trainer.is_rollout_finished = True

@@ -1,4 +1,4 @@
-"""A run that is killed with SIGKILL at any moment ends like an undisturbed run.
+"""Tests that a run that is killed with SIGKILL at any moment has the same result as an undisturbed run.
 
 The same samples are trained in the same steps, weights and optimizer state are bit-identical, nothing is
 trained twice, and every reply that an agent received in full is in the store.
@@ -25,14 +25,14 @@ from tests.torture.kill_switch import (
     write_interpreter,
 )
 from tests.torture.run_process import Fingerprint, RunProcess, make_config
-from tests.torture.tortured_run import KILL_WEIGHTS, Setup, TortureConfig, TorturedRun
+from tests.torture.torture_run import KILL_WEIGHTS, Setup, TortureConfig, TortureRun
 
 pytestmark = pytest.mark.alone  # the test itself runs several processes concurrently
 STEPS = 6
-KILLS = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
+KILL_COUNT = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """The number of kills at random moments."""
 CONCURRENT_RUNS = 2
-"""More than one, because a run leaves a core idle while it starts."""
+"""This is more than one, because a run leaves a core idle while it starts."""
 
 ReportProgress = Callable[[str], None]
 
@@ -49,7 +49,7 @@ def reference(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Fingerpr
     run = RunProcess(folder, make_config(folder, model, steps=STEPS))
     run.start()
     run.finish()
-    fingerprint = run.fingerprint()
+    fingerprint = run.read_fingerprint()
     assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), "some step trained nothing"
     return fingerprint
 
@@ -59,18 +59,18 @@ def run_concurrently(
 ) -> None:
     """Run the jobs, a few at a time, and print their progress, because they take minutes."""
     messages: queue.SimpleQueue[str] = queue.SimpleQueue()
-    began = time.monotonic()
+    started_at = time.monotonic()
     with ThreadPoolExecutor(CONCURRENT_RUNS) as pool:
-        running = [pool.submit(job, messages.put) for job in jobs]
-        while not (all(job.done() for job in running) and messages.empty()):
+        futures = [pool.submit(job, messages.put) for job in jobs]
+        while not (all(future.done() for future in futures) and messages.empty()):
             try:
                 line = messages.get(timeout=0.2)
             except queue.Empty:
                 continue
             with capsys.disabled():
-                print(f"\n  {time.monotonic() - began:5.1f} s  {line}", end="", flush=True)
-    for job in running:
-        job.result()
+                print(f"\n  {time.monotonic() - started_at:5.1f} s  {line}", end="", flush=True)
+    for future in futures:
+        future.result()
 
 
 def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
@@ -98,26 +98,29 @@ def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
 def kill_by_plan(
     folder: Path, model: Path, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
 ) -> None:
+    """Run with the kill plan, resuming the run after each kill of the supervisor, and check the result."""
     folder.mkdir()
-    switch = folder / "switch"
+    switch_folder = folder / "switch"
     config = make_config(folder, model, steps=STEPS)
-    config["backend"]["python"] = str(write_interpreter(switch, plan))
+    config["backend"]["python"] = str(write_interpreter(switch_folder, plan))
     run = RunProcess(folder, config)
     run.start()
     for number, kill in enumerate(plan):
         if kill.kills_supervisor:
-            assert run.wait() == -9, run.explain()
+            assert run.wait() == -9, run.collect_logs()
             run.assert_no_orphans()
         else:
-            assert run.wait_until(lambda: count_fired_kills(switch) > number), run.explain()  # noqa: B023
+            assert run.wait_until(
+                lambda: count_fired_kills(switch_folder) > number  # noqa: B023
+            ), run.collect_logs()
         report(
-            f"{'the run' if kill.kills_supervisor else 'the trainer'} died: {kill.point}, step {kill.step}"
+            f"killed {'the run' if kill.kills_supervisor else 'the trainer'}: {kill.point}, step {kill.step}"
         )
-        assert count_fired_kills(switch) == number + 1, run.explain()
+        assert count_fired_kills(switch_folder) == number + 1, run.collect_logs()
         if kill.kills_supervisor:
             run.start(resume=True)
     run.finish()
-    assert run.fingerprint() == reference, run.explain()
+    assert run.read_fingerprint() == reference, run.collect_logs()
 
 
 @pytest.mark.timeout(600)
@@ -139,9 +142,9 @@ def test_run_killed_in_every_state_of_a_step_matches_undisturbed_run(
 def kill_at_random(
     folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
 ) -> int:
-    """Kill a run at random moments until it finishes; return the number of kills."""
-    torture = TortureConfig(STEPS, max_kills=100, faults=KILL_WEIGHTS)
-    with TorturedRun(folder, model, Setup(), torture, f"seed {seed}") as run:
+    """Kill a run at random moments until it finishes, check its result, and return the number of kills."""
+    config = TortureConfig(STEPS, max_kills=100, faults=KILL_WEIGHTS)
+    with TortureRun(folder, model, Setup(), config, f"seed {seed}") as run:
         result = run.run(reference, report=lambda text: report(f"seed {seed}: {text}"))
         assert result.is_correct, result
     return result.kill_count
@@ -154,7 +157,7 @@ def test_run_killed_at_random_moments_matches_undisturbed_run(
     def make_job(slot: int) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
             kills, seed = 0, slot
-            while kills < KILLS // CONCURRENT_RUNS:
+            while kills < KILL_COUNT // CONCURRENT_RUNS:
                 kills += kill_at_random(tmp_path / str(seed), model, seed, reference, report)
                 seed += CONCURRENT_RUNS
 
@@ -165,13 +168,13 @@ def test_run_killed_at_random_moments_matches_undisturbed_run(
 
 @pytest.mark.timeout(200)
 def test_run_killed_after_checkpoint_repeats_later_steps(model: Path, tmp_path: Path) -> None:
-    switch = tmp_path / "switch"
+    switch_folder = tmp_path / "switch"
     config = make_config(tmp_path, model, steps=4, checkpoint_every=2, keep_checkpoints=1)
-    config["backend"]["python"] = str(write_interpreter(switch, [PlannedKill("pushed", 3)]))
+    config["backend"]["python"] = str(write_interpreter(switch_folder, [PlannedKill("pushed", 3)]))
     run = RunProcess(tmp_path, config)
     run.start()
     run.finish()
-    assert count_fired_kills(switch) == 1
+    assert count_fired_kills(switch_folder) == 1
     run.assert_consistent()
     versions = run.query("SELECT version, step, state FROM policies ORDER BY version")
     assert versions == [

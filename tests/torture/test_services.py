@@ -1,6 +1,6 @@
-"""A run whose trainer or training service is killed at any moment trains every batch exactly once.
+"""Tests that a run whose trainer or training service is killed at any moment trains every batch exactly once.
 
-It ends with the same claims and bit-identical weights as an undisturbed run and as a run without a service.
+It must have the same claims and bit-identical weights as an undisturbed run and as a run without a service.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ MODULES = {
 }
 """The modules to import before forking trainers, by service. MinT's own module changes the environment, so
 it is imported after the fork."""
-KILLS = {"tinker": 20, "weaver": 20, "mint": 12}
+KILL_COUNTS = {"tinker": 20, "weaver": 20, "mint": 12}
 """The number of kills at random moments, by service. INSTAR_KILLS=4 makes it four times as many."""
 TARGET_WEIGHTS = {"trainer": 3, "server": 1}
 """How often each process is killed, relative to the other."""
-MAX_KILL_INTERVAL = 0.6
-"""The longest time between two kills, as a fraction of an undisturbed run."""
+MAX_KILL_INTERVAL_FRACTION = 0.6
+"""The longest time between two kills, as a fraction of the duration of an undisturbed run."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ def undisturbed_seconds(
     seconds = 0.0
     for number in range(2):
         run = slots[0].create_run(tmp_path_factory.mktemp("undisturbed") / str(number))
-        began = time.monotonic()
+        started_at = time.monotonic()
         run.start()
         run.finish()
-        seconds = time.monotonic() - began
-        assert run.fingerprint() == reference, run.explain()
+        seconds = time.monotonic() - started_at
+        assert run.read_fingerprint() == reference, run.collect_logs()
     return seconds
 
 
@@ -82,7 +82,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def servers() -> Generator[list[ForkServer]]:
+def fork_servers() -> Generator[list[ForkServer]]:
+    """The fork servers of the service processes, one for each concurrent run."""
     fork_servers = [
         ForkServer("tests.torture.service_server", "tests.torture.service_trainer", "peft")
         for _ in range(CONCURRENT_RUNS)
@@ -94,13 +95,13 @@ def servers() -> Generator[list[ForkServer]]:
 
 @pytest.fixture(scope="module")
 def reference(
-    model: Path, servers: list[ForkServer], tmp_path_factory: pytest.TempPathFactory
+    model: Path, fork_servers: list[ForkServer], tmp_path_factory: pytest.TempPathFactory
 ) -> Fingerprint:
     """The fingerprint of a run without kills and without a service."""
-    run = ServiceRun(tmp_path_factory.mktemp("reference"), model, "local", servers[0], None)
+    run = ServiceRun(tmp_path_factory.mktemp("reference"), model, "local", fork_servers[0], None)
     run.start()
     run.finish()
-    fingerprint = run.fingerprint()
+    fingerprint = run.read_fingerprint()
     assert {step for step, *_ in fingerprint.trained} == set(range(1, STEPS + 1)), "some step trained nothing"
     return fingerprint
 
@@ -109,15 +110,16 @@ def reference(
 def slots(
     request: pytest.FixtureRequest,
     model: Path,
-    servers: list[ForkServer],
+    fork_servers: list[ForkServer],
     reference: Fingerprint,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Generator[list[RunSlot]]:
     service: str = request.param
     python = str(get_interpreter("mint")) if service == "mint" else sys.executable
     slots: list[RunSlot] = []
-    for server in servers:
-        service_process = ServiceProcess(PROTOCOLS[service], model, tmp_path_factory.mktemp("server"), server)
+    for fork_server in fork_servers:
+        folder = tmp_path_factory.mktemp("server")
+        service_process = ServiceProcess(PROTOCOLS[service], model, folder, fork_server)
         service_process.start()
         trainer_fork_server = ForkServer("tests.torture.service_trainer", *MODULES[service], python=python)
         slots.append(RunSlot(service, service_process, trainer_fork_server, model))
@@ -156,25 +158,29 @@ def make_recovery_plan(*, kills_server: bool) -> list[PlannedKill]:
 def kill_by_plan(
     run: ServiceRun, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
 ) -> None:
-    switch = run.folder / "switch"
-    write_plan(switch, plan)
+    """Run with the kill plan, restarting the killed process after each kill, and check the result."""
+    switch_folder = run.folder / "switch"
+    write_plan(switch_folder, plan)
     service_process = run.service_process
     assert service_process is not None
     if plan[0].kills_other:
-        write_other_pid(switch, service_process.pid)
-    run.start(switch)
+        write_other_pid(switch_folder, service_process.pid)
+    run.start(switch_folder)
     for number, kill in enumerate(plan):
-        run.wait_until(lambda: count_fired_kills(switch) > number or run.fork_server.has_exited())  # noqa: B023
-        assert count_fired_kills(switch) > number, run.explain()
-        report(f"{'the server' if kill.kills_other else 'the trainer'} died: {kill.point}, step {kill.step}")
+        run.wait_until(
+            lambda: count_fired_kills(switch_folder) > number or run.fork_server.has_exited()  # noqa: B023
+        )
+        assert count_fired_kills(switch_folder) > number, run.collect_logs()
+        target = "the server" if kill.kills_other else "the trainer"
+        report(f"killed {target}: {kill.point}, step {kill.step}")
         if kill.kills_other:
             service_process.restart()
-            write_other_pid(switch, service_process.pid)
+            write_other_pid(switch_folder, service_process.pid)
         else:
-            assert run.fork_server.wait() == -9, run.explain()
-            run.start(switch)
+            assert run.fork_server.wait() == -9, run.collect_logs()
+            run.start(switch_folder)
     run.finish()
-    assert run.fingerprint() == reference, run.explain()
+    assert run.read_fingerprint() == reference, run.collect_logs()
 
 
 @pytest.mark.timeout(300)
@@ -208,20 +214,21 @@ def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
 
 
 def kill_at_random(
-    run: ServiceRun, rng: random.Random, max_kills: int, max_interval: float, report: ReportProgress
+    run: ServiceRun, rng: random.Random, max_kills: int, max_interval_seconds: float, report: ReportProgress
 ) -> int:
     """Kill the trainer and the server at random moments until the run finishes. Return the number of kills.
 
-    Kills are at most ``max_interval`` seconds apart. After ``max_kills`` kills, the run finishes undisturbed.
+    Kills are at most ``max_interval_seconds`` apart. After ``max_kills``, the run finishes undisturbed. A
+    trainer that exits because the service is unavailable is restarted.
     """
     service_process = run.service_process
     assert service_process is not None
     kills = 0
     run.start()
     while True:
-        time.sleep(rng.uniform(0.0, max_interval))
+        time.sleep(rng.uniform(0.0, max_interval_seconds))
         if run.fork_server.has_exited():
-            if not run.has_given_up():
+            if not run.reap_trainer():
                 return kills
             run.start()
             continue
@@ -236,7 +243,7 @@ def kill_at_random(
             time.sleep(rng.uniform(0.0, 0.2))
             service_process.start()
         kills += 1
-        report(f"{run.folder.name}, kill {kills}: {target}, {run.progress()}")
+        report(f"{run.folder.name}, kill {kills}: {target}, {run.describe_progress()}")
 
 
 @pytest.mark.timeout(400)
@@ -249,14 +256,20 @@ def test_service_run_killed_at_random_moments_matches_local_run(
 ) -> None:
     def make_job(number: int, slot: RunSlot) -> Callable[[ReportProgress], None]:
         def kill_enough(report: ReportProgress) -> None:
-            kills_left = int(os.environ.get("INSTAR_KILLS", "1")) * KILLS[slot.service] // CONCURRENT_RUNS
+            kills_left = (
+                int(os.environ.get("INSTAR_KILLS", "1")) * KILL_COUNTS[slot.service] // CONCURRENT_RUNS
+            )
             seed = number
             while kills_left > 0:
                 run = slot.create_run(tmp_path / f"seed {seed}")
                 kills_left -= kill_at_random(
-                    run, random.Random(seed), kills_left, MAX_KILL_INTERVAL * undisturbed_seconds, report
+                    run,
+                    random.Random(seed),
+                    kills_left,
+                    MAX_KILL_INTERVAL_FRACTION * undisturbed_seconds,
+                    report,
                 )
-                assert run.fingerprint() == reference, run.explain()
+                assert run.read_fingerprint() == reference, run.collect_logs()
                 seed += CONCURRENT_RUNS
 
         return kill_enough

@@ -17,7 +17,7 @@ from instar.rewards.base import Scorer, Transcript
 from instar.rollout.base import AgentSession
 from instar.types import Reward, RewardSource, Task
 
-ADD: Any = {
+ADD_TOOL: Any = {
     "type": "function",
     "function": {
         "name": "add",
@@ -36,12 +36,13 @@ def reply(prompt: str, seed: int | None) -> str:
     return str(int(results[-1]) + offset)
 
 
-def tasks(count: int = 64) -> list[dict[str, Any]]:
+def make_tasks(count: int = 64) -> list[dict[str, Any]]:
     return [{"number": number} for number in range(count)]
 
 
 def rule(task: dict[str, Any], transcript: Transcript) -> float:
-    """Return 1 for the right number and 0.5 for the next number, so that rewards differ within a group."""
+    """Return 1 for the task's number, 0.5 for the next number and 0 for others, so that rewards differ within
+    a group."""
     return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
 
 
@@ -60,12 +61,12 @@ class BackgroundRule(Scorer):
 
 
 async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
-    """Take two turns, the second one streamed, and append the id of each completed reply to the ledger."""
+    """Take two turns, the second one streamed, and append the id of each complete reply to a ledger file."""
     # Retry often, because the gateway may be killed again while it restarts.
     client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, timeout=60, max_retries=10)
     messages: list[Any] = [{"role": "user", "content": f"say {task['number']}"}]
     async with client:
-        first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD])
+        first = await client.chat.completions.create(model="m", messages=messages, tools=[ADD_TOOL])
         append_reply_id(ledger, first.id)
         message = first.choices[0].message
         assert message.tool_calls, f"no tool call in {message.content!r}"
@@ -76,7 +77,9 @@ async def agent(task: dict[str, Any], session: AgentSession, *, ledger: str) -> 
             "content": f"result={task['number']}",
         }
         messages.append(tool_message)
-        stream = await client.chat.completions.create(model="m", messages=messages, tools=[ADD], stream=True)
+        stream = await client.chat.completions.create(
+            model="m", messages=messages, tools=[ADD_TOOL], stream=True
+        )
         async for chunk in cast(AsyncIterator[ChatCompletionChunk], stream):
             if chunk.choices and chunk.choices[0].finish_reason is not None:
                 append_reply_id(ledger, chunk.id)

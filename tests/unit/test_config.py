@@ -1,4 +1,4 @@
-"""Tests for the config's defaults, rejected values and JSON round trip."""
+"""Tests for the config's defaults, rejected values, JSON round trip, documentation and registered types."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_reward_timeout_above_the_scoring_deadline_is_rejected(reward: dict[str,
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_dumped_config_validates_to_the_same_config(mode: str) -> None:
     """Roles load the config that the supervisor dumped, so dumped defaults must be valid."""
-    config = RunConfig.model_validate({"trainer": {"mode": mode}, "rollout": ROLLOUT, "eval": ROLLOUT_EVAL})
+    config = RunConfig.model_validate({"trainer": {"mode": mode}, "rollout": ROLLOUT, "eval": EVAL})
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
 
 
-ROLLOUT_EVAL = {"tasks": {"type": "reasoning_gym", "dataset": "basic_arithmetic"}}
+EVAL = {"tasks": {"type": "reasoning_gym", "dataset": "basic_arithmetic"}}
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,6 @@ def test_config_types_match_the_registry(path: str, kind: str) -> None:
         fields = [s.model_fields[part] for s in sections if part in s.model_fields]
         sections = [inner for field in fields for inner in find_section_classes(field.annotation)]
     types = {name for section in sections for name in type_values(section)}
-    # These types have no class in the registry: the gateway forwards calls to an upstream, a cloud's sampler
-    # belongs to the backend, `mixed` starts engines of other types, and `auto` resolves to one of them.
+    # These types have no class in the registry: the gateway forwards calls to an upstream, the cloud sampler
+    # belongs to the backend, `mixed` starts engines of other types, and `auto` resolves to a different type.
     assert types - {"plugin", "upstream", "cloud", "mixed", "auto"} == set(registry.BUILTIN[kind])

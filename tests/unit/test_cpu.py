@@ -1,4 +1,4 @@
-"""The workaround for machines that report AMX but kill processes that use it."""
+"""Tests for the workaround for machines that report AMX but kill processes that use it."""
 
 from __future__ import annotations
 

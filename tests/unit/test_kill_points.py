@@ -1,4 +1,4 @@
-"""Check that the kill points name existing functions, because the torture tests are too slow to run often."""
+"""Tests that kill points name existing functions, because the torture tests are too slow to run often."""
 
 from __future__ import annotations
 

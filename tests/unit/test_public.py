@@ -1,4 +1,4 @@
-"""The public surface: version, light imports, a fast `--help`, type information and current docs."""
+"""Tests for the public surface: version, light imports, a fast `--help`, type information and docs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import instar
 from instar.config import RunConfig
 
 ROOT = Path(__file__).parents[2]
-HEAVY = ("torch", "transformers", "peft", "renderers", "matplotlib", "openai")
-LIGHT = [
+HEAVY_PACKAGES = ("torch", "transformers", "peft", "renderers", "matplotlib", "openai")
+LIGHT_MODULES = [
     "instar.types",
     "instar.errors",
     "instar.config",
@@ -48,7 +48,7 @@ LIGHT = [
 ]
 
 
-def test_version_matches_the_installed_package() -> None:
+def test_package_has_its_version_and_type_information() -> None:
     assert instar.__version__ == importlib.metadata.version("instar")
     assert (Path(instar.__file__).parent / "py.typed").is_file()
 
@@ -56,9 +56,9 @@ def test_version_matches_the_installed_package() -> None:
 def test_light_modules_import_nothing_heavy() -> None:
     code = (
         "import importlib, sys\n"
-        f"for name in {LIGHT!r}:\n"
+        f"for name in {LIGHT_MODULES!r}:\n"
         "    importlib.import_module(name)\n"
-        f"    loaded = [heavy for heavy in {HEAVY!r} if heavy in sys.modules]\n"
+        f"    loaded = [heavy for heavy in {HEAVY_PACKAGES!r} if heavy in sys.modules]\n"
         "    assert not loaded, f'{name} imports {loaded}'\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -69,7 +69,7 @@ def test_light_modules_include_every_base_module() -> None:
     bases = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "instar").rglob("base.py")
     }
-    assert bases <= set(LIGHT)
+    assert bases <= set(LIGHT_MODULES)
 
 
 def test_help_is_fast() -> None:

@@ -1,4 +1,4 @@
-"""The registry resolves built-in names, entry points and import paths, and explains mistakes."""
+"""Tests that the registry resolves built-in names, entry points and import paths, and explains errors."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_resolve_unknown_name_lists_the_known_names() -> None:
     [
         ("instar.registry", "is not of the form 'package.module:attribute'"),
         ("instar.missing:x", "cannot import 'instar.missing'"),
-        ("instar.registry:missing", "'instar.registry' has no 'missing'"),
-        ("instar.registry:resolve.missing", "'instar.registry' has no 'resolve.missing'"),
+        ("instar.registry:missing", "'instar.registry' has no attribute 'missing'"),
+        ("instar.registry:resolve.missing", "'instar.registry' has no attribute 'resolve.missing'"),
     ],
 )
 def test_load_object_with_an_invalid_path_raises(path: str, message: str) -> None:

@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-FILE = "greeting.txt"
-BEFORE, AFTER = "hello world\n", "hello moon\n"
+FILE_NAME = "greeting.txt"
+ORIGINAL_TEXT, EDITED_TEXT = "hello world\n", "hello moon\n"
 SUBAGENT_TASK_PREFIX = "Look into"
 """Every sub-agent task starts with these words."""
 ToolUse = tuple[str, dict[str, Any]]

@@ -116,24 +116,24 @@ def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, E
     choice = {"index": 0, "message": message, "finish_reason": finish}
     response_body = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
 
-    def chunk(delta: Json, finish: str | None = None) -> Json:
+    def make_chunk(delta: Json, finish: str | None = None) -> Json:
         return {
             **head,
             "object": "chat.completion.chunk",
             "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
         }
 
-    def events() -> Events:
-        yield None, chunk({"role": "assistant", "content": ""})
+    def make_events() -> Events:
+        yield None, make_chunk({"role": "assistant", "content": ""})
         if reply.text:
-            yield None, chunk({"content": reply.text})
+            yield None, make_chunk({"content": reply.text})
         for index, call in enumerate(calls):
-            yield None, chunk({"tool_calls": [{"index": index, **call}]})
-        yield None, chunk({}, finish)
+            yield None, make_chunk({"tool_calls": [{"index": index, **call}]})
+        yield None, make_chunk({}, finish)
         yield None, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
         yield None, "[DONE]"
 
-    return response_body, events()
+    return response_body, make_events()
 
 
 def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
@@ -154,7 +154,7 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
         "usage": usage,
     }
 
-    def events() -> Events:
+    def make_events() -> Events:
         start = {**response_body, "content": [], "stop_reason": None, "usage": {**usage, "output_tokens": 1}}
         yield "message_start", {"type": "message_start", "message": start}
         for index, block in enumerate(blocks):
@@ -174,7 +174,7 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
         yield "message_delta", {"type": "message_delta", "delta": final_delta, "usage": usage}
         yield "message_stop", {"type": "message_stop"}
 
-    return response_body, events()
+    return response_body, make_events()
 
 
 def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
@@ -218,7 +218,7 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
         "usage": usage,
     }
 
-    def unnumbered_events() -> Iterator[Json]:
+    def make_unnumbered_events() -> Iterator[Json]:
         started = {**response_body, "status": "in_progress", "output": [], "usage": None}
         yield {"type": "response.created", "response": started}
         for index, item in enumerate(items):
@@ -226,8 +226,8 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
             if item["type"] == "message":
                 opened = {**item, "content": [], "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": opened}
-                text = {"type": "response.output_text.delta", "content_index": 0, "delta": reply.text}
-                yield {**text, **position}
+                event = {"type": "response.output_text.delta", "content_index": 0, "delta": reply.text}
+                yield {**event, **position}
             else:
                 opened = {**item, "arguments": "", "status": "in_progress"}
                 yield {"type": "response.output_item.added", "output_index": index, "item": opened}
@@ -236,11 +236,11 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
             yield {"type": "response.output_item.done", "output_index": index, "item": item}
         yield {"type": "response.completed", "response": response_body}
 
-    def events() -> Events:
-        for sequence, event in enumerate(unnumbered_events()):
+    def make_events() -> Events:
+        for sequence, event in enumerate(make_unnumbered_events()):
             yield event["type"], {**event, "sequence_number": sequence}
 
-    return response_body, events()
+    return response_body, make_events()
 
 
 def _split_namespace(name: str) -> Json:

@@ -14,9 +14,10 @@ from pathlib import Path
 from tests.cached_folders import create_folder_once
 
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
-NODE = "24.21.0"
+NODE_VERSION = "24.21.0"
 """OpenClaw requires at least 24.16. The other agents work with it too."""
-INSTALL_TIMEOUT = 540
+INSTALL_TIMEOUT_SECONDS = 540
+RUN_TIMEOUT_SECONDS = 120
 
 
 class AgentInstallError(Exception):
@@ -54,22 +55,25 @@ class CliAgent:
         return CACHE / f"{self.name}-{self.version}"
 
     def install(self) -> None:
-        install("node", "node", NODE)
+        install("node", "node", NODE_VERSION)
         install(self.name, self.package, self.version)
 
-    def run(self, home: Path, work: Path, target: ServerTarget, task: str, timeout: float = 120) -> str:
-        """Run the agent and return its output. CalledProcessError and TimeoutExpired contain the output."""
+    def run(self, home: Path, work_folder: Path, target: ServerTarget, task: str) -> str:
+        """Run the agent and return its output.
+
+        Raises CalledProcessError or TimeoutExpired, both with the output.
+        """
         home.mkdir(parents=True, exist_ok=True)
         command = self.prepare(home, target, task)
         completed = subprocess.run(
             [str(self.folder / "node_modules" / ".bin" / command.argv[0]), *command.argv[1:]],
-            cwd=work,
+            cwd=work_folder,
             env=_make_environment(home, command.env),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
+            timeout=RUN_TIMEOUT_SECONDS,
         )
         if completed.returncode:
             raise subprocess.CalledProcessError(completed.returncode, command.argv, completed.stdout)
@@ -85,10 +89,10 @@ def install(name: str, package: str, version: str) -> None:
             raise AgentInstallError("npm is not installed")
         folder.mkdir()
         command = [npm, "install", "--no-audit", "--no-fund", "--prefix", str(folder), f"{package}@{version}"]
-        env = {**os.environ, "PATH": _search_path()}
+        env = {**os.environ, "PATH": _make_search_path()}
         try:
             subprocess.run(
-                command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT
+                command, env=env, check=True, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS
             )
         except subprocess.CalledProcessError as error:
             raise AgentInstallError(
@@ -96,22 +100,22 @@ def install(name: str, package: str, version: str) -> None:
             ) from error
         except subprocess.TimeoutExpired as error:
             raise AgentInstallError(
-                f"npm did not install {package}@{version} within {INSTALL_TIMEOUT} s"
+                f"npm did not install {package}@{version} within {INSTALL_TIMEOUT_SECONDS} s"
             ) from error
 
     create_folder_once(CACHE / f"{name}-{version}", create)
 
 
-def _search_path() -> str:
+def _make_search_path() -> str:
     """Return PATH with the cached Node before the system's Node."""
-    return f"{CACHE / f'node-{NODE}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
+    return f"{CACHE / f'node-{NODE_VERSION}' / 'node_modules' / 'node' / 'bin'}:{os.environ['PATH']}"
 
 
 def _make_environment(home: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that does not inherit this machine's settings."""
+    """Return an environment that inherits only PATH from this process."""
     return {
         "HOME": str(home),
-        "PATH": _search_path(),
+        "PATH": _make_search_path(),
         "TMPDIR": str(home),
         "LANG": "C.UTF-8",
         "TERM": "dumb",
@@ -120,7 +124,7 @@ def _make_environment(home: Path, variables: Mapping[str, str]) -> dict[str, str
     }
 
 
-def _claude_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+def _prepare_claude_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     return AgentCommand(
         ["claude", "-p", task, "--dangerously-skip-permissions", "--model", target.model],
         {
@@ -133,10 +137,10 @@ def _claude_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     )
 
 
-def _codex(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    settings = home / ".codex" / "config.toml"
-    settings.parent.mkdir(exist_ok=True)
-    settings.write_text(
+def _prepare_codex(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    settings_path = home / ".codex" / "config.toml"
+    settings_path.parent.mkdir(exist_ok=True)
+    settings_path.write_text(
         f"""
 model = "{target.model}"
 model_provider = "instar"
@@ -154,7 +158,7 @@ wire_api = "responses"
     )
 
 
-def _qwen_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+def _prepare_qwen_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     return AgentCommand(
         ["qwen", "-y", "--auth-type", "openai", "-p", task],
         {
@@ -166,16 +170,16 @@ def _qwen_code(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     )
 
 
-def _opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    settings = home / ".config" / "opencode" / "opencode.json"
-    settings.parent.mkdir(parents=True, exist_ok=True)
+def _prepare_opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    settings_path = home / ".config" / "opencode" / "opencode.json"
+    settings_path.parent.mkdir(parents=True, exist_ok=True)
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "Instar",
         "options": {"baseURL": f"{target.url}/v1", "apiKey": target.key},
         "models": {target.model: {"name": target.model, "limit": {"context": 200000, "output": 8192}}},
     }
-    settings.write_text(
+    settings_path.write_text(
         json.dumps(
             {
                 "provider": {"instar": provider},
@@ -188,17 +192,17 @@ def _opencode(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     return AgentCommand(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
 
 
-def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+def prepare_openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
     """Return the command for OpenClaw with its default tools.
 
-    With them, it adds a note about running programs and sub-agents after the last message and removes the
-    note in the next request, so no request extends an earlier one.
+    With its default tools, OpenClaw adds a note about running programs and sub-agents after the last message
+    and removes the note in the next request, so no request extends an earlier one.
     """
-    settings = home / ".openclaw" / "openclaw.json"
-    settings.parent.mkdir(exist_ok=True)
+    settings_path = home / ".openclaw" / "openclaw.json"
+    settings_path.parent.mkdir(exist_ok=True)
     model = {"id": target.model, "name": target.model, "contextWindow": 200000, "maxTokens": 8192}
     model["compat"] = {"sendSessionAffinityHeaders": True, "supportsPromptCacheKey": True}
-    settings.write_text(
+    settings_path.write_text(
         json.dumps(
             {
                 "models": {
@@ -218,22 +222,22 @@ def openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> Agen
     return AgentCommand(["openclaw", "agent", "--local", "--session-id", "tests", "--message", task])
 
 
-def _openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    command = openclaw_with_all_tools(home, target, task)
-    settings = home / ".openclaw" / "openclaw.json"
+def _prepare_openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    command = prepare_openclaw_with_all_tools(home, target, task)
+    settings_path = home / ".openclaw" / "openclaw.json"
     denied_tools = {"tools": {"deny": ["process", "sessions_spawn"]}}
-    settings.write_text(json.dumps({**json.loads(settings.read_text()), **denied_tools}))
+    settings_path.write_text(json.dumps({**json.loads(settings_path.read_text()), **denied_tools}))
     return command
 
 
 AGENTS = {
     agent.name: agent
     for agent in (
-        CliAgent("claude-code", "@anthropic-ai/claude-code", "2.1.325", _claude_code),
-        CliAgent("codex", "@openai/codex", "0.166.0", _codex),
-        CliAgent("qwen-code", "@qwen-code/qwen-code", "0.24.4", _qwen_code),
-        CliAgent("opencode", "opencode-ai", "1.18.33", _opencode),
-        CliAgent("openclaw", "openclaw", "2026.9.6", _openclaw),
+        CliAgent("claude-code", "@anthropic-ai/claude-code", "2.1.325", _prepare_claude_code),
+        CliAgent("codex", "@openai/codex", "0.166.0", _prepare_codex),
+        CliAgent("qwen-code", "@qwen-code/qwen-code", "0.24.4", _prepare_qwen_code),
+        CliAgent("opencode", "opencode-ai", "1.18.33", _prepare_opencode),
+        CliAgent("openclaw", "openclaw", "2026.9.6", _prepare_openclaw),
     )
 }
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from instar.gateway.serve import bind, serve
-from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.agent_tools import EDITED_TEXT, FILE_NAME, ORIGINAL_TEXT, make_task
 from tests.integration.agents.capture import CapturedExchange, CaptureServer
-from tests.integration.agents.cli import AGENTS, CliAgent, ServerTarget, openclaw_with_all_tools
+from tests.integration.agents.cli import AGENTS, CliAgent, ServerTarget, prepare_openclaw_with_all_tools
 from tests.integration.agents.scenarios import SCENARIOS, SUMMARY
 
 FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
@@ -43,22 +43,26 @@ RECORDED_SCENARIOS = {
 
 
 async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[CapturedExchange]:
-    """Run the agent in the scenario and return its traffic. Raises RuntimeError if the agent fails."""
-    work, home = folder / "project", folder / "home"
-    work.mkdir()
-    path = work / FILE
-    path.write_text(BEFORE)
+    """Run the agent in the scenario and return its traffic.
+
+    Raises RuntimeError if the agent does not complete its task, or does not compact its context although it
+    should.
+    """
+    work_folder, home = folder / "project", folder / "home"
+    work_folder.mkdir()
+    path = work_folder / FILE_NAME
+    path.write_text(ORIGINAL_TEXT)
     capture = CaptureServer(SCENARIOS[scenario](agent.name, str(path)).make_script())
     listener = bind("127.0.0.1", 0)
     stop = asyncio.Event()
     server = asyncio.create_task(serve(capture.create_app(), listener, stop=stop, grace=1))
     target = ServerTarget(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
     try:
-        output = await asyncio.to_thread(agent.run, home, work, target, make_task(str(path)))
+        output = await asyncio.to_thread(agent.run, home, work_folder, target, make_task(str(path)))
     finally:
         stop.set()
         await server
-    if path.read_text() != AFTER:
+    if path.read_text() != EDITED_TEXT:
         raise RuntimeError(
             f"{agent.name} did not complete its task in the scenario {scenario}: {output[-2000:]}"
         )
@@ -70,6 +74,7 @@ async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[Cap
 
 
 def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str, Any]]:
+    """Remove the details of this machine and headers that identify neither a session nor a request."""
     replacements = {
         str(folder): "/home/user",
         platform.release(): "6.1.0",
@@ -109,23 +114,23 @@ def _anonymize_value(value: Any, replacements: dict[str, str]) -> Any:
 def record(agent: CliAgent, scenario: str) -> Path:
     agent.install()
     if scenario == "rewriting":
-        agent = replace(agent, prepare=openclaw_with_all_tools)
+        agent = replace(agent, prepare=prepare_openclaw_with_all_tools)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         traffic = anonymize(asyncio.run(run_scenario(agent, scenario, folder)), folder)
     FIXTURES.mkdir(parents=True, exist_ok=True)
-    target = FIXTURES / f"{agent.name}-{scenario}.json.gz"
+    fixture = FIXTURES / f"{agent.name}-{scenario}.json.gz"
     text = json.dumps(traffic, ensure_ascii=False)
-    target.write_bytes(gzip.compress(text.encode(), mtime=0))
-    return target
+    fixture.write_bytes(gzip.compress(text.encode(), mtime=0))
+    return fixture
 
 
 def main(selected: list[str]) -> None:
     for name, scenarios in RECORDED_SCENARIOS.items():
         for scenario in scenarios:
             if not selected or f"{name}-{scenario}" in selected or name in selected:
-                target = record(AGENTS[name], scenario)
-                print(f"{target.name}: {target.stat().st_size} bytes")
+                fixture = record(AGENTS[name], scenario)
+                print(f"{fixture.name}: {fixture.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

@@ -26,8 +26,8 @@ SUMMARY = "The user wants world changed to moon in greeting.txt. It says hello w
 class Scenario:
     """The replies to the main conversation and to each sub-agent, in order."""
 
-    main: list[Step]
-    subagent: list[Step] = field(default_factory=list[Step])
+    main_steps: list[Step]
+    subagent_steps: list[Step] = field(default_factory=list[Step])
 
     def make_script(self) -> Script:
         turns: dict[str, int] = {}
@@ -37,14 +37,14 @@ class Scenario:
             nonlocal is_context_full
             messages: list[Json] = body.get("messages") or body["input"]
             user_texts = [_get_text(message) for message in messages if message.get("role") == "user"]
-            if is_context_full and _asks_for_summary(user_texts[-1]):
+            if is_context_full and _is_summary_request(user_texts[-1]):
                 return ScriptedReply(f"<summary>{SUMMARY}</summary>", prompt_tokens=FULL_CONTEXT_TOKENS)
-            if not body.get("tools"):
+            if not body.get("tools"):  # the agent is requesting a title for its session
                 return ScriptedReply("A title")
             task_match = re.search(f"{SUBAGENT_TASK_PREFIX}.*", "\n".join(user_texts))
             is_subagent = task_match is not None and not any("Change the word" in text for text in user_texts)
             conversation = task_match.group() if task_match and is_subagent else "main"
-            steps = self.subagent if is_subagent else self.main
+            steps = self.subagent_steps if is_subagent else self.main_steps
             turn = turns.get(conversation, 0)
             turns[conversation] = turn + 1
             step = steps[min(turn, len(steps) - 1)]
@@ -99,20 +99,20 @@ def make_compaction_scenario(agent: str, path: str) -> Scenario:
 def make_subagent_scenario(agent: str, path: str) -> Scenario:
     """Return a scenario with two concurrent sub-agents."""
     tools = AGENT_TOOLS[agent]
-    ask = _reply_with_calls(
+    delegate_step = _reply_with_calls(
         "I ask two helpers.",
         tools.make_delegate_call(path, "words"),
         tools.make_delegate_call(path, "length"),
     )
-    wait: list[Step] = (
+    wait_steps: list[Step] = (
         [lambda body: _reply_with_calls("", make_codex_wait_call(json.dumps(body)))]
         if agent == "codex"
         else []
     )
     return Scenario(
         [
-            ask,
-            *wait,
+            delegate_step,
+            *wait_steps,
             _reply_with_calls("Now I.", tools.make_read_call(path)),
             _reply_with_calls("", tools.make_edit_call(path)),
             ScriptedReply("Done."),
@@ -141,5 +141,5 @@ def _get_text(message: Json) -> str:
     return "\n".join(str(part.get("text") or part.get("content") or "") for part in content)
 
 
-def _asks_for_summary(text: str) -> bool:
+def _is_summary_request(text: str) -> bool:
     return SUMMARY not in text and re.search(r"summar(y|ize)|state_snapshot", text, re.I) is not None

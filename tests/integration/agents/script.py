@@ -1,7 +1,7 @@
 """Scripted engine replies, one function per agent.
 
 The agent reads the file, edits it and reports. If the task asks for helpers, it starts two sub-agents first.
-A reply depends only on the prompt.
+A prompt without the edit tool requests a title for the session. A reply depends only on the prompt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLY_START = "<|im_start|>assistant\n"
 
 
 def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
-    def reply_to(prompt: str, seed: int | None) -> str:
+    def reply(prompt: str, seed: int | None) -> str:
         task_match = TASK.search(prompt)
         if task_match is None or not re.search(rf"^{tools.edit[0]}\(", prompt, re.M):
             return "A title"
@@ -38,13 +38,13 @@ def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
                 "Done.",
             ]
             if helpers:
-                ask = tools.make_delegate_call(path, "words"), tools.make_delegate_call(path, "length")
-                steps.insert(0, _format_reply("I ask two helpers.", *ask))
+                calls = tools.make_delegate_call(path, "words"), tools.make_delegate_call(path, "length")
+                steps.insert(0, _format_reply("I ask two helpers.", *calls))
                 if tools is AGENT_TOOLS["codex"]:
                     steps.insert(1, _format_reply("", make_codex_wait_call(prompt)))
         return steps[min(turn, len(steps) - 1)]
 
-    return reply_to
+    return reply
 
 
 def _format_reply(text: str, *calls: ToolUse) -> str:

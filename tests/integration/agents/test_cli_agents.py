@@ -18,7 +18,7 @@ from instar.models import DEFAULT_MODEL, resolve_model
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, CallStatus, Channel, Link, Session
-from tests.integration.agents.agent_tools import AFTER, BEFORE, FILE, make_task
+from tests.integration.agents.agent_tools import EDITED_TEXT, FILE_NAME, ORIGINAL_TEXT, make_task
 from tests.integration.agents.cli import AGENTS, AgentInstallError, CliAgent, ServerTarget
 from tests.serving import ADMIN_KEY, running_gateway
 
@@ -32,7 +32,8 @@ session, unless one was opened for the run."""
 class AgentRun:
     """The results of running an agent."""
 
-    file: str
+    file_text: str
+    """The content of the file that the agent had to edit."""
     output: str
     sessions: list[Session]
     calls: list[Call]
@@ -59,21 +60,21 @@ async def run_agent(
 ) -> AgentRun:
     """Run the agent with its own gateway.
 
-    With ``opened``, the agent gets the URL and key of an open session. Otherwise its key belongs to no
-    session, and the gateway has to group its calls.
+    With ``helpers``, the task asks for sub-agents. With ``opened``, the agent gets the URL and key of an open
+    session. Otherwise its key belongs to no session, and the gateway has to group its calls.
     """
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = f"tests.integration.agents.script:{agent.name.replace('-', '_')}"
     engine = ScriptedEngine(model, ScriptedEngineConfig(function=script))
     store = SqliteStore(folder / "store.db")
-    work = folder / "project"
-    work.mkdir()
-    path = work / FILE
-    path.write_text(BEFORE)
-    instruction = make_task(str(path)) + (" with helpers" if helpers else "")
+    work_folder = folder / "project"
+    work_folder.mkdir()
+    path = work_folder / FILE_NAME
+    path.write_text(ORIGINAL_TEXT)
+    task = make_task(str(path)) + (" with helpers" if helpers else "")
     async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
         target = await open_session(url) if opened else ServerTarget(url, ADMIN_KEY)
-        output = await asyncio.to_thread(agent.run, folder / "home", work, target, instruction)
+        output = await asyncio.to_thread(agent.run, folder / "home", work_folder, target, task)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
     await engine.close()
@@ -101,11 +102,11 @@ def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
 def check_exact(calls: Sequence[Call]) -> None:
     """Check that each call extends the previous one and that its prompt starts with that call's tokens."""
     assert calls[0].parent_id is None or calls[0].link is Link.BRANCH
-    for before, after in pairwise(calls):
-        assert after.link is Link.EXTENDS, (after.link, after.messages[len(before.messages) :])
-        assert after.parent_id == before.call_id
-        previous_tokens = [*before.prompt_ids.tolist(), *before.sampled_ids.tolist()]
-        assert after.prompt_ids.tolist()[: len(previous_tokens)] == previous_tokens
+    for previous, call in pairwise(calls):
+        assert call.link is Link.EXTENDS, (call.link, call.messages[len(previous.messages) :])
+        assert call.parent_id == previous.call_id
+        previous_tokens = [*previous.prompt_ids.tolist(), *previous.sampled_ids.tolist()]
+        assert call.prompt_ids.tolist()[: len(previous_tokens)] == previous_tokens
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
@@ -113,7 +114,7 @@ async def test_cli_agent_edits_file_and_is_recorded_exactly(
     agent: CliAgent, opened: bool, tmp_path: Path
 ) -> None:
     run = await run_agent(agent, tmp_path, opened=opened)
-    assert run.file == AFTER, run.output
+    assert run.file_text == EDITED_TEXT, run.output
     assert len(run.sessions) == 1
     assert all(call.status is CallStatus.OK for call in run.calls)
     (calls,) = group_by_task(run.calls).values()
@@ -127,7 +128,7 @@ async def test_sub_agents_are_recorded_as_separate_conversations(
     name: str, opened: bool, tmp_path: Path
 ) -> None:
     run = await run_agent(install_agent(name), tmp_path, helpers=True, opened=opened)
-    assert run.file == AFTER, run.output
+    assert run.file_text == EDITED_TEXT, run.output
     by_task = group_by_task(run.calls)
     assert len(by_task) == 3, list(by_task)
     for calls in by_task.values():

@@ -19,14 +19,14 @@ from tests.torture.run_process import RunProcess
 
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
 INSTAR = (sys.executable, "-m", "instar.cli.main")
-START_SECONDS = 120
-STOP_SECONDS = 30
-TRAIN_SECONDS = 300
+START_TIMEOUT_SECONDS = 120
+STOP_TIMEOUT_SECONDS = 30
+TRAIN_TIMEOUT_SECONDS = 300
 
 
 @dataclass(frozen=True)
 class RunningService:
-    """A running training service, and the settings of runs that use it."""
+    """A training service served by `instar backends serve`, and the settings of runs that use it."""
 
     name: str
     url: str
@@ -45,11 +45,12 @@ class RunningService:
 
 @contextmanager
 def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[RunningService]:
+    """Run `instar backends serve`. It must start in time and exit with status 0 when it is terminated."""
     command = [*INSTAR, "backends", "serve", "--json", "--protocol", PROTOCOLS[name], "--model", model]
     command += ["--dir", str(folder / "served"), *options]
     with (folder / "serve.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, cwd=ROOT)
-    start_timer = threading.Timer(START_SECONDS, server.kill)
+    start_timer = threading.Timer(START_TIMEOUT_SECONDS, server.kill)
     start_timer.start()
     try:
         assert server.stdout is not None
@@ -61,7 +62,7 @@ def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[
     finally:
         start_timer.cancel()
         server.terminate()
-        assert server.wait(STOP_SECONDS) == 0, (folder / "serve.log").read_text()
+        assert server.wait(STOP_TIMEOUT_SECONDS) == 0, (folder / "serve.log").read_text()
         assert server.stdout is not None
         server.stdout.close()
 
@@ -69,14 +70,17 @@ def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[
 def run_training(
     settings: dict[str, Any], folder: Path, service: RunningService | None = None
 ) -> list[dict[str, Any]]:
-    """Run `instar train` to its end and return the metrics of every step."""
+    """Run `instar train` to completion and return the metrics of every step.
+
+    The service's key must not be in the run's output.
+    """
     folder.mkdir(exist_ok=True)
     run = RunProcess(folder, {**settings, "dir": str(folder / "run")})
     run.start(**(service.environment if service else {}))
     try:
-        run.finish(TRAIN_SECONDS)
+        run.finish(TRAIN_TIMEOUT_SECONDS)
     finally:
         if not run.has_exited():
             run.kill()
-    assert service is None or service.key not in run.explain()
+    assert service is None or service.key not in run.collect_logs()
     return read_steps(run.run_dir)

@@ -10,10 +10,10 @@ from pathlib import Path
 from tests.cached_folders import create_folder_once
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / ".cache" / "envs"
-INSTALL_SECONDS = 900
+ENVIRONMENTS_FOLDER = ROOT / ".cache" / "envs"
+INSTALL_TIMEOUT_SECONDS = 900
 TORCH = "torch==2.13.0"
-"""Pinned, because other requirements could otherwise install a build with CUDA packages."""
+"""The torch requirement. It is pinned, because other requirements could otherwise install a CUDA build."""
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
@@ -39,28 +39,30 @@ PACKAGES = {
 
 
 def get_interpreter(name: str) -> Path:
+    """Return the interpreter of the named environment, which is created on first use."""
+
     def create(folder: Path) -> None:
-        install(folder, *PACKAGES[name])
+        create_environment(folder, *PACKAGES[name])
         if name == "vllm":
             _fix_vllm_packages(folder)
 
-    create_folder_once(FOLDER / name, create)
-    return FOLDER / name / "bin" / "python"
+    create_folder_once(ENVIRONMENTS_FOLDER / name, create)
+    return ENVIRONMENTS_FOLDER / name / "bin" / "python"
 
 
-def install(folder: Path, *requirements: str) -> None:
-    """Create an environment with uv, which caches unpacked packages for later ones.
+def create_environment(folder: Path, *requirements: str) -> None:
+    """Create a virtual environment with uv, which caches unpacked packages for later environments.
 
-    The folder is moved afterwards, so only its interpreter may be used, not its scripts.
+    The folder is moved afterwards, so use only its interpreter, not its scripts.
     """
-    _uv("venv", "--python", sys.executable, str(folder))
-    _uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
+    _run_uv("venv", "--python", sys.executable, str(folder))
+    _run_uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
 
 
 def _fix_vllm_packages(folder: Path) -> None:
-    """Add metadata for the package name vllm, which vLLM looks up, and remove packages that cannot be loaded
-    because they are built for CUDA."""
-    _uv(
+    """Remove packages that cannot be loaded because they are built for CUDA, and add metadata for the package
+    name vllm, which vLLM looks up."""
+    _run_uv(
         "pip",
         "uninstall",
         "--python",
@@ -75,10 +77,12 @@ def _fix_vllm_packages(folder: Path) -> None:
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n")
 
 
-def _uv(*arguments: str) -> None:
+def _run_uv(*arguments: str) -> None:
     # Make uv search for packages where pip does, for example for a torch build without CUDA.
     env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_SYSTEM_CERTS": "1", **os.environ}
     command = [sys.executable, "-m", "uv", *arguments[:1], "--quiet", *arguments[1:]]
-    process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=INSTALL_SECONDS)
+    process = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS
+    )
     if process.returncode:
         raise RuntimeError(f"uv {' '.join(arguments)} failed: {process.stderr[-1000:]}")

@@ -35,9 +35,9 @@ from tests.integration.backends.faulty_proxy import ANY_ENDPOINT, FAULTS, PERMAN
 
 ADAM = AdamConfig(lr=0.01)
 CONCURRENCY = 8
-DEADLINE_SECONDS, SHORT_DEADLINE_SECONDS = 150.0, 8.0
-"""Call deadlines. The short one is for permanent faults and for faults without a response; the SDKs
-themselves wait for up to 90 s."""
+CALL_TIMEOUT_SECONDS, SHORT_CALL_TIMEOUT_SECONDS = 150.0, 8.0
+"""Values of the setting `deadline`. The short one is for permanent faults and for faults without a response;
+the SDKs themselves wait for up to 90 s."""
 IDLE_SECONDS = 5.0
 """A pause after which the service has expired the session."""
 MAX_ERRORS = 6
@@ -76,8 +76,8 @@ class TrainingScenario:
             ("save_state", lambda: self.save("two", 7)),
             ("sampler.load", self.load_sampler),
             ("sampler.generate", self.generate),
-            ("sampler.logprobs", self.score),
-            ("reference_logprobs", self.reference),
+            ("sampler.logprobs", self.compute_logprobs),
+            ("reference_logprobs", self.compute_reference_logprobs),
             ("load_state", lambda: backend.load_state(self.folder / "two")),
             ("step", lambda: self.step(3)),
             ("forward", lambda: self.forward("after")),
@@ -114,10 +114,10 @@ class TrainingScenario:
         self.results["sampled"] = [chunk.token_ids for chunk in chunks]
         self.results["versions"] = [chunk.versions for chunk in chunks]
 
-    async def score(self) -> None:
+    async def compute_logprobs(self) -> None:
         self.results["scored"] = (await self.engine.logprobs([5, 6, 7, 8]))[1:].tolist()
 
-    async def reference(self) -> None:
+    async def compute_reference_logprobs(self) -> None:
         self.results["reference"] = [
             row[1:].tolist() for row in await self.backend.reference_logprobs(make_batch(0))
         ]
@@ -134,7 +134,10 @@ class TrainingScenario:
 async def run_actions(
     scenario: TrainingScenario, proxy: FaultyProxy, key: str, idle_before: int | None
 ) -> list[dict[str, Any]]:
-    """Run all actions and return the errors."""
+    """Run all actions and return the errors. After an error, the fault is disabled and the state restored.
+
+    With ``idle_before``, pause before the action with this index. Give up after too many errors.
+    """
     errors: list[dict[str, Any]] = []
     index, must_restore = 0, False
     while index < len(scenario.actions):
@@ -205,6 +208,8 @@ class StallMonitor:
 
 
 class FaultRunner:
+    """Runs the scenario many times, each time with a different fault or pause."""
+
     def __init__(self, service: str, url: str, model: str, folder: Path) -> None:
         self.service = service
         self.url = url
@@ -217,11 +222,11 @@ class FaultRunner:
         self,
         proxy: FaultyProxy,
         name: str,
-        deadline: float = DEADLINE_SECONDS,
+        timeout_seconds: float = CALL_TIMEOUT_SECONDS,
         idle_before: int | None = None,
     ) -> dict[str, Any]:
-        fields = {"type": self.service, "base_url": proxy.url, "rank": 4, "deadline": deadline}
-        section = TypeAdapter[Any](BackendConfig).validate_python(fields)
+        settings = {"type": self.service, "base_url": proxy.url, "rank": 4, "deadline": timeout_seconds}
+        section = TypeAdapter[Any](BackendConfig).validate_python(settings)
         backend: Backend = resolve_section("backends", section)(self.model, section, seed=7)
         sampler: Any = load_object(SAMPLERS[self.service])
         engine: Engine = sampler(self.model, section, CloudEngineConfig())
@@ -236,30 +241,31 @@ class FaultRunner:
             "results": scenario.results,
             "errors": errors,
             "fault_count": proxy.fault_count,
-            "deadline": deadline,
+            "timeout_seconds": timeout_seconds,
             "close_seconds": time.monotonic() - finished_at,
         }
 
     async def run_with_fault(self, number: int, endpoint: str, count: int, fault: Fault) -> dict[str, Any]:
         """Return the result of a run with a fault after half of the endpoint's ``count`` requests."""
         proxy = FaultyProxy(self.url, endpoint, fault, after=count // 2)
-        deadline = SHORT_DEADLINE_SECONDS if fault.hangs or fault in PERMANENT_FAULTS else DEADLINE_SECONDS
-        async with self.slots, proxy.serve():
-            result = await self.run(proxy, str(number), deadline)
         is_permanent = fault in PERMANENT_FAULTS
+        timeout_seconds = SHORT_CALL_TIMEOUT_SECONDS if fault.hangs or is_permanent else CALL_TIMEOUT_SECONDS
+        async with self.slots, proxy.serve():
+            result = await self.run(proxy, str(number), timeout_seconds)
         return {"endpoint": endpoint, "fault": fault.name, "is_permanent": is_permanent, **result}
 
-    async def run_with_idle(self, action: int) -> dict[str, Any]:
+    async def run_with_pause(self, action: int) -> dict[str, Any]:
         async with self.slots, FaultyProxy(self.url).serve() as proxy:
             return await self.run(proxy, str(action), idle_before=action)
 
-    async def main(self, selection: str) -> dict[str, Any]:
+    async def run_cases(self, selection: str) -> dict[str, Any]:
+        """Run the scenario without faults and then all selected cases, several at a time."""
         async with FaultyProxy(self.url).serve() as proxy:
             baseline = await self.run(proxy, "baseline")
         assert not baseline["errors"], baseline["errors"]
         counts = {name: count for name, count in proxy.request_counts.items() if "finish" not in name}
         if selection == "idle":
-            cases = [self.run_with_idle(action) for action in range(1, ACTION_COUNT)]
+            cases = [self.run_with_pause(action) for action in range(1, ACTION_COUNT)]
         else:
             selected = [
                 (endpoint, count, fault)
@@ -282,4 +288,4 @@ class FaultRunner:
 if __name__ == "__main__":
     service, url, model, folder, selection = sys.argv[1:]
     Path(folder).mkdir()
-    print(json.dumps(asyncio.run(FaultRunner(service, url, model, Path(folder)).main(selection))))
+    print(json.dumps(asyncio.run(FaultRunner(service, url, model, Path(folder)).run_cases(selection))))

@@ -21,7 +21,7 @@ REQUEST_TYPE_HEADER = "X-Tinker-Request-Type"
 @dataclass(frozen=True)
 class Fault:
     name: str
-    times: float = 1
+    request_count: float = 1
     """The number of consecutive requests that have this fault."""
     status: int | None = None
     """The status of the response, if the proxy responds instead of the service."""
@@ -36,9 +36,19 @@ class Fault:
 
 
 FAULTS = [
-    Fault("503", times=2, status=503, body=b'{"error": "unavailable", "message": "m", "retryable": true}'),
-    Fault("429", times=2, status=429, body=b'{"error": "rate_limited", "message": "m", "retryable": true}'),
-    Fault("502", times=2, status=502, body=b"<html>bad gateway", content_type="text/html"),
+    Fault(
+        "503",
+        request_count=2,
+        status=503,
+        body=b'{"error": "unavailable", "message": "m", "retryable": true}',
+    ),
+    Fault(
+        "429",
+        request_count=2,
+        status=429,
+        body=b'{"error": "rate_limited", "message": "m", "retryable": true}',
+    ),
+    Fault("502", request_count=2, status=502, body=b"<html>bad gateway", content_type="text/html"),
     Fault("closed before"),
     Fault("closed after", forwards=True),
     Fault("truncated", forwards=True, truncates=True),
@@ -50,7 +60,7 @@ FAULTS = [
 TRANSIENT_FAULTS = ("503", "429", "502", "closed before", "closed after")
 """The faults that a client must survive without an error."""
 PERMANENT_FAULTS = [
-    replace(fault, times=float("inf"))
+    replace(fault, request_count=float("inf"))
     for fault in FAULTS
     if fault.name in ("503", "closed before", "no response")
 ]
@@ -67,7 +77,7 @@ class FaultyProxy:
         self._endpoint = endpoint
         self._fault = fault
         self._after = after
-        self._remaining = fault.times if fault else 0.0
+        self._remaining = fault.request_count if fault else 0.0
         self.request_counts: Counter[str] = Counter()
         self.fault_count = 0
         self.url = ""

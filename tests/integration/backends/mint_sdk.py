@@ -68,19 +68,19 @@ def main(name: str) -> dict[str, Any]:
         training.forward_backward_custom([make_datum()], compute_custom_loss).result().metrics["mine"]
     )
     training.optim_step(ADAM).result()
-    old = training.forward([make_datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
-    results["policy"] = list(old.data)
-    ppo = [make_datum(logprobs=list(old.data), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
-    results["ppo"] = training.forward_backward(ppo, "ppo").result().metrics["loss:sum"]
+    logprobs = training.forward([make_datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    results["policy"] = list(logprobs.data)
+    ppo_data = [make_datum(logprobs=list(logprobs.data), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
+    results["ppo"] = training.forward_backward(ppo_data, "ppo").result().metrics["loss:sum"]
     sampling = training.save_weights_and_get_sampling_client()
     results["scored"] = sampling.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
     params = types.SamplingParams(max_tokens=4, seed=1)
     reply = sampling.sample(types.ModelInput.from_ints(TOKENS), 2, params).result()
     results["sampled"] = [[len(s.tokens), len(s.logprobs or [])] for s in reply.sequences]
     results["text"] = training.get_tokenizer().decode(training.get_tokenizer().encode("hello"))
-    rest = service.create_rest_client()
+    rest_client = service.create_rest_client()
     results["checkpoints"] = [
-        c.checkpoint_id for c in rest.list_checkpoints(training.model_id).result().checkpoints
+        c.checkpoint_id for c in rest_client.list_checkpoints(training.model_id).result().checkpoints
     ]
     try:
         training.forward_backward([make_datum(mask=[1.0] * 5)], "cross_entropy").result()

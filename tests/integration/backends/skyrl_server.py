@@ -3,8 +3,9 @@
     python skyrl_server.py api PORT MODEL FOLDER     the HTTP server
     python skyrl_server.py engine ARGUMENTS          the engine, which the HTTP server starts
 
-SkyRL expects Python 3.12 and starts its engine with `uv run`. On 3.11, pydantic requires the TypedDict of
-typing_extensions. The engine is started with this script instead, in the same environment.
+SkyRL expects Python 3.12 and starts its engine with `uv run`. On Python 3.11, pydantic requires the TypedDict
+from typing_extensions, so this script replaces the one in `typing`. It also starts the engine with itself
+instead of `uv run`, to stay in the same environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`instar backends check` for every backend, run as a command."""
+"""Tests that `instar backends check`, run as a command, passes for every backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS_WITH_OWN_ENVIRONMENT = ("mint", "verl")
 
 @pytest.mark.timeout(1200)  # an environment may have to be created first
 @pytest.mark.parametrize("name", ["local", "tinker", "weaver", "mint", "verl"])
-def test_backend_agrees_with_the_local_backend(name: str) -> None:
+def test_backends_check_of_every_backend_passes(name: str) -> None:
     *checks, summary = run_checks(name)
     assert summary == {"backend": name, "passed": len(checks), "failed": 0}
     assert any(
@@ -26,7 +26,7 @@ def test_backend_agrees_with_the_local_backend(name: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["tinker"])
-def test_backend_agrees_with_the_local_backend_in_bf16(name: str) -> None:
+def test_backends_check_in_bf16_passes(name: str) -> None:
     *_, summary = run_checks(name, "--dtype", "bf16")
     assert summary["failed"] == 0
 

@@ -18,11 +18,13 @@ from tests.integration.backends.command import RunningService, run_server
 from tests.integration.backends.environments import get_interpreter
 
 RECIPE = "tinker_cookbook.recipes.math_rl.train"
-RECIPE_SECONDS = 600
+RECIPE_TIMEOUT_SECONDS = 600
 REWARD_METRIC = "env/all/reward/total"
 
 
-def run_recipe(service: RunningService, model: str, log: Path, **settings: object) -> list[dict[str, Any]]:
+def run_recipe(
+    service: RunningService, model: str, log_folder: Path, **settings: object
+) -> list[dict[str, Any]]:
     """Train on additions with short replies, and return the metrics logged for each step."""
     settings = {
         "env": "arithmetic",
@@ -33,7 +35,7 @@ def run_recipe(service: RunningService, model: str, log: Path, **settings: objec
         "groups_per_batch": 6,
         "group_size": 8,
         "max_tokens": 8,
-        "log_path": log,
+        "log_path": log_folder,
         "behavior_if_log_dir_exists": "resume",
         **settings,
     }
@@ -42,29 +44,36 @@ def run_recipe(service: RunningService, model: str, log: Path, **settings: objec
     # The test must fail rather than wait for a download.
     env = {**os.environ, **service.environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
     process = subprocess.run(
-        command, capture_output=True, text=True, timeout=RECIPE_SECONDS, env=env, cwd=log.parent
+        command,
+        capture_output=True,
+        text=True,
+        timeout=RECIPE_TIMEOUT_SECONDS,
+        env=env,
+        cwd=log_folder.parent,
     )
     assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
-    return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (log_folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.timeout(1500)
 def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     model = str(resolve_model(DEFAULT_MODEL))
-    log = tmp_path / "log"
+    log_folder = tmp_path / "log"
     with run_server("tinker", model, tmp_path, "--dtype", "fp32", "--context", "512") as service:
-        first = run_recipe(service, model, log, max_steps=3, save_every=2)
+        first_metrics = run_recipe(service, model, log_folder, max_steps=3, save_every=2)
         # The recipe resumes from its last checkpoint with the optimizer state. The second part also uses
-        # another loss and several steps per batch.
-        metrics = run_recipe(service, model, log, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2)
-    assert metrics[:3] == first
+        # a different loss and several steps per batch.
+        metrics = run_recipe(
+            service, model, log_folder, max_steps=6, save_every=2, loss_fn="ppo", num_substeps=2
+        )
+    assert metrics[:3] == first_metrics
     assert [step["progress/batch"] for step in metrics] == list(range(6))
     assert all(math.isfinite(step["grad_norm"]) for step in metrics)
-    assert first[0]["grad_norm"] > 0
+    assert first_metrics[0]["grad_norm"] > 0
     # The replies are sampled from the trained policy.
-    assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first)
+    assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first_metrics)
     assert mean(step[REWARD_METRIC] for step in metrics[-2:]) > metrics[0][REWARD_METRIC] + 0.01
-    checkpoints = [json.loads(line) for line in (log / "checkpoints.jsonl").read_text().splitlines()]
+    checkpoints = [json.loads(line) for line in (log_folder / "checkpoints.jsonl").read_text().splitlines()]
     assert [(checkpoint["name"], checkpoint["batch"]) for checkpoint in checkpoints] == [
         ("000002", 2),
         ("final", 3),
@@ -72,11 +81,13 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
         ("000006", 6),
         ("final", 6),
     ]
-    last = tmp_path / "served" / checkpoints[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
-    changed = [
+    adapter_folder = (
+        tmp_path / "served" / checkpoints[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
+    )
+    is_nonzero = [
         value.any()
-        for name, value in load_file(last / "adapter_model.safetensors").items()
+        for name, value in load_file(adapter_folder / "adapter_model.safetensors").items()
         if ".lora_B." in name
     ]
-    assert len(changed) > 100
-    assert all(changed), "lora_B starts at zero, so training must have changed it"
+    assert len(is_nonzero) > 100
+    assert all(is_nonzero), "lora_B starts at zero, so training must have changed it"

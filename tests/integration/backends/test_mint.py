@@ -1,4 +1,4 @@
-"""The MinT adapters in MinT's own environment, with SkyRL's Tinker server."""
+"""Tests for MinT's backend and sampler in MinT's own environment, with SkyRL's Tinker server."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.integration.backends.mint_program import ADAM, STEPS, make_batch
 from tests.tiny import make_tiny_model
 
 HERE = Path(__file__).parent
-PROGRAM_SECONDS = 800
-SERVER_SECONDS = 300
+PROGRAM_TIMEOUT_SECONDS = 800
+SERVER_START_TIMEOUT_SECONDS = 300
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 def run_program(url: str, key: str, model: ModelConfig, scratch: Path) -> dict[str, Any]:
     command = [str(get_interpreter("mint")), str(HERE / "mint_program.py"), url, model.name, str(scratch)]
     env = {**os.environ, "MINT_API_KEY": key, "TINKER_BASE_URL": "http://unchanged.invalid"}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_SECONDS, env=env)
+    process = subprocess.run(
+        command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECONDS, env=env
+    )
     assert process.returncode == 0, process.stderr[-3000:]
     assert key not in process.stdout + process.stderr
     return json.loads(process.stdout.splitlines()[-1])
@@ -64,7 +66,7 @@ def check_common_results(results: dict[str, Any]) -> None:
 
 
 async def run_local_backend(model: ModelConfig) -> tuple[list[Floats], list[float]]:
-    """Train with the local backend; return the initial logprobs and the losses of the first steps."""
+    """Train with the local backend, and return the initial logprobs and the losses of the first steps."""
     backend = LocalBackend(model, LocalBackendConfig(threads=1, lora=LoraConfig(rank=8)), seed=5)
     logprobs, losses = await backend.forward(make_batch()), []
     for _ in range(STEPS):
@@ -106,8 +108,8 @@ def run_skyrl_server(model: ModelConfig, folder: Path) -> Generator[str]:
         server.wait(30)
 
 
-def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + SERVER_SECONDS
+def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log_path: Path) -> None:
+    deadline = time.monotonic() + SERVER_START_TIMEOUT_SECONDS
     while time.monotonic() < deadline and server.poll() is None:
         with (
             contextlib.suppress(urllib.error.URLError, ConnectionError),
@@ -115,11 +117,11 @@ def _wait_until_healthy(url: str, server: subprocess.Popen[bytes], log: Path) ->
         ):
             return
         time.sleep(0.2)
-    raise AssertionError(log.read_text()[-3000:])
+    raise AssertionError(log_path.read_text()[-3000:])
 
 
 @pytest.mark.timeout(1200)
-async def test_mint_trains_against_skyrl(model: ModelConfig, tmp_path: Path) -> None:
+async def test_mint_trains_and_samples_with_a_skyrl_server(model: ModelConfig, tmp_path: Path) -> None:
     """SkyRL initializes adapters and scales gradients differently, so only the base model's logprobs and the
     first loss are compared with the local backend."""
     (tmp_path / "skyrl").mkdir()

@@ -1,4 +1,4 @@
-"""`instar backends serve --protocol tinker` as a separate process."""
+"""Tests for `instar backends serve --protocol tinker` in its own process."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Pa
         request_id = raw.submit(
             "forward_backward", make_pass_request(raw.create_model(raw.create_session(), str(model)), 2)
         )
-        started = time.monotonic()
+        started_at = time.monotonic()
         response = raw.post("retrieve_future", {"request_id": request_id})
-        held_seconds = time.monotonic() - started
+        held_seconds = time.monotonic() - started_at
         assert response.status_code == 408
         assert response.json() == {"type": "try_again", "request_id": request_id, "queue_state": "active"}
         assert 25 < held_seconds < 40
-        started = time.monotonic()
+        interrupted_at = time.monotonic()
         process.send_signal(signal.SIGINT)
         assert process.wait(20) == 0
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - interrupted_at < 15
 
 
 def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_
             new_service.close("success").result(10)
 
 
-def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
+def test_mint_sdk_trains_and_samples_on_the_server(model: Path, tmp_path: Path) -> None:
     with run_server(model, tmp_path) as (url, _):
         results = run_mint_program(url, MINT_KEY, str(model))
         results_with_tinker_key = run_mint_program(url, KEY, str(model))
@@ -106,8 +106,8 @@ def test_mint_sdk_works_with_the_server(model: Path, tmp_path: Path) -> None:
     assert results["losses"] == sorted(results["losses"], reverse=True)
     assert results["losses"][0] == pytest.approx(-sum(results["forward"]), rel=1e-5)
     assert results["resumed"] == pytest.approx(results["uninterrupted"], rel=1e-6)
-    protobuf, as_json = results["protobuf_and_json"]
-    assert as_json == protobuf
+    protobuf_results, json_results = results["protobuf_and_json"]
+    assert json_results == protobuf_results
     assert results["custom"] == 1.0
     assert results["ppo"] == pytest.approx(-2.5, rel=1e-4)
     assert results["scored"][0] is None

@@ -1,4 +1,4 @@
-"""`backend: verl` in its own environment, with two FSDP ranks on the CPU."""
+"""Tests for the verl backend in its own environment, with two FSDP ranks on the CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.backends.environments import ROOT, get_interpreter
 from tests.tiny import make_tiny_model
 from tests.torture.run_process import RunProcess, make_config
 
-CHECK = Path(__file__).with_name("verl_check.py")
+CHECK_SCRIPT = Path(__file__).with_name("verl_check.py")
 STEPS = 4
 
 
@@ -25,8 +25,8 @@ def python() -> Path:
 
 @pytest.mark.timeout(1500)  # the first run creates the environment, which takes minutes
 def test_two_ranks_match_the_local_backend(python: Path) -> None:
-    process = subprocess.run([python, CHECK], cwd=ROOT, timeout=540)
-    assert process.returncode == 0, "verl_check.py failed; see its output"
+    completed = subprocess.run([python, CHECK_SCRIPT], cwd=ROOT, timeout=540)
+    assert completed.returncode == 0, "verl_check.py failed; see its output"
 
 
 @pytest.mark.timeout(600)
@@ -37,10 +37,10 @@ def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path)
     verl = start_run(tmp_path / "verl", model, {"type": "verl", "lora": {"rank": 4}, "python": str(python)})
     assert verl.wait_until(
         lambda: verl.is_ready() and bool(verl.query("SELECT 1 FROM steps WHERE state = 'committed'")),
-        timeout=200,
+        200,
     )
-    ranks = list_rank_pids()
-    assert len(ranks) == 2
+    rank_pids = list_rank_pids()
+    assert len(rank_pids) == 2
     assert verl.kill_role("trainer")
     verl.finish(300)
     verl.assert_consistent()
@@ -49,7 +49,7 @@ def test_run_continues_after_the_trainer_is_killed(python: Path, tmp_path: Path)
     assert expected.keys() == actual.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(actual[name], values, atol=1e-4 * max(np.abs(values).max(), 1e-3))
-    assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()], "ranks outlived their trainer"
+    assert not [pid for pid in rank_pids if Path(f"/proc/{pid}").exists()], "ranks outlived their trainer"
 
 
 def start_run(folder: Path, model: Path, backend: dict[str, Any]) -> RunProcess:

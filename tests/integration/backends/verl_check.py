@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from instar.backends.verl.backend import VerlBackend
 from instar.config import LossConfig, ModelConfig, RunConfig, VerlBackendConfig
 from instar.conformance.batches import make_sample, make_tree_samples
-from instar.conformance.cases import ADAM
+from instar.conformance.cases import ADAM, FIVE_STEPS
 from instar.conformance.compare import BackendRecord, CheckResult, compare, compute_difference
 from instar.conformance.runner import build_job, run_cases
 from instar.conformance.tiny import make_tiny_model
@@ -62,7 +62,7 @@ async def check_against_local(checks: CheckReport, model: ModelConfig, folder: P
         case_folder = folder / section["type"]
         case_folder.mkdir()
         result, arrays = await run_cases(config, case_folder, lambda name: print(f"     {name}", flush=True))
-        adapters.append(load_file(Path(result.artifacts["five"].path) / "adapter_model.safetensors"))
+        adapters.append(load_file(Path(result.artifacts[FIVE_STEPS].path) / "adapter_model.safetensors"))
         records.append(BackendRecord(result, arrays, None))
     for check in compare(*records, CONTEXT, TOLERANCE):
         checks.add(check)
@@ -89,7 +89,8 @@ def check_listeners(checks: CheckReport) -> None:
     )
 
 
-async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
+async def check_training(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
+    """Check listening addresses, training from a saved state, non-finite values, and a single sample."""
     await backend.start()
     check_listeners(checks)
     for number in range(2):
@@ -103,7 +104,7 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
             await backend.optim_step(ADAM)
         published.append(read_files(Path((await backend.publish(folder / name)).path)))
         await backend.load_state(folder / "two")
-    checks.check("a loaded state continues bit for bit", published[0] == published[1])
+    checks.check("training from a loaded state is bit-identical", published[0] == published[1])
 
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     norms: list[float] = []
@@ -127,13 +128,17 @@ async def check_resume_and_non_finite(checks: CheckReport, backend: VerlBackend,
     )
     after = await backend.forward(make_tree_samples())
     checks.check(
-        "... changes nothing", all(map(np.array_equal, [x[1:] for x in before], [x[1:] for x in after]))
+        "a non-finite gradient does not change the weights",
+        all(map(np.array_equal, [x[1:] for x in before], [x[1:] for x in after])),
     )
-    checks.check("... and is cleared", "gradient" in str(await catch(BackendError, backend.optim_step(ADAM))))
+    checks.check(
+        "a non-finite gradient is cleared",
+        "gradient" in str(await catch(BackendError, backend.optim_step(ADAM))),
+    )
 
     (alone,) = await backend.forward([make_tree_samples()[3]])
     gap = compute_difference(before[3], alone)
-    checks.check("one sample on two ranks", gap < TOLERANCE, f"{gap:.1e}")
+    checks.check("a single sample on two ranks has the same logprobs", gap < TOLERANCE, f"{gap:.1e}")
 
 
 async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
@@ -149,13 +154,13 @@ async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: P
     seconds = time.monotonic() - killed_at
     checks.check("a killed rank raises BackendLost", error is not None, f"{seconds:.1f} s: {error}")
     checks.check(
-        "... for every call until a state is loaded",
+        "every later call raises BackendLost until a state is loaded",
         await catch(BackendLost, backend.forward(make_tree_samples())) is not None,
     )
     await backend.load_state(folder / "alive")
     actual = await backend.forward(make_tree_samples())
     checks.check(
-        "... which starts new ranks",
+        "loading a state starts new ranks",
         all(np.array_equal(a[1:], b[1:]) for a, b in zip(expected, actual, strict=True)),
     )
 
@@ -234,6 +239,7 @@ async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder
 
 
 async def catch(error_type: type[Exception], awaitable: Awaitable[object]) -> Exception | None:
+    """Return the error of this type that the awaitable raises, or None if it succeeds."""
     try:
         await awaitable
     except error_type as error:
@@ -242,7 +248,7 @@ async def catch(error_type: type[Exception], awaitable: Awaitable[object]) -> Ex
 
 
 def list_rank_pids() -> list[int]:
-    # Ray names the process of an actor after its class.
+    """Return the process ids of the ranks. Ray names an actor's process after its class."""
     pids: list[int] = []
     for entry in Path("/proc").iterdir():
         try:
@@ -271,7 +277,7 @@ async def main() -> int:
         print(f"{time.monotonic() - started_at:.0f} s", flush=True)
         backend = make_backend(model)
         try:
-            await check_resume_and_non_finite(checks, backend, folder)
+            await check_training(checks, backend, folder)
             await check_merged_tensors(checks, backend, folder, path)
             await check_killed_rank(checks, backend, folder)
         finally:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.cached_folders import create_folder_once
-from tests.integration.backends.environments import install
+from tests.integration.backends.environments import create_environment
 
 HERE = Path(__file__).parent
 REQUIREMENTS = HERE / "requirements.txt"
 CACHE = Path(__file__).parents[3] / ".cache" / "clients"
-RUN_TIMEOUT = 100
+RUN_TIMEOUT_SECONDS = 100
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,19 @@ def install_clients() -> Path:
     """
     folder = CACHE / sha256(REQUIREMENTS.read_bytes()).hexdigest()[:12]
     # The requirements include all dependencies, so none need to be resolved.
-    create_folder_once(folder, lambda new_folder: install(new_folder, "--no-deps", "-r", str(REQUIREMENTS)))
+    create_folder_once(
+        folder, lambda new_folder: create_environment(new_folder, "--no-deps", "-r", str(REQUIREMENTS))
+    )
     return folder / "bin" / "python"
 
 
 async def run_client(
-    name: str, jobs: Sequence[ClientJob], home: Path, timeout: float = RUN_TIMEOUT
+    name: str, jobs: Sequence[ClientJob], home: Path, timeout_seconds: float = RUN_TIMEOUT_SECONDS
 ) -> list[ClientResult]:
-    """Run all jobs concurrently in one process of ``programs/run_<name>.py``; ``home`` is its HOME."""
+    """Run all jobs concurrently in one process of ``programs/run_<name>.py``; ``home`` is its HOME.
+
+    Raises TimeoutError if the process does not exit in time, and RuntimeError if it fails.
+    """
     python = await asyncio.to_thread(install_clients)
     process = await asyncio.create_subprocess_exec(
         str(python),
@@ -66,7 +71,7 @@ async def run_client(
     )
     job_list = json.dumps([asdict(job) for job in jobs]).encode()
     try:
-        stdout, stderr = await asyncio.wait_for(process.communicate(job_list), timeout)
+        stdout, stderr = await asyncio.wait_for(process.communicate(job_list), timeout_seconds)
     except TimeoutError:
         process.kill()
         await process.wait()

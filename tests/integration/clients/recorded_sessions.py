@@ -1,4 +1,4 @@
-"""Check the calls that a gateway recorded for a conversation."""
+"""Load the calls that a gateway recorded for a conversation, compare them and count their tokens."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def select_calls_with_question(
 
 
 def find_continued_call(call: Call, earlier_calls: Sequence[Call]) -> Call | None:
-    """Return the latest call whose messages and reply are a prefix of this call's messages.
+    """Return the latest earlier call whose messages and reply are a prefix of this call's messages.
 
-    Only the messages are compared, not the links that the gateway recorded.
+    Only the messages and tools are compared, not the links that the gateway recorded.
     """
     messages = [_normalize_message(message) for message in call.messages]
     for earlier in reversed(earlier_calls):
@@ -57,13 +57,13 @@ def find_continued_call(call: Call, earlier_calls: Sequence[Call]) -> Call | Non
     return None
 
 
-def is_exact(call: Call, before: Call) -> bool:
-    """True if the call extends another one and its prompt starts with all tokens of ``before``.
+def is_exact(call: Call, previous: Call) -> bool:
+    """True if the call extends an earlier call and its prompt starts with all tokens of ``previous``.
 
-    The parent is not compared, because an agent that fills in defaults may extend a later call than its
-    messages suggest.
+    ``previous`` need not be the recorded parent, because an agent that fills in defaults may extend a later
+    call than its messages suggest.
     """
-    sequence = before.sequence
+    sequence = previous.sequence
     return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)
 
 

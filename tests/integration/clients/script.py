@@ -1,7 +1,7 @@
 """Scripted engine replies to the clients' questions, one function per model family.
 
-A reply depends only on the prompt: on its last question and the tool results after it. A question ends with
-the style of its answer, because the clients have different tools.
+A reply depends only on the prompt: on its last question and the tool results after it. The last word of a
+question selects the style of the replies, because the clients have different tools.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WriteCall = Callable[[str, dict[str, object]], str]
 
 
 def make_question(number: int, style: str = "stepwise") -> str:
-    """``style`` is stepwise, helped, typed, finally, coded, bashed, fenced, plainly or badly."""
+    """Return a question whose last word selects the style of the scripted replies (see `reply`)."""
     return f"Work out {number} * 310 + 5 {style}."
 
 
@@ -29,41 +29,53 @@ def compute_answer(number: int) -> int:
     return number * 310 + 5
 
 
-def reply(prompt: str, call: WriteCall) -> str:
+def reply(prompt: str, write_call: WriteCall) -> str:
+    """Return the next reply to the last question in the prompt, in the style that it selects:
+
+    stepwise      call the calc tool twice, then give the answer as text
+    handoff       hand over to a second agent first
+    typed         give the answer with the tool final_result
+    final_answer  give the answer with the tool final_answer
+    code          write Python code that calls calc
+    bash          run commands with the tool bash
+    bash_block    run commands in a Markdown code block
+    plain         give the answer as text, without tools
+    malformed     write a tool call that cannot be parsed
+    """
     questions = list(QUESTION_PATTERN.finditer(prompt))
     if not questions:
         return "I see."
     match = questions[-1]
     a, b, c = map(int, match.group(1, 2, 3))
-    style, since = match.group(4), prompt[match.end() :]
+    style, later_text = match.group(4), prompt[match.end() :]
     product, total = a * b, a * b + c
-    result_count = len(TOOL_RESULT_PATTERN.findall(since))
-    is_thanked = THANKS in since
-    if style == "badly":
+    result_count = len(TOOL_RESULT_PATTERN.findall(later_text))
+    is_thanked = THANKS in later_text
+    if style == "malformed":
         return WELCOME if is_thanked else MALFORMED
-    if style == "plainly":
+    if style == "plain":
         return WELCOME if is_thanked else f" It is {total}."
-    if style == "helped" and "transfer_to_worker" not in since:
-        return call("transfer_to_worker", {})
-    if style == "coded":
+    if style == "handoff" and "transfer_to_worker" not in later_text:
+        return write_call("transfer_to_worker", {})
+    if style == "code":
         code = [f'print(calc("{a} * {b}"))', f'print(calc("{product} + {c}"))', f"final_answer({total})"]
         step = f'final_answer("{WELCOME}")' if is_thanked else code[min(result_count, 2)]
         return f"I write it.\n<code>\n{step}\n</code>"
     steps = [f"{a} * {b}", f"{product} + {c}"]
-    if style in ("bashed", "fenced"):
-        lines = [f"echo calc says $(({step})) | tee answer.txt" for step in steps]
-        line = [*lines, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"][min(result_count, 2)]
+    if style in ("bash", "bash_block"):
+        commands = [f"echo calc says $(({step})) | tee answer.txt" for step in steps]
+        command = [*commands, "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"][min(result_count, 2)]
         return (
-            call("bash", {"command": line})
-            if style == "bashed"
-            else f"Next.\n\n```mswea_bash_command\n{line}\n```"
+            write_call("bash", {"command": command})
+            if style == "bash"
+            else f"Next.\n\n```mswea_bash_command\n{command}\n```"
         )
     if result_count < len(steps) and not is_thanked:
-        return call("calc", {"expression": steps[result_count]})
-    if style == "finally":
-        return call("final_answer", {"answer": WELCOME if is_thanked else str(total)})
+        return write_call("calc", {"expression": steps[result_count]})
+    if style == "final_answer":
+        return write_call("final_answer", {"answer": WELCOME if is_thanked else str(total)})
     if style == "typed":
-        return call("final_result", {"value": total})
+        return write_call("final_result", {"value": total})
     return WELCOME if is_thanked else f"It is {total}."
 
 
@@ -88,7 +100,7 @@ def qwen3(prompt: str, seed: int | None) -> str:
 
 
 def llama3(prompt: str, seed: int | None) -> str:
-    """Return a reply whose tool calls come without text."""
+    """Return a reply without text before its tool call, in the format of Llama 3."""
     return reply(prompt, format_bare_call)
 
 

@@ -9,7 +9,7 @@ from tests.integration.clients.script import MALFORMED, WELCOME, compute_answer
 
 @dataclass(frozen=True)
 class Client:
-    """A program in `programs/` and its variants, each mapped to the style of the model's replies."""
+    """A program in `programs/` and its variants, each mapped to the style of the replies (see script.py)."""
 
     name: str
     variants: dict[str, str]
@@ -24,7 +24,7 @@ CLIENTS = [
         "openai",
         {f"responses{variant}": "stepwise" for variant in (*SDK_VARIANTS, "-previous", "-previous-stream")},
     ),
-    Client("openai", {f"completions{variant}": "plainly" for variant in SDK_VARIANTS}),
+    Client("openai", {f"completions{variant}": "plain" for variant in SDK_VARIANTS}),
     Client("anthropic", {f"messages{variant}": "stepwise" for variant in SDK_VARIANTS}),
     Client(
         "openai_agents",
@@ -34,8 +34,8 @@ CLIENTS = [
                 for dialect in ("chat", "responses")
                 for variant in ("", "-stream")
             },
-            "chat-handoff": "helped",
-            "responses-handoff-stream": "helped",
+            "chat-handoff": "handoff",
+            "responses-handoff-stream": "handoff",
         },
     ),
     Client(
@@ -54,13 +54,11 @@ CLIENTS = [
             for variant in ("", "-stream", "-react")
         },
     ),
-    Client("smolagents", {"chat": "finally", "chat-stream": "finally"}, rewrites_replies=True),
-    Client("smolagents", {"chat-code": "coded", "chat-code-stream": "coded"}, rewrites_replies=True),
-    Client(
-        "mini_swe", {"chat": "bashed", "responses": "bashed", "messages": "bashed", "chat-text": "fenced"}
-    ),
+    Client("smolagents", {"chat": "final_answer", "chat-stream": "final_answer"}, rewrites_replies=True),
+    Client("smolagents", {"chat-code": "code", "chat-code-stream": "code"}, rewrites_replies=True),
+    Client("mini_swe", {"chat": "bash", "responses": "bash", "messages": "bash", "chat-text": "bash_block"}),
 ]
-CALL_COUNTS = {"helped": 5, "bashed": 3, "fenced": 3, "plainly": 2, "badly": 2}
+CALL_COUNTS = {"handoff": 5, "bash": 3, "bash_block": 3, "plain": 2, "malformed": 2}
 """The number of calls in a conversation by style. Styles that are not listed take 4."""
 
 
@@ -69,15 +67,15 @@ def get_expected_answers(number: int, style: str) -> list[object]:
     match style:
         case "typed":
             return [total, total]
-        case "bashed" | "fenced":
+        case "bash" | "bash_block":
             return [f"calc says {total}"]
-        case "finally":
+        case "final_answer":
             return [str(total), WELCOME]
-        case "coded":
+        case "code":
             return [total, WELCOME]
-        case "plainly":
+        case "plain":
             return [f" It is {total}.", WELCOME]
-        case "badly":
+        case "malformed":
             return [MALFORMED, WELCOME]
         case _:
             return [f"It is {total}.", WELCOME]

@@ -1,4 +1,4 @@
-"""A run of `bench/fidelity.py` with two clients."""
+"""Test of `bench/fidelity.py` with two clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BENCH = Path(__file__).parents[3] / "bench" / "fidelity.py"
 
 
 @pytest.mark.timeout(600)  # the clients may have to be installed first
-def test_bench_fidelity_on_two_clients_reports_full_fidelity() -> None:
+def test_bench_fidelity_with_two_clients_reports_full_fidelity() -> None:
     command = [
         sys.executable,
         str(BENCH),

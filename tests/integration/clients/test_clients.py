@@ -1,6 +1,7 @@
-"""Conversations of unmodified PyPI SDKs and agent frameworks with a live gateway.
+"""Tests for conversations between unmodified PyPI SDKs or agent frameworks and a live gateway.
 
-The gateway must answer every question, and record every call exactly and in the right session.
+The clients must get the expected answers, and the gateway must record every call exactly and in the right
+session.
 """
 
 from __future__ import annotations
@@ -74,18 +75,18 @@ class ClientHarness:
     async def converse(
         self, name: str, variants: Mapping[str, str], jobs: Sequence[ClientJob]
     ) -> dict[str, Counter[tuple[int, int]]]:
-        """Run all jobs concurrently and check their answers. Returns the usage by question."""
+        """Run all jobs concurrently, check their answers, and return the usage by question."""
         usage_by_question: dict[str, Counter[tuple[int, int]]] = {}
         for job, result in zip(jobs, await run_client(name, jobs, self.home), strict=True):
             assert not result.error, f"{job.variant}: {result.error}"
-            assert result.answers == get_expected_answers(parse_number(job), variants[job.variant]), (
-                job.variant
-            )
+            assert result.answers == get_expected_answers(
+                parse_question_number(job), variants[job.variant]
+            ), job.variant
             usage_by_question.setdefault(job.question, Counter()).update(result.usage)
         return usage_by_question
 
 
-def parse_number(job: ClientJob) -> int:
+def parse_question_number(job: ClientJob) -> int:
     return int(job.question.split()[2])
 
 
@@ -101,11 +102,15 @@ async def harness(tmp_path: Path) -> AsyncIterator[ClientHarness]:
     await store.close()
 
 
-def check_exact(recorded: RecordedSession, *, rewrites: bool) -> None:
-    """Check that every call that extends an earlier one starts with its tokens, and that every sampled token
-    is trained."""
+def check_exact(recorded: RecordedSession, *, rewrites_replies: bool) -> None:
+    """Check that every call that continues an earlier call starts with its tokens, and that every sampled
+    token is trained.
+
+    If the client rewrites replies, no call may continue an earlier one. Otherwise all must, except the first
+    call and the first after a handoff.
+    """
     assert all(call.status is CallStatus.OK and call.trainable for call in recorded.calls)
-    extending = 0
+    continuing_calls = 0
     for i, call in enumerate(recorded.calls):
         if call.dialect == "completions":
             parent = recorded.calls[i - 1] if i else None
@@ -113,9 +118,9 @@ def check_exact(recorded: RecordedSession, *, rewrites: bool) -> None:
             parent = find_continued_call(call, recorded.calls[:i])
         if parent is not None:
             assert is_exact(call, parent), (call.link, call.messages)
-            extending += 1
+            continuing_calls += 1
     has_handoff = recorded.calls[0].tools != recorded.calls[-1].tools
-    assert extending == (0 if rewrites else len(recorded.calls) - 1 - has_handoff)
+    assert continuing_calls == (0 if rewrites_replies else len(recorded.calls) - 1 - has_handoff)
     assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls)
 
 
@@ -151,7 +156,7 @@ async def test_client_conversations_are_answered_and_recorded_exactly(
         )
         assert live_agents == Counter(["one", "two"])
         for session_calls in own_sessions:
-            check_exact(session_calls, rewrites=client.rewrites_replies)
+            check_exact(session_calls, rewrites_replies=client.rewrites_replies)
         assert not (usage := usage_by_question[make_question(number, style)]) or usage == count_usage(
             call for session_calls in own_sessions for call in session_calls.calls
         ), variant
@@ -159,12 +164,12 @@ async def test_client_conversations_are_answered_and_recorded_exactly(
 
 @pytest.mark.parametrize("name", MALFORMED_CALL_VARIANTS)
 async def test_malformed_tool_call_is_recorded_as_plain_text(harness: ClientHarness, name: str) -> None:
-    variants = dict.fromkeys(MALFORMED_CALL_VARIANTS[name], "badly")
+    variants = dict.fromkeys(MALFORMED_CALL_VARIANTS[name], "malformed")
     jobs = [
-        await harness.make_session_job(variant, make_question(20 + i, "badly"))
+        await harness.make_session_job(variant, make_question(20 + i, "malformed"))
         for i, variant in enumerate(variants)
     ]
     await harness.converse(name, variants, jobs)
     for recorded in await load_recorded_sessions(harness.store, RUN):
         assert [call.reply["content"] for call in recorded.calls] == [MALFORMED, WELCOME]
-        check_exact(recorded, rewrites=False)
+        check_exact(recorded, rewrites_replies=False)

@@ -1,4 +1,4 @@
-"""Conversations of the official SDKs with a gateway that serves a real model."""
+"""Tests for conversations between the official SDKs and a gateway that serves a real model."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ class ReceivedReply:
 
     text: str
     usage: tuple[int, int]
+    """The number of prompt and sampled tokens."""
     piece_count: int
+    """The number of pieces in which the text was streamed."""
 
 
-async def chat(session: AgentSession) -> list[ReceivedReply]:
+async def converse_over_chat(session: AgentSession) -> list[ReceivedReply]:
     replies: list[ReceivedReply] = []
     messages: list[Any] = [{"role": "system", "content": "Be short."}]
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
@@ -83,7 +85,7 @@ async def chat(session: AgentSession) -> list[ReceivedReply]:
     return replies
 
 
-async def responses(session: AgentSession) -> list[ReceivedReply]:
+async def converse_over_responses(session: AgentSession) -> list[ReceivedReply]:
     replies: list[ReceivedReply] = []
     items: list[Any] = []
     async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client:
@@ -93,15 +95,15 @@ async def responses(session: AgentSession) -> list[ReceivedReply]:
                 model="instar", instructions="Be short.", input=items, max_output_tokens=MAX_TOKENS
             ) as stream:
                 events = [event async for event in stream]
-            answer: Any = events[-1].response  # type: ignore[union-attr]  # completed or incomplete
-            pieces = sum(event.type == "response.output_text.delta" for event in events)
-            usage = answer.usage.input_tokens, answer.usage.output_tokens
-            replies.append(ReceivedReply(answer.output_text, usage, pieces))
-            items += answer.output
+            response: Any = events[-1].response  # type: ignore[union-attr]  # completed or incomplete
+            piece_count = sum(event.type == "response.output_text.delta" for event in events)
+            usage = response.usage.input_tokens, response.usage.output_tokens
+            replies.append(ReceivedReply(response.output_text, usage, piece_count))
+            items += response.output
     return replies
 
 
-async def messages(session: AgentSession) -> list[ReceivedReply]:
+async def converse_over_messages(session: AgentSession) -> list[ReceivedReply]:
     replies: list[ReceivedReply] = []
     conversation: list[Any] = []
     url = session.base_url.removesuffix("/v1")
@@ -112,14 +114,15 @@ async def messages(session: AgentSession) -> list[ReceivedReply]:
                 model="instar", system="Be short.", messages=conversation, max_tokens=MAX_TOKENS
             ) as stream:
                 pieces = [text async for text in stream.text_stream]
-                answer = await stream.get_final_message()
-            prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-            replies.append(ReceivedReply("".join(pieces), (prompt, answer.usage.output_tokens), len(pieces)))
-            conversation.append({"role": "assistant", "content": answer.content})
+                message = await stream.get_final_message()
+            usage = message.usage
+            prompt_tokens = usage.input_tokens + (usage.cache_read_input_tokens or 0)
+            replies.append(ReceivedReply("".join(pieces), (prompt_tokens, usage.output_tokens), len(pieces)))
+            conversation.append({"role": "assistant", "content": message.content})
     return replies
 
 
-@pytest.mark.parametrize("converse", [chat, responses, messages])
+@pytest.mark.parametrize("converse", [converse_over_chat, converse_over_responses, converse_over_messages])
 async def test_real_model_replies_are_streamed_and_recorded_exactly(
     harness: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
 ) -> None:
@@ -134,6 +137,6 @@ async def test_real_model_replies_are_streamed_and_recorded_exactly(
         assert reply.usage == (len(call.prompt_ids), len(call.sampled_ids))
         assert reply.piece_count > len(call.sampled_ids) / 2, "the reply must be streamed token by token"
         assert np.isfinite(call.logprobs).all()
-    for before, after in pairwise(recorded.calls):
-        assert is_exact(after, before)
+    for previous, call in pairwise(recorded.calls):
+        assert is_exact(call, previous)
     assert count_trained_tokens(recorded) == count_sampled_tokens(recorded.calls) > MAX_TOKENS

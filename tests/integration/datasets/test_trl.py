@@ -1,4 +1,4 @@
-"""TRL's trainers accept the SFT and DPO exports."""
+"""Tests that TRL's trainers accept the SFT and DPO exports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-async def exported(tmp_path: Path) -> Path:
+async def export_folder(tmp_path: Path) -> Path:
     store = SqliteStore(tmp_path / "store.db")
     await fill_store(store)
     for format in ("sft", "dpo"):
@@ -53,19 +53,21 @@ def make_one_step_args(folder: Path) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("form", ["messages", "prompt_completion"])
-def test_sft_trainer_accepts_the_exported_rows(exported: Path, model: str, form: str) -> None:
+@pytest.mark.parametrize("layout", ["messages", "prompt_completion"])
+def test_sft_trainer_accepts_the_exported_rows(export_folder: Path, model: str, layout: str) -> None:
     import trl
 
-    data = load_rows(exported / "sft" / f"{form}.jsonl", exported / "cache")
-    trainer = trl.SFTTrainer(model, args=trl.SFTConfig(**make_one_step_args(exported)), train_dataset=data)
+    data = load_rows(export_folder / "sft" / f"{layout}.jsonl", export_folder / "cache")
+    config = trl.SFTConfig(**make_one_step_args(export_folder))
+    trainer = trl.SFTTrainer(model, args=config, train_dataset=data)
     assert trainer.train().training_loss > 0
 
 
-def test_dpo_trainer_accepts_the_exported_rows(exported: Path, model: str) -> None:
+def test_dpo_trainer_accepts_the_exported_rows(export_folder: Path, model: str) -> None:
     import trl
 
-    data = load_rows(exported / "dpo" / "pairs.jsonl", exported / "cache")
+    data = load_rows(export_folder / "dpo" / "pairs.jsonl", export_folder / "cache")
     assert set(data.column_names) >= {"prompt", "chosen", "rejected"}
-    trainer = trl.DPOTrainer(model, args=trl.DPOConfig(**make_one_step_args(exported)), train_dataset=data)
+    config = trl.DPOConfig(**make_one_step_args(export_folder))
+    trainer = trl.DPOTrainer(model, args=config, train_dataset=data)
     assert trainer.train().training_loss > 0

@@ -64,21 +64,21 @@ class RayNode:
             created_folder.mkdir(exist_ok=True)
         self.address = f"{network.prefix}.{number}"
         self._interface = f"{network.bridge[-8:]}{name}"
-        self._token = folder / "token"
+        self._token_path = folder / "token"
         if head is None:
-            self._token.write_text(secrets.token_hex(32))
-            self._token.chmod(0o600)
+            self._token_path.write_text(secrets.token_hex(32))
+            self._token_path.chmod(0o600)
         self._join_network(network)
         self.cluster_address = f"{(head or self).address}:{PORT}"
         head_options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
-        role = head_options if head is None else [f"--address={self.cluster_address}"]
+        role_options = head_options if head is None else [f"--address={self.cluster_address}"]
         command = [
-            str(Path(sys.executable).with_name("ray")), "start", *role, "--block", "--disable-usage-stats",
-            f"--node-ip-address={self.address}", f"--temp-dir={folder / name}",
+            str(Path(sys.executable).with_name("ray")), "start", *role_options, "--block",
+            "--disable-usage-stats", f"--node-ip-address={self.address}", f"--temp-dir={folder / name}",
             "--num-cpus=4", "--object-store-memory=80000000", f"--resources={json.dumps(resources)}",
         ]  # fmt: skip
-        self._log = folder / f"{name}.log"
-        with self._log.open("wb") as log:
+        self._log_path = folder / f"{name}.log"
+        with self._log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 self.wrap_command(command),
                 cwd=ROOT,
@@ -92,7 +92,7 @@ class RayNode:
     def make_environment(self, **variables: str) -> dict[str, str]:
         ray = {
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(self._token),
+            "RAY_AUTH_TOKEN_PATH": str(self._token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_enable_worker_prestart": "0",
             "RAY_raylet_start_wait_time_s": "120",
@@ -105,9 +105,9 @@ class RayNode:
         mount_and_run = f'mount --bind {self.runs_folder} {self._mount_point} && exec "$@"'
         return ["ip", "netns", "exec", self.namespace, "sh", "-c", mount_and_run, "sh", *command]
 
-    def wait(self, timeout: float = 90) -> None:
-        deadline = time.monotonic() + timeout
-        while "Ray runtime started" not in (log := self._log.read_text(errors="replace")):
+    def wait_until_started(self, timeout_seconds: float = 90) -> None:
+        deadline = time.monotonic() + timeout_seconds
+        while "Ray runtime started" not in (log := self._log_path.read_text(errors="replace")):
             assert self._process.poll() is None, log
             assert time.monotonic() < deadline, log
             time.sleep(0.1)
@@ -117,6 +117,7 @@ class RayNode:
         _run_ip("link", "set", self._interface, "down")
 
     def remove(self) -> None:
+        """Kill all processes of the node and delete its network namespace."""
         for pid in _list_pids(self.namespace):
             os.kill(pid, signal.SIGKILL)
         self._process.wait(10)

@@ -1,4 +1,4 @@
-"""Runs that start a Ray cluster on this machine."""
+"""Tests for runs that start a Ray cluster on this machine."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_worker_niceness", "0")
 
 
-def make_run(folder: Path, model: Path, **trainer: Any) -> RunProcess:
-    return RunProcess(folder, {**make_config(folder, model, **trainer), "cluster": {"type": "ray"}})
+def make_run(folder: Path, model: Path, **trainer_settings: Any) -> RunProcess:
+    config = make_config(folder, model, **trainer_settings)
+    return RunProcess(folder, {**config, "cluster": {"type": "ray"}})
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable[[], bool], timeout_seconds: float = 60) -> None:
+    deadline = time.monotonic() + timeout_seconds
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -60,11 +61,11 @@ def test_run_on_ray_drains_after_ctrl_c_and_roles_exit_with_the_driver(model: Pa
         lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")), 200
     )
     process.send_signal(signal.SIGINT)
-    assert run.wait(100) == 130, run.explain()
+    assert run.wait(100) == 130, run.collect_logs()
     assert {state for (state,) in run.query("SELECT state FROM steps")} == {"committed"}
     assert json.loads(run.output.read_text().splitlines()[-1])["stopped"] is True
 
     run.start(resume=True)
     assert run.wait_until(lambda: "trainer" in run.list_processes().values(), 200)
     run.kill()
-    run.assert_no_orphans(within=30)  # Ray's own agents need up to a minute to exit
+    run.assert_no_orphans(timeout_seconds=30)  # roles on Ray exit later than local ones

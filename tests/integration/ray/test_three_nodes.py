@@ -1,4 +1,4 @@
-"""Runs on a three-node Ray cluster that loses a node, an engine, the gateway and the trainer."""
+"""Tests for runs on a three-node Ray cluster: loss of a node and of roles, and rejection of SQLite."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class ThreeNodeCluster:
         self.postgres = PostgresTestServer(host=self.network.address)
         stack.callback(self.postgres.remove)
         self.head = self._add_node(stack, "a", 1, None, front=1)
-        self.head.wait()
+        self.head.wait_until_started()
         self.trainer_node = self._add_node(stack, "b", 2, self.head, engines=2, trainer=1)
         self.failing_node = self._add_node(stack, "c", 3, self.head, engines=1)
-        self.trainer_node.wait()
-        self.failing_node.wait()
+        self.trainer_node.wait_until_started()
+        self.failing_node.wait_until_started()
 
     def _add_node(
         self, stack: ExitStack, name: str, number: int, head: RayNode | None, **resources: float
@@ -75,11 +75,11 @@ class RayRun:
         self.run_dir = cluster.folder / "runs" / "three"
         self.driver_folder = cluster.head.runs_folder / "three"
         """The run's folder on the driver's node."""
-        self.schema = cluster.postgres.new_schema()
+        self.schema = cluster.postgres.new_schema_name()
         self.output = folder / "output.txt"
-        file = folder / "run.yaml"
-        file.write_text(yaml.safe_dump(self._make_settings()))
-        command = [sys.executable, "-m", "instar.cli.main", "train", str(file), "--json"]
+        config_path = folder / "run.yaml"
+        config_path.write_text(yaml.safe_dump(self._make_settings()))
+        command = [sys.executable, "-m", "instar.cli.main", "train", str(config_path), "--json"]
         head = cluster.head
         with self.output.open("wb") as output:
             self.process = subprocess.Popen(
@@ -133,12 +133,12 @@ class RayRun:
                 "tensorboard": False,
             },
             "rollout": {
-                "tasks": {"type": "python", "function": f"{WORKLOAD}:tasks"},
+                "tasks": {"type": "python", "function": f"{WORKLOAD}:make_tasks"},
                 "agent": {
                     "type": "function",
                     "function": f"{WORKLOAD}:agent",
                     # The run must not finish before the last failure.
-                    "args": {"ledger": str(self.ledger), "pause": 1.0},
+                    "args": {"ledger": str(self.ledger), "pause_seconds": 1.0},
                 },
                 "group_size": 16,
                 "concurrency": 32,
@@ -156,37 +156,38 @@ class RayRun:
         return self.cluster.postgres.query(sql, *values, schema=self.schema)
 
     def count_published_steps(self) -> int:
-        """Return the number of steps that are committed or published."""
+        """Return the number of steps that are published or committed, or 0 if there are no tables yet."""
         try:
             return self.query("SELECT COUNT(*) FROM steps WHERE version IS NOT NULL")[0][0]
         except Exception:  # noqa: BLE001 the tables do not exist yet
             return 0
 
-    def endpoint(self, name: str) -> tuple[str, int, str]:
-        """Return the URL, the process id and the status that the role announced."""
+    def read_endpoint(self, name: str) -> tuple[str, int, str]:
+        """Return the URL, the process id and the status that the role registered in the store."""
         (row,) = self.query("SELECT url, pid, doing FROM endpoints WHERE name = %s", name)
         return row
 
-    def wait_until(self, condition: Callable[[], bool], timeout: float = 120) -> None:
-        deadline = time.monotonic() + timeout
+    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float = 120) -> None:
+        deadline = time.monotonic() + timeout_seconds
         while not condition():
             assert self.process.poll() is None, f"the run has ended\n{self.collect_logs()}"
             assert time.monotonic() < deadline, (
-                f"the condition is still false after {timeout:g} s\n{self.collect_logs()}"
+                f"the condition is still false after {timeout_seconds:g} s\n{self.collect_logs()}"
             )
             time.sleep(0.05)
 
-    def finish(self, timeout: float) -> None:
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait for the run to exit. It must exit in time and with status 0."""
         try:
-            code = self.process.wait(timeout)
+            code = self.process.wait(timeout_seconds)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"the run did not end within {timeout:g} s\n{self.collect_logs()}")
+            pytest.fail(f"the run did not finish within {timeout_seconds:g} s\n{self.collect_logs()}")
         assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
     def collect_logs(self) -> str:
         parts = [self.output.read_text(errors="replace")[-6000:]]
-        for log in sorted(self.cluster.folder.glob("own-*/three/logs/*.log")):
-            parts.append(f"--- {log}\n{log.read_text(errors='replace')[-2500:]}")
+        for log_path in sorted(self.cluster.folder.glob("own-*/three/logs/*.log")):
+            parts.append(f"--- {log_path}\n{log_path.read_text(errors='replace')[-2500:]}")
         return "\n".join(parts)
 
 
@@ -204,12 +205,20 @@ def run(cluster: ThreeNodeCluster, tmp_path: Path) -> Iterator[RayRun]:
 def test_ray_cluster_with_several_nodes_rejects_a_sqlite_store(
     cluster: ThreeNodeCluster, tmp_path: Path
 ) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump({"dir": str(tmp_path / "run"), "cluster": {"type": "ray"}}))
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text(yaml.safe_dump({"dir": str(tmp_path / "run"), "cluster": {"type": "ray"}}))
     head = cluster.head
     result = subprocess.run(
         head.wrap_command(
-            [sys.executable, "-m", "instar.cli.main", "serve", str(file), "--set", "engine.type=scripted"]
+            [
+                sys.executable,
+                "-m",
+                "instar.cli.main",
+                "serve",
+                str(config_path),
+                "--set",
+                "engine.type=scripted",
+            ]
         ),
         cwd=ROOT,
         env=head.make_environment(RAY_ADDRESS=head.cluster_address),
@@ -226,22 +235,27 @@ def test_ray_cluster_with_several_nodes_rejects_a_sqlite_store(
 @pytest.mark.timeout(600)
 def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeCluster, run: RayRun) -> None:
     run.wait_until(lambda: run.count_published_steps() >= 3)
-    hosts = {name: run.endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")}
+    hosts = {
+        name: run.read_endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")
+    }
     assert sorted(hosts.values()) == [cluster.trainer_node.address, cluster.failing_node.address]
-    assert cluster.head.address in run.endpoint("gateway")[0]
+    assert cluster.head.address in run.read_endpoint("gateway")[0]
     (moved_engine,) = [name for name, host in hosts.items() if host == cluster.failing_node.address]
 
     # The engine restarts on a node that cannot read the trainer's folder, but must get the newest version.
-    killed_pid = run.endpoint(moved_engine)[1]
+    killed_pid = run.read_endpoint(moved_engine)[1]
     os.kill(killed_pid, signal.SIGKILL)
     run.wait_until(
-        lambda: run.endpoint(moved_engine)[1] != killed_pid and "running" in run.endpoint(moved_engine)[2]
+        lambda: (
+            run.read_endpoint(moved_engine)[1] != killed_pid
+            and "running" in run.read_endpoint(moved_engine)[2]
+        )
     )
 
-    disconnected_pid = run.endpoint(moved_engine)[1]
+    disconnected_pid = run.read_endpoint(moved_engine)[1]
     cluster.failing_node.disconnect()
     steps = run.count_published_steps()
-    run.wait_until(lambda: cluster.trainer_node.address in run.endpoint(moved_engine)[0])
+    run.wait_until(lambda: cluster.trainer_node.address in run.read_endpoint(moved_engine)[0])
     run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())  # it cannot reach the driver
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
@@ -252,8 +266,8 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     steps = run.count_published_steps()
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
-    run.wait_until(lambda: "samples" in run.endpoint("trainer")[2])
-    os.kill(run.endpoint("trainer")[1], signal.SIGKILL)
+    run.wait_until(lambda: "samples" in run.read_endpoint("trainer")[2])
+    os.kill(run.read_endpoint("trainer")[1], signal.SIGKILL)
     run.finish(240)
 
     assert_consistent(run)
@@ -271,10 +285,10 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], 
 
 
 def kill_gateway_mid_reply(run: RayRun) -> bool:
-    """Kill the gateway during a streamed reply. Return False if the reply had already ended."""
-    url, pid, _ = run.endpoint("gateway")
+    """Kill the gateway during a streamed reply. Return False if the reply was complete by then."""
+    url, pid, _ = run.read_endpoint("gateway")
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
-    ended = False
+    is_complete = False
     with (
         contextlib.suppress(httpx.TransportError),
         httpx.stream(
@@ -283,24 +297,25 @@ def kill_gateway_mid_reply(run: RayRun) -> bool:
             json={**CHAT_BODY, "stream": True},
             headers=headers,
             timeout=60,
-        ) as reply,
+        ) as response,
     ):
-        assert reply.status_code == 200, reply.read()
-        for number, line in enumerate(reply.iter_lines()):
+        assert response.status_code == 200, response.read()
+        for number, line in enumerate(response.iter_lines()):
             if number == 0:
                 os.kill(pid, signal.SIGKILL)
-            ended = ended or "[DONE]" in line
-    return not ended
+            is_complete = is_complete or "[DONE]" in line
+    return not is_complete
 
 
 def send_chat(run: RayRun) -> int:
-    url = run.endpoint("gateway")[0]
+    """Send a chat request and return the status of the response."""
+    url = run.read_endpoint("gateway")[0]
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     return httpx.post(f"{url}/v1/chat/completions", json=CHAT_BODY, headers=headers, timeout=120).status_code
 
 
 def read_metrics(run: RayRun) -> list[str]:
-    """Return the last record of each step in the driver's metrics file."""
+    """Return the last line of each step in the driver's metrics file."""
     latest: dict[int, str] = {}
     for line in (run.driver_folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
@@ -326,4 +341,4 @@ def assert_consistent(run: RayRun) -> None:
         "SELECT DISTINCT l.request_id FROM claims c JOIN calls l USING (session_id) "
         "WHERE c.outcome = 'trained'"
     )
-    assert {row[0] for row in trained} <= received, "a reply was trained on that the agent did not receive"
+    assert {row[0] for row in trained} <= received, "trained on a reply that the agent did not receive"

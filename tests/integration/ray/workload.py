@@ -10,17 +10,19 @@ from pathlib import Path
 import aiohttp
 
 from instar.rollout.base import AgentSession
-from tests.unit.test_learns import score_characters, tasks
+from tests.unit.test_learning import make_tasks, score_characters
 
-__all__ = ["agent", "score_characters", "tasks"]
+__all__ = ["agent", "make_tasks", "score_characters"]
 
 MAX_TOKENS = 6
 
 
-async def agent(task: dict[str, str], session: AgentSession, *, ledger: str, pause: float = 0.0) -> None:
-    """Send one streamed request after ``pause`` seconds, and add the reply's id to the ledger when it is
-    complete."""
-    await asyncio.sleep(pause)
+async def agent(
+    task: dict[str, str], session: AgentSession, *, ledger: str, pause_seconds: float = 0.0
+) -> None:
+    """Pause, then send one streamed request and append the reply's id to the ledger file when the reply is
+    complete. Raises ConnectionError if the stream ends early or contains an error."""
+    await asyncio.sleep(pause_seconds)
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],

@@ -1,4 +1,4 @@
-"""A complete run whose sessions are scored by a separate process."""
+"""Test of a complete run whose sessions are scored by a separate process."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.torture.run_process import WORKLOAD_MODULE, RunProcess, make_config
 def test_run_with_killed_scoring_process_scores_every_session(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", hidden=32, context=2048)
     config = make_config(tmp_path, model, steps=3)
-    config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow:SlowRule"}]
+    config["reward"] = [{"type": "plugin", "name": "tests.integration.rewards.slow_scorer:SlowRule"}]
     config["eval"] = {
-        "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:tasks", "args": {"count": 4}},
+        "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:make_tasks", "args": {"count": 4}},
         "modes": {"sampled": {}},
     }
     run = RunProcess(tmp_path, config)

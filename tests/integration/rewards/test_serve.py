@@ -1,4 +1,5 @@
-"""`instar serve` scores live sessions when they complete, with all scorers except `agent`."""
+"""Tests that `instar serve` scores completed live sessions, with all scorers except `agent`, and rejects an
+unknown scorer name."""
 
 from __future__ import annotations
 
@@ -38,10 +39,10 @@ def make_settings(tmp_path: Path) -> dict[str, Any]:
 
 
 def start_server(tmp_path: Path, config: dict[str, Any]) -> subprocess.Popen[str]:
-    file = tmp_path / "run.yaml"
-    file.write_text(yaml.safe_dump(config))
+    config_path = tmp_path / "run.yaml"
+    config_path.write_text(yaml.safe_dump(config))
     return subprocess.Popen(
-        [sys.executable, "-m", "instar.cli.main", "serve", str(file), "--json"],
+        [sys.executable, "-m", "instar.cli.main", "serve", str(config_path), "--json"],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -58,16 +59,16 @@ def post(url: str, key: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(120)
-def test_serve_scores_live_sessions(tmp_path: Path) -> None:
+def test_serve_scores_live_sessions_when_they_complete(tmp_path: Path) -> None:
     with start_server(tmp_path, make_settings(tmp_path)) as process:
         try:
             assert process.stdout is not None
-            status = json.loads(process.stdout.readline())
-            root = status["base_url"].removesuffix("/v1")
-            session = post(f"{root}/sessions", status["api_key"], {})
+            connection_info = json.loads(process.stdout.readline())
+            url = connection_info["base_url"].removesuffix("/v1")
+            session = post(f"{url}/sessions", connection_info["api_key"], {})
             body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
             post(f"{session['base_url']}/chat/completions", session["api_key"], body)
-            post(f"{root}/sessions/{session['session_id']}/complete", session["api_key"], {"reward": 0.25})
+            post(f"{url}/sessions/{session['session_id']}/complete", session["api_key"], {"reward": 0.25})
             store = sqlite3.connect(f"file:{tmp_path / 'run' / 'store.db'}?mode=ro", uri=True)
             deadline = time.monotonic() + 30
             while not (rows := store.execute("SELECT scorer, state FROM scores").fetchall()):

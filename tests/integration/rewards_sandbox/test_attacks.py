@@ -1,4 +1,4 @@
-"""Submissions that attack the machine are stopped, get no reward and do no damage."""
+"""Tests that submissions that attack the machine are stopped, get no reward and do no damage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.rewards.rules import score_text, start_scorer
-from tests.unit.rewards.sandboxes import available_sandboxes, find_processes, list_names
+from tests.unit.rewards.sandboxes import find_processes, list_names, list_sandbox_params
 
-PROCESSES = 32
-LIMITS = {"seconds": 3.0, "memory_mb": 256, "processes": PROCESSES, "files_mb": 16, "output_kb": 64}
+MAX_PROCESSES = 32
+LIMITS = {"seconds": 3.0, "memory_mb": 256, "processes": MAX_PROCESSES, "files_mb": 16, "output_kb": 64}
 TESTS = {"tests": ["assert f(1) == 2"]}
 
 ATTACKS = {
@@ -74,7 +74,7 @@ while True:
     "creates empty files endlessly": "n = 0\nwhile True:\n    n += 1\n    open(f'f{{n}}', 'w').close()",
     "writes an endless file": "with open('f', 'wb') as file:\n    while True: file.write(bytes(10**6))",
     "prints endlessly": "while True: print('x' * 1000)",
-    "sleeps past the deadline": "import time\ntime.sleep(60)",
+    "sleeps past the time limit": "import time\ntime.sleep(60)",
     "ignores SIGTERM": """
 import signal, time
 for number in range(1, 32):
@@ -97,14 +97,14 @@ os._exit(0)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", available_sandboxes())
+@pytest.mark.parametrize("kind", list_sandbox_params())
 @pytest.mark.parametrize("attack", ATTACKS)
 async def test_attack_fails_and_leaves_no_trace(
     kind: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = tmp_path / "folders"
-    folders.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(folders))
+    sandbox_folders = tmp_path / "folders"
+    sandbox_folders.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(sandbox_folders))
     marker = uuid.uuid4().hex
     secret = tmp_path / "id_ed25519"
     secret.write_text("the-private-key")
@@ -124,15 +124,15 @@ async def test_attack_fails_and_leaves_no_trace(
             server.accept()
     assert reward.value == 0.0
     assert reward.detail["reason"]
-    assert max_processes <= PROCESSES + 6  # plus those of bubblewrap or the launcher, and of the tests
+    assert max_processes <= MAX_PROCESSES + 6  # plus those of bubblewrap or the launcher, and of the tests
     assert find_processes(marker) == []
     assert list_names(tmp_path) == ["folders", "id_ed25519"]
-    assert list_names(folders) == []
+    assert list_names(sandbox_folders) == []
     assert secret.read_text() == "the-private-key"
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("kind", available_sandboxes())
+@pytest.mark.parametrize("kind", list_sandbox_params())
 async def test_correct_answer_passes_under_the_same_limits(kind: str) -> None:
     async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
         jobs = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Reward hacks score 0, and correct answers in unusual forms score 1."""
+"""Tests that reward hacks score 0 and that correct answers in unusual forms score 1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer
-from tests.unit.rewards.judge_server import judge_server
+from tests.unit.rewards.judge_server import serve_judge
 from tests.unit.rewards.judges import TASK, make_answer_transcript, start_judge
 from tests.unit.rewards.rules import score_text, start_scorer
 
@@ -57,7 +57,7 @@ async def test_hack_scores_zero(group: dict[str, Any], tmp_path: Path) -> None:
 async def test_judge_hack_gets_no_reward(group: dict[str, Any], tmp_path: Path) -> None:
     rewarded: dict[str, Any] = {}
     for name, reply in group["attempts"].items():
-        async with judge_server(lambda _, reply=reply: reply) as server:
+        async with serve_judge(lambda _, reply=reply: reply) as server:
             async with start_judge(tmp_path / f"{name}.db", server.url, scale=[0, 10]) as judge:
                 try:
                     (reward,) = await judge.score(TASK, make_answer_transcript(group["answer"]))

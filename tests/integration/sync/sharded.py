@@ -29,7 +29,7 @@ from instar.engines.remote import RemoteEngine
 from instar.sync.ray import RaySync
 from instar.types import Artifact, Policy
 
-IDS = list(range(5, 45))
+TOKEN_IDS = list(range(5, 45))
 
 
 class ShardedBackend(Backend):
@@ -37,7 +37,6 @@ class ShardedBackend(Backend):
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self.sharded = 0
 
     @property
     def capabilities(self) -> BackendCapabilities:
@@ -48,10 +47,10 @@ class ShardedBackend(Backend):
             assert not isinstance(tensor, DTensor)
             yield name, tensor
 
-    async def _never(self, *_: Any, **__: Any) -> Any:
+    async def _fail(self, *_: Any, **__: Any) -> Any:
         raise AssertionError("this backend does not train")
 
-    forward = forward_backward = optim_step = publish = save_state = load_state = close = _never
+    forward = forward_backward = optim_step = publish = save_state = load_state = close = _fail
 
 
 def gather_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -65,9 +64,9 @@ def build_sharded_model(folder: str) -> tuple[torch.nn.Module, list[float]]:
     adapter = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
     peft.get_peft_model(causal, adapter)
     with torch.no_grad():
-        ids = torch.tensor(IDS)
-        scores = causal(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    logprobs = scores.gather(1, ids[1:, None])[:, 0].tolist()
+        ids = torch.tensor(TOKEN_IDS)
+        vocabulary_logprobs = causal(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    logprobs = vocabulary_logprobs.gather(1, ids[1:, None])[:, 0].tolist()
     mesh = init_device_mesh("cpu", (2,))
     for layer in causal.model.layers:
         fully_shard(layer, mesh=mesh)
@@ -79,7 +78,7 @@ def build_sharded_model(folder: str) -> tuple[torch.nn.Module, list[float]]:
 
 async def push(model: torch.nn.Module, url: str, token: str, address: str) -> None:
     engine = await RemoteEngine.connect(url, token)
-    sync = RaySync(ShardedBackend(model), address=address, chunk_bytes=128 * 1024, deadline=120)
+    sync = RaySync(ShardedBackend(model), address=address, chunk_bytes=128 * 1024, timeout=120)
     await sync.start()
     outcomes = await sync.push(Policy("sharded", 11, Artifact("live")), [engine])
     assert outcomes == [None], outcomes
@@ -92,7 +91,7 @@ def main(folder: str, url: str, token: str, address: str) -> None:
     model, logprobs = build_sharded_model(folder)
     if dist.get_rank() == 0:
         asyncio.run(push(model, url, token, address))
-        print(json.dumps({"ids": IDS, "logprobs": logprobs}))
+        print(json.dumps({"ids": TOKEN_IDS, "logprobs": logprobs}))
     else:
         for _ in gather_weights(model):
             pass

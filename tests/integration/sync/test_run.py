@@ -1,4 +1,4 @@
-"""A complete run that sends weights to two real vLLM servers through Ray's object store."""
+"""Test of a complete run that sends weights to two real vLLM servers through Ray's object store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.vllm.servers import make_vllm_model
 from tests.integration.vllm.test_run import (
-    RUN_SECONDS,
+    RUN_TIMEOUT_SECONDS,
     check_every_token,
     find_server_pids,
     make_run_settings,
@@ -26,7 +26,7 @@ async def test_run_with_ray_sync_records_exact_logprobs(
     config = make_run_settings(tmp_path, model, "merged", max_tokens=24, steps=3, mode="sync")
     run = RunProcess(tmp_path, config | {"sync": {"route": "ray", "chunk_mib": 1}})
     run.start()
-    run.finish(timeout=RUN_SECONDS)
+    run.finish(RUN_TIMEOUT_SECONDS)
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}
     log = (run.run_dir / "logs" / "trainer.log").read_text()

@@ -1,4 +1,4 @@
-"""Trains one step of every task set's recipe with a tiny model."""
+"""Tests that every task set's recipe trains one step with a tiny model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(recipe: str, model: Path, folder: Path, *settings: str) -> None:
-    changes = [
+    """Train one step of the recipe. ``settings`` are additional `--set` values."""
+    overrides = [
         f"model.name={model}",
         "model.max_context=16384",
         f"dir={folder}",
@@ -37,8 +38,8 @@ def train(recipe: str, model: Path, folder: Path, *settings: str) -> None:
         *settings,
     ]
     command = [sys.executable, "-m", "instar.cli.main", "train", f"recipes/{recipe}.yaml", "--json"]
-    for change in changes:
-        command += ["--set", change]
+    for override in overrides:
+        command += ["--set", override]
     completed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert completed.returncode == 0, completed.stdout[-1500:] + completed.stderr[-1500:]
     assert json.loads(completed.stdout.splitlines()[-1])["steps"] == 1
@@ -52,17 +53,17 @@ def test_recipe_trains_one_step(recipe: str, model: Path, tmp_path: Path) -> Non
     train(recipe, model, tmp_path / "run")
     with sqlite3.connect(tmp_path / "run" / "store.db") as store:
         session_counts = dict(store.execute("SELECT status, COUNT(*) FROM sessions GROUP BY status"))
-        rewards = store.execute("SELECT DISTINCT source FROM rewards").fetchall()
-        steps = store.execute("SELECT state FROM steps").fetchall()
+        reward_sources = store.execute("SELECT DISTINCT source FROM rewards").fetchall()
+        step_states = store.execute("SELECT state FROM steps").fetchall()
     assert session_counts["completed"] >= 4
     assert "failed" not in session_counts
-    assert rewards == [(REWARD_SOURCES.get(recipe, "rule"),)]
-    assert steps == [("committed",)]
+    assert reward_sources == [(REWARD_SOURCES.get(recipe, "rule"),)]
+    assert step_states == [("committed",)]
 
 
 @pytest.mark.timeout(180)
-def test_gsm8k_check_agent_trains_one_step(model: Path, tmp_path: Path) -> None:
-    agent = "rollout.agent.function=instar.agents.gsm8k:check"
+def test_gsm8k_agent_with_tools_trains_one_step(model: Path, tmp_path: Path) -> None:
+    agent = "rollout.agent.function=instar.agents.gsm8k:solve_with_tools"
     train("gsm8k", model, tmp_path / "run", agent, "reward={type: agent}")
     with sqlite3.connect(tmp_path / "run" / "store.db") as store:
         assert store.execute("SELECT DISTINCT source FROM rewards").fetchall() == [("agent",)]

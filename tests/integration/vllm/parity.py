@@ -34,6 +34,7 @@ class Training:
         self.version = 0
 
     async def step(self) -> Policy:
+        """Train one step and return the new policy, whose weights are published to a folder."""
         if self.version == 0:
             await self.backend.start()
         self.version += 1
@@ -44,7 +45,7 @@ class Training:
         artifact = await self.backend.publish(self._folder / f"v{self.version}")
         return Policy("p", self.version, artifact)
 
-    async def logprobs(self, ids: list[int]) -> Floats:
+    async def compute_logprobs(self, ids: list[int]) -> Floats:
         (logprobs,) = await self.backend.forward([make_sample("s", ids, 1)])
         return logprobs
 
@@ -72,6 +73,6 @@ async def _check_reply(engine: Engine, training: Training, policy: Policy, promp
     sequence = [*prompt, *ids]
     max_logprobs = training.compute_max_logprobs(policy.artifact, sequence)[len(prompt) - 1 : -1]
     np.testing.assert_allclose(get_logprobs(chunks), max_logprobs, atol=LOGPROB_TOLERANCE)
-    expected = await training.logprobs(sequence)
+    expected = await training.compute_logprobs(sequence)
     np.testing.assert_allclose(get_logprobs(chunks), expected[len(prompt) :], atol=LOGPROB_TOLERANCE)
     np.testing.assert_allclose((await engine.logprobs(sequence))[1:], expected[1:], atol=LOGPROB_TOLERANCE)

@@ -25,7 +25,7 @@ from tests.integration.backends.environments import get_interpreter
 from tests.tiny import make_tiny_model
 
 T = TypeVar("T")
-START_SECONDS = 600.0
+START_TIMEOUT_SECONDS = 600.0
 TOKEN = "engine-token"
 KEY = "server-key"
 
@@ -47,12 +47,12 @@ def make_vllm_config(**settings: Any) -> VllmEngineConfig:
 class ServedEngine:
     """Serves an engine on a socket, in its own event loop. Tests connect to it with RemoteEngine."""
 
-    def __init__(self, config: RunConfig, log: Path) -> None:
+    def __init__(self, config: RunConfig, log_path: Path) -> None:
         self.reports: list[str] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self.engine: Engine = self.wait(self._start_engine(config, log))
+        self.engine: Engine = self.run_in_loop(self._start_engine(config, log_path))
         self._listener = socket.create_server(("127.0.0.1", 0))
         app = create_engine_app(self.engine, TOKEN)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
@@ -60,18 +60,19 @@ class ServedEngine:
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([self._listener]), self._loop)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
-    async def _start_engine(self, config: RunConfig, log: Path) -> Engine:
+    async def _start_engine(self, config: RunConfig, log_path: Path) -> Engine:
         engine = create_engine(config)
-        await engine.bring_up(log, self.reports.append)
+        await engine.start(log_path, self.reports.append)
         return engine
 
-    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_SECONDS)
+    def run_in_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run the coroutine in the engine's event loop and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(START_TIMEOUT_SECONDS)
 
     def close(self) -> None:
         self._server.should_exit = True
         self._serving.result(30)
-        self.wait(self.engine.close())
+        self.run_in_loop(self.engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -79,7 +80,7 @@ class ServedEngine:
 
 
 @contextmanager
-def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
+def run_vllm_server(model: Path, log_path: Path, *arguments: str) -> Iterator[str]:
     """Run a vLLM server as a user would start it, and yield its URL."""
     with socket.create_server(("127.0.0.1", 0)) as free_socket:
         port = free_socket.getsockname()[1]
@@ -93,16 +94,16 @@ def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": "1",
     }
-    with log.open("ab") as file:
+    with log_path.open("ab") as log:
         process = subprocess.Popen(
             guard_command(command),
             env=env,
             stdin=subprocess.PIPE,
-            stdout=file,
-            stderr=file,
+            stdout=log,
+            stderr=log,
         )
     try:
-        _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log)
+        _wait_until_healthy(f"http://127.0.0.1:{port}/health", process, log_path)
         yield f"http://127.0.0.1:{port}"
     finally:
         assert process.stdin is not None
@@ -110,13 +111,13 @@ def run_vllm_server(model: Path, log: Path, *arguments: str) -> Iterator[str]:
         process.wait(30)
 
 
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-3000:]
+        assert process.poll() is None, log_path.read_text()[-3000:]
         try:
             with urllib.request.urlopen(url, timeout=5):
                 return
         except OSError:
             time.sleep(0.25)
-    raise TimeoutError(log.read_text()[-3000:])
+    raise TimeoutError(log_path.read_text()[-3000:])

@@ -30,9 +30,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    log = tmp_path_factory.mktemp("logs") / "vllm.log"
+    log_path = tmp_path_factory.mktemp("logs") / "vllm.log"
     arguments = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--enable-scale-out")
-    with run_vllm_server(tiny, log, *arguments) as url:
+    with run_vllm_server(tiny, log_path, *arguments) as url:
         yield url
 
 
@@ -44,7 +44,7 @@ def make_engine_config(url: str, **settings: object) -> VllmEngineConfig:
 async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
     monkeypatch.setenv(API_KEY_ENV, KEY)
     engine = VllmEngine(make_model_config(tiny), make_engine_config(url))
-    await engine.bring_up(Path("unused.log"), print)
+    await engine.start(Path("unused.log"), print)
     yield engine
     await engine.close()
 
@@ -70,16 +70,16 @@ async def test_engine_matches_the_trainer_after_each_load(
 ) -> None:
     assert engine.info.artifacts == ("adapter", "base")
     training = Training(tiny, tmp_path)
-    before = await engine.logprobs(PROMPT)
+    previous = await engine.logprobs(PROMPT)
     for _ in range(3):
         policy = await training.step()
         await engine.load(policy)
         await check_parity(engine, training, policy)
-        after = await engine.logprobs(PROMPT)
-        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+        logprobs = await engine.logprobs(PROMPT)
+        assert np.abs(logprobs - previous)[1:].max() > 10 * LOGPROB_TOLERANCE, (
             "the new version must differ from the previous one"
         )
-        before = after
+        previous = logprobs
     await wait_until_loaded(url, ["p-v3"])
     await engine.load(Policy("p", 4, Artifact("base")))
     await wait_until_loaded(url, [])
@@ -116,12 +116,12 @@ async def test_engine_rejects_unsupported_policies_and_settings(
     assert (await engine.status()).version == 0
     for settings, message in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
         model = make_model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
-        other = VllmEngine(model, make_engine_config(url, **settings))
+        misconfigured_engine = VllmEngine(model, make_engine_config(url, **settings))
         with pytest.raises(ConfigError, match=message):
-            await other.bring_up(Path("unused.log"), print)
+            await misconfigured_engine.start(Path("unused.log"), print)
 
 
-async def test_closed_stream_frees_the_server(engine: Engine, url: str) -> None:
+async def test_closed_stream_aborts_its_request(engine: Engine, url: str) -> None:
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=240, temperature=0))
     await anext(stream)
     await stream.aclose()

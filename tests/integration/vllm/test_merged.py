@@ -34,7 +34,7 @@ from tests.unit.engines.conformance import (
 )
 
 pytestmark = pytest.mark.timeout(900)
-BASE = Policy("p", 0, Artifact("base"))
+BASE_POLICY = Policy("p", 0, Artifact("base"))
 MAX_CONTEXT = 4096
 LONG_REPLY_TOKENS = 2000
 """A reply of this length takes many seconds."""
@@ -48,14 +48,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def log_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("logs")
 
 
 @pytest.fixture(scope="module")
-def served(tiny: Path, logs: Path) -> Iterator[ServedEngine]:
-    run = RunConfig(model=make_model_config(tiny, MAX_CONTEXT), engine=make_vllm_config(policy="auto"))
-    served = ServedEngine(run, logs / "engine.log")
+def served(tiny: Path, log_folder: Path) -> Iterator[ServedEngine]:
+    config = RunConfig(model=make_model_config(tiny, MAX_CONTEXT), engine=make_vllm_config(policy="auto"))
+    served = ServedEngine(config, log_folder / "engine.log")
     yield served
     served.close()
 
@@ -63,7 +63,7 @@ def served(tiny: Path, logs: Path) -> Iterator[ServedEngine]:
 @pytest.fixture
 async def engine(served: ServedEngine) -> AsyncIterator[Engine]:
     remote = await RemoteEngine.connect(served.url, TOKEN)
-    await remote.load(BASE)
+    await remote.load(BASE_POLICY)
     yield remote
     await remote.close()
     assert served.engine.mislabelled_tokens == 0, "token versions differ from those that vLLM reported"
@@ -74,28 +74,28 @@ class TestVllm(EngineConformance):
     long_reply_tokens = LONG_REPLY_TOKENS
 
 
-async def test_auto_policy_is_merged_on_cpu_with_a_separate_log(engine: Engine, logs: Path) -> None:
+async def test_auto_policy_is_merged_on_cpu_with_a_separate_log(engine: Engine, log_folder: Path) -> None:
     assert engine.info.kind == "vllm"
     assert engine.info.versions_per_token
-    assert (logs / "engine-vllm.log").stat().st_size > 0
-    assert not (logs / "engine.log").exists()
+    assert (log_folder / "engine-vllm.log").stat().st_size > 0
+    assert not (log_folder / "engine.log").exists()
 
 
 async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     for lora in (True, False):
         training = Training(tiny, tmp_path / str(lora), lora=lora)
-        before = await engine.logprobs(PROMPT)
+        previous = await engine.logprobs(PROMPT)
         for _ in range(2):
             policy = await training.step()
             await engine.load(policy)
             await check_parity(engine, training, policy)
-            after = await engine.logprobs(PROMPT)
-            assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+            logprobs = await engine.logprobs(PROMPT)
+            assert np.abs(logprobs - previous)[1:].max() > 10 * LOGPROB_TOLERANCE, (
                 "the new version must differ from the previous one"
             )
-            before = after
+            previous = logprobs
         await training.backend.close()
-        await engine.load(BASE)
+        await engine.load(BASE_POLICY)
 
 
 async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     chunks += await read_until_version(stream, 1, tokens=100)
     ids, versions = get_ids(chunks), get_versions(chunks)
     actual = np.asarray([value for chunk in chunks for value in chunk.logprobs])
-    expected = (await training.logprobs([*PROMPT, *ids]))[len(PROMPT) :]
+    expected = (await training.compute_logprobs([*PROMPT, *ids]))[len(PROMPT) :]
     is_new = np.asarray(versions) == 1
     assert set(versions) == {0, 1}
     np.testing.assert_allclose(actual[is_new], expected[is_new], atol=LOGPROB_TOLERANCE)
@@ -150,10 +150,10 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
 
 async def test_unreadable_policy_keeps_the_served_version(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     before = get_ids(await collect(engine, PROMPT, max_tokens=8, temperature=0))
-    other = make_vllm_model(tmp_path / "other")
-    (other / "model.safetensors").write_bytes(b"invalid")
+    invalid_model = make_vllm_model(tmp_path / "invalid")
+    (invalid_model / "model.safetensors").write_bytes(b"invalid")
     (tmp_path / "adapter").mkdir()
-    for kind, path in (("weights", other), ("adapter", tmp_path / "adapter")):
+    for kind, path in (("weights", invalid_model), ("adapter", tmp_path / "adapter")):
         with pytest.raises(EngineError, match="cannot be read"):
             await engine.load(Policy("p", 7, Artifact(kind, str(path))))  # type: ignore[arg-type]
         assert (await engine.status()).version == 0
@@ -194,7 +194,7 @@ async def test_repeated_prompt_uses_the_prefix_cache(engine: Engine) -> None:
 
 
 async def test_killed_server_restarts_with_the_current_policy(
-    engine: Engine, served: ServedEngine, logs: Path, tiny: Path, tmp_path: Path
+    engine: Engine, served: ServedEngine, log_folder: Path, tiny: Path, tmp_path: Path
 ) -> None:
     training = Training(tiny, tmp_path)
     policy = await training.step()
@@ -220,7 +220,7 @@ async def test_killed_server_restarts_with_the_current_policy(
 
 def _is_ready(served: ServedEngine) -> bool:
     try:
-        served.wait(served.engine.status())
+        served.run_in_loop(served.engine.status())
     except EngineUnavailable:
         return False
     return True

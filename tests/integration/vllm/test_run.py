@@ -1,4 +1,4 @@
-"""Complete runs with two real vLLM engines behind the gateway."""
+"""Tests for complete runs with two real vLLM engines."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.integration.vllm.servers import make_vllm_model
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
-RUN_SECONDS = 600
+RUN_TIMEOUT_SECONDS = 600
 AGENT_MODULE = "tests.integration.vllm.agent"
 
 
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_run_settings(
-    folder: Path, model: Path, policy: str, *, max_tokens: int, **trainer: Any
+    folder: Path, model: Path, policy: str, *, max_tokens: int, **trainer_settings: Any
 ) -> dict[str, Any]:
     agent_args = {"ledger": str(folder / "ledger.txt"), "max_tokens": max_tokens}
     return {
@@ -56,7 +56,7 @@ def make_run_settings(
             "warmup_steps": 0,
             "keep_checkpoints": 20,
             "tensorboard": False,
-            **trainer,
+            **trainer_settings,
         },
         "rollout": {
             "tasks": {"type": "python", "function": f"{AGENT_MODULE}:list_tasks"},
@@ -77,7 +77,7 @@ class PublishedPolicies:
         self._model, self._adapters = model, adapters
         self._loaded: dict[int, Any] = {}
 
-    def logprobs(self, version: int, ids: Floats) -> Floats:
+    def compute_logprobs(self, version: int, ids: Floats) -> Floats:
         if version not in self._loaded:
             model: Any = AutoModelForCausalLM.from_pretrained(self._model)
             if version:
@@ -90,13 +90,14 @@ class PublishedPolicies:
 
 
 async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
+    """Return all calls, and the adapter folder of each published version."""
     store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
     try:
-        published = {
+        adapters = {
             policy.version: policy.artifact.path for policy, _ in await store.published_policies("served")
         }
         session_ids = [row[0] for row in run.query("SELECT session_id FROM sessions")]
-        return [call for session_id in session_ids for call in await store.calls(session_id)], published
+        return [call for session_id in session_ids for call in await store.calls(session_id)], adapters
     finally:
         await store.close()
 
@@ -108,7 +109,7 @@ async def check_every_token(run: RunProcess, model: Path) -> set[int]:
     versions: set[int] = set()
     for call in calls:
         for version in set(call.versions.tolist()):
-            expected = policies.logprobs(version, call.sequence)[len(call.prompt_ids) - 1 :]
+            expected = policies.compute_logprobs(version, call.sequence)[len(call.prompt_ids) - 1 :]
             mask = call.versions == version
             np.testing.assert_allclose(call.logprobs[mask], expected[mask], atol=LOGPROB_TOLERANCE)
             versions.add(version)
@@ -128,7 +129,7 @@ def find_server_pids(run: RunProcess) -> Iterator[int]:
 
 
 @contextmanager
-def running(run: RunProcess) -> Iterator[None]:
+def keep_running(run: RunProcess) -> Iterator[None]:
     """Start the run, and kill it on exit if it has not finished."""
     run.start()
     try:
@@ -146,11 +147,13 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
     # With max_staleness 3, sessions of the last step start under version 2 or later.
     config = make_run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
-    with running(run):
-        assert run.wait_until(lambda: count_committed_steps(run) >= 2, timeout=RUN_SECONDS), run.explain()
-        killed_pid, _other = sorted(find_server_pids(run))
+    with keep_running(run):
+        assert run.wait_until(lambda: count_committed_steps(run) >= 2, RUN_TIMEOUT_SECONDS), (
+            run.collect_logs()
+        )
+        killed_pid, _ = sorted(find_server_pids(run))
         os.kill(killed_pid, signal.SIGKILL)
-        run.finish(timeout=RUN_SECONDS)
+        run.finish(RUN_TIMEOUT_SECONDS)
     run.assert_consistent()
     logs = run.run_dir / "logs"
     role_logs = [(logs / f"engine-{index}.log").read_text() for index in range(2)]
@@ -166,8 +169,8 @@ async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: P
     run = RunProcess(
         tmp_path, make_run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync")
     )
-    with running(run):
-        run.finish(timeout=RUN_SECONDS)
+    with keep_running(run):
+        run.finish(RUN_TIMEOUT_SECONDS)
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}
     logs = [(run.run_dir / "logs" / f"engine-{index}-vllm.log").read_text() for index in range(2)]

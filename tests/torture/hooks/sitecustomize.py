@@ -1,6 +1,6 @@
-"""Imported by Python at startup, because this folder is on the PYTHONPATH of tortured runs.
+"""Imported by Python at startup, because this folder is on the PYTHONPATH of torture runs.
 
-Shifts the wall clock of the process, and plants a bug if BUG_ENV is set.
+Shifts the wall clock of the process if CLOCK_ENV is set, and plants a bug in a role if BUG_ENV is set.
 """
 
 import mmap

@@ -6,7 +6,7 @@ import json
 import re
 
 MESSAGE = re.compile(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", re.DOTALL)
-OPERATIONS = (
+EXPRESSION_TEMPLATES = (
     ("shared", "{}/{}"),
     ("packs", "{}*{}-{}"),
     ("Monday", "{}+{}+{}"),
@@ -28,45 +28,46 @@ def format_tool_call(tool: str, **arguments: str | int) -> str:
     return f'<tool_call>{{"name": "{tool}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-def find_expression(question: str) -> str:
-    template = next(template for words, template in OPERATIONS if re.search(words, question))
+def make_expression(question: str) -> str:
+    template = next(template for pattern, template in EXPRESSION_TEMPLATES if re.search(pattern, question))
     return template.format(*re.findall(r"\d+", question))
 
 
-def solver(prompt: str, seed: int | None) -> str:
+def solve_with_calculator(prompt: str, seed: int | None) -> str:
+    """Call calc, then answer with its result."""
     role, text = parse_messages(prompt)[-1]
     return (
         find_numbers(text)[-1]
         if role == "tool"
-        else format_tool_call("calc", expression=find_expression(text))
+        else format_tool_call("calc", expression=make_expression(text))
     )
 
 
-def writer(prompt: str, seed: int | None) -> str:
-    """Write the calculation, then answer with its result."""
+def write_calculation(prompt: str, seed: int | None) -> str:
+    """Write the calculation as text, then answer with the result from the next message."""
     text = parse_messages(prompt)[-1][1]
-    return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else find_expression(text)
+    return f"#### {text.removeprefix('= ')}" if text.startswith("= ") else make_expression(text)
 
 
-def checker(prompt: str, seed: int | None) -> str:
-    """Check the calculated number with the tool."""
+def check_calculated_answer(prompt: str, seed: int | None) -> str:
+    """Call calc, then check_answer with its result."""
     role, text = parse_messages(prompt)[-1]
     if role == "tool":
         return format_tool_call("check_answer", answer=find_numbers(text)[-1])
-    return format_tool_call("calc", expression=find_expression(text))
+    return format_tool_call("calc", expression=make_expression(text))
 
 
-def wrong_first_checker(prompt: str, seed: int | None) -> str:
-    """Check a wrong number before the calculated one."""
+def check_wrong_answer_first(prompt: str, seed: int | None) -> str:
+    """Call calc, then check_answer with a wrong number, then check_answer with the result of calc."""
     role, text = parse_messages(prompt)[-1]
     if role != "tool":
-        return format_tool_call("calc", expression=find_expression(text))
+        return format_tool_call("calc", expression=make_expression(text))
     if "wrong" in text:
         return format_tool_call("check_answer", answer=find_numbers(parse_messages(prompt)[-3][1])[-1])
     return format_tool_call("check_answer", answer="0")
 
 
-def no_answer(prompt: str, seed: int | None) -> str:
+def reply_without_answer(prompt: str, seed: int | None) -> str:
     return "no idea"
 
 
@@ -77,8 +78,8 @@ def find_numbers(text: str) -> list[str]:
 # --- games --------------------------------------------------------------------------------------
 
 
-def guesser(prompt: str, seed: int | None) -> str:
-    """Guess by bisection."""
+def guess_by_bisection(prompt: str, seed: int | None) -> str:
+    """Guess the middle of the range that the previous hints allow."""
     low, high, last = 1, 20, 0
     for role, text in parse_messages(prompt):
         if role == "assistant":
@@ -90,8 +91,8 @@ def guesser(prompt: str, seed: int | None) -> str:
     return f"[{(low + high) // 2}]"
 
 
-def poker(prompt: str, seed: int | None) -> str:
-    """Call or check, and never bet or fold."""
+def play_poker(prompt: str, seed: int | None) -> str:
+    """Call if possible, otherwise check. Never bet or fold."""
     observation = parse_messages(prompt)[-1][1]
     return "[call]" if "'[call]'" in observation.splitlines()[-1] else "[check]"
 
@@ -99,10 +100,10 @@ def poker(prompt: str, seed: int | None) -> str:
 # --- function calls -----------------------------------------------------------------------------
 
 
-def triangle(prompt: str, seed: int | None) -> str:
-    """Return the call that solves the first task."""
+def call_triangle_area(prompt: str, seed: int | None) -> str:
+    """Return the call that solves the first BFCL task."""
     return format_tool_call("calculate_triangle_area", base=10, height=5)
 
 
-def wrong_triangle(prompt: str, seed: int | None) -> str:
+def call_triangle_area_wrongly(prompt: str, seed: int | None) -> str:
     return format_tool_call("calculate_triangle_area", base=10, height=6)

@@ -1,4 +1,4 @@
-"""Tests for the agents of the task sets, with a real gateway."""
+"""Tests for the built-in agents, with a real gateway and a scripted engine."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ async def evaluate(
 
 
 async def load_rewards(harness: RolloutHarness) -> list[list[Any]]:
+    """Return the rewards of each evaluation session. All sessions must be completed."""
     rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     assert {row.session.status for row in rows} == {SessionStatus.COMPLETED}
     return [list(await harness.store.rewards(row.session.session_id)) for row in rows]
 
 
 async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{REPLIES}:writer") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:write_calculation") as harness:
         metrics = await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
         assert metrics["accuracy"] == 1.0
         for rewards in await load_rewards(harness):
@@ -45,18 +46,20 @@ async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> 
 
 
 async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{REPLIES}:no_answer") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:reply_without_answer") as harness:
         assert (await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
-    ("script", "reward", "calls"), [("checker", 1.0, 2), ("wrong_first_checker", 0.5, 3)]
+    ("script", "reward", "calls"), [("check_calculated_answer", 1.0, 2), ("check_wrong_answer_first", 0.5, 3)]
 )
-async def test_gsm8k_tool_agent_reward_halves_with_every_check(
+async def test_gsm8k_tool_agent_reward_halves_with_every_failed_check(
     tmp_path: Path, script: str, reward: float, calls: int
 ) -> None:
     async with open_harness(tmp_path, script=f"{REPLIES}:{script}") as harness:
-        metrics = await evaluate(harness, SYNTHETIC, "gsm8k:check", {"type": "agent"}, max_tokens=200)
+        metrics = await evaluate(
+            harness, SYNTHETIC, "gsm8k:solve_with_tools", {"type": "agent"}, max_tokens=200
+        )
         assert metrics["accuracy"] == reward
         for rewards in await load_rewards(harness):
             assert [reward.source for reward in rewards] == [RewardSource.AGENT]
@@ -66,7 +69,7 @@ async def test_gsm8k_tool_agent_reward_halves_with_every_check(
 
 
 async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{REPLIES}:guesser") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:guess_by_bisection") as harness:
         tasks = {"type": "textarena", "games": ["GuessTheNumber-v0"], "size": 6}
         metrics = await evaluate(harness, tasks, "textarena:play", {"type": "agent"})
         assert metrics["accuracy"] == 1.0
@@ -75,22 +78,22 @@ async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
 
 
 async def test_textarena_two_player_game_is_deterministic(tmp_path: Path) -> None:
-    values: list[list[float]] = []
+    rewards_by_run: list[list[float]] = []
     for number, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
         folder = tmp_path / str(number)
-        async with open_harness(folder, script=f"{REPLIES}:poker") as harness:
+        async with open_harness(folder, script=f"{REPLIES}:play_poker") as harness:
             tasks = {"type": "textarena", "games": games, "size": 8}
             await evaluate(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
             groups = {group.group_id: group.task for group in await harness.store.groups(RUN, Channel.VAL)}
             rows = await harness.store.sessions(RUN, channel=Channel.VAL)
             rewards = {groups[row.session.group_id or ""].task_id: row.reward for row in rows}
-            values.append([rewards[f"KuhnPoker-v0-{seed}"] or 0.0 for seed in range(0, 8, 2)])
-    assert values[0] == values[1]
-    assert {abs(value) for value in values[0]} <= {0.0, 1.0}
+            rewards_by_run.append([rewards[f"KuhnPoker-v0-{seed}"] or 0.0 for seed in range(0, 8, 2)])
+    assert rewards_by_run[0] == rewards_by_run[1]
+    assert {abs(reward) for reward in rewards_by_run[0]} <= {0.0, 1.0}
 
 
 async def test_textarena_unfinished_game_gets_configured_reward(tmp_path: Path) -> None:
-    async with open_harness(tmp_path, script=f"{REPLIES}:guesser") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:guess_by_bisection") as harness:
         tasks = {
             "type": "textarena",
             "games": ["GuessTheNumber-v0"],
@@ -108,7 +111,7 @@ async def test_verifiers_agent_returns_rubric_reward(tmp_path: Path) -> None:
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
-    for script, accuracy, calls in (("solver", 1.0, 2), ("no_answer", 0.0, 1)):
+    for script, accuracy, calls in (("solve_with_calculator", 1.0, 2), ("reply_without_answer", 0.0, 1)):
         async with open_harness(tmp_path / script, script=f"{REPLIES}:{script}") as harness:
             metrics = await evaluate(harness, tasks, "verifiers:run", {"type": "agent"}, max_tokens=200)
             assert metrics["accuracy"] == accuracy
@@ -122,7 +125,7 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
         "environment": "recipes.calculator_env:load_environment",
         "args": {"size": 7},
     }
-    async with open_harness(tmp_path, script=f"{REPLIES}:solver") as harness:
+    async with open_harness(tmp_path, script=f"{REPLIES}:solve_with_calculator") as harness:
         # The gateway rejects calls with a negative max_tokens.
         await evaluate(harness, tasks | {"limit": 2}, "verifiers:run", {"type": "agent"}, max_tokens=-1)
         rows = await harness.store.sessions(RUN, channel=Channel.VAL)
@@ -130,7 +133,8 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("script", "reward"), [("triangle", 1.0), ("wrong_triangle", 0.0), ("no_answer", 0.0)]
+    ("script", "reward"),
+    [("call_triangle_area", 1.0), ("call_triangle_area_wrongly", 0.0), ("reply_without_answer", 0.0)],
 )
 async def test_bfcl_calls_are_scored_by_the_checker(tmp_path: Path, script: str, reward: float) -> None:
     pytest.importorskip("bfcl_eval")

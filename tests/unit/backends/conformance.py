@@ -37,7 +37,7 @@ def compute_base_logprobs(model: Any, token_ids: Any) -> Any:
 
 
 class ReferenceModel:
-    """The same adapter, computed with the original libraries, one sample at a time."""
+    """A published adapter, evaluated with transformers and peft, one sample at a time."""
 
     def __init__(self, model_folder: Path, adapter: Path) -> None:
         logging.disable_progress_bar()
@@ -93,7 +93,7 @@ class BackendConformance:
 
     @pytest.fixture
     def make_trained_backend(self, make_backend: Callable[[], Backend]) -> Callable[[], Any]:
-        """Return a function that creates a backend whose adapter is not zero."""
+        """Return a function that creates a backend and trains one step, so that its adapter is not zero."""
 
         async def make() -> Backend:
             backend = await start_backend(make_backend)
@@ -210,20 +210,20 @@ class BackendConformance:
                 await backend.forward_backward(make_tree_samples(step), LossConfig())
                 await backend.optim_step(ADAM)
 
-        uninterrupted, first, second = (
+        uninterrupted, interrupted, resumed = (
             await start_backend(make_backend),
             await start_backend(make_backend),
             await start_backend(make_backend),
         )
         await train(uninterrupted, range(5))
-        await train(first, range(2))
-        await first.save_state(tmp_path / "state")
-        await second.load_state(tmp_path / "state")
-        await train(second, range(2, 5))
+        await train(interrupted, range(2))
+        await interrupted.save_state(tmp_path / "state")
+        await resumed.load_state(tmp_path / "state")
+        await train(resumed, range(2, 5))
         expected = await uninterrupted.publish(tmp_path / "a")
-        actual = await second.publish(tmp_path / "b")
+        actual = await resumed.publish(tmp_path / "b")
         assert read_all(self.get_adapter_folder(expected)) == read_all(self.get_adapter_folder(actual))
-        for backend in (uninterrupted, first, second):
+        for backend in (uninterrupted, interrupted, resumed):
             await backend.close()
 
     async def test_load_state_without_optimizer_restores_weights(

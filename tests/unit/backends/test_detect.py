@@ -1,4 +1,4 @@
-"""The backend of a run is selected by its settings, the environment and the installed packages."""
+"""Tests for backend detection, package checks, resolved run configs and secrets."""
 
 from __future__ import annotations
 
@@ -106,15 +106,16 @@ def test_detection_reads_key_from_custom_variable() -> None:
         detect(api_key_env="MY_KEY")
 
 
-def test_detection_with_unrecognized_url_does_not_ignore_it() -> None:
-    local = "http://127.0.0.1:8000"
-    assert detect(TINKER, base_url=local).name == "tinker"
+def test_detection_with_unrecognized_url_uses_environment_or_only_installed_package() -> None:
+    local_url = "http://127.0.0.1:8000"
+    assert detect(TINKER, base_url=local_url).name == "tinker"
     assert (
-        detect(base_url=local, installed=("weaver",)).reason == "the only service whose package is installed"
+        detect(base_url=local_url, installed=("weaver",)).reason
+        == "the only service whose package is installed"
     )
     for installed in ((), ("tinker", "weaver")):
         with pytest.raises(ConfigError, match=r"backend\.base_url: cannot tell which service"):
-            detect(base_url=local, installed=installed)
+            detect(base_url=local_url, installed=installed)
 
 
 def test_explicit_backend_skips_detection() -> None:
@@ -253,7 +254,7 @@ def test_resolve_run_rejects_invalid_base_url_without_showing_key(url: str) -> N
 
 def test_extract_secrets_moves_key_and_url_to_environment() -> None:
     settings = {"type": "weaver", "api_key": "wv-secret", "base_url": "http://127.0.0.1:9"}
-    config, secrets = extract_secrets(make_config(backend=settings), {"WEAVER_API_KEY": "another"})
+    config, secrets = extract_secrets(make_config(backend=settings), {"WEAVER_API_KEY": "wv-other"})
     assert secrets.env == {"WEAVER_API_KEY": "wv-secret", "WEAVER_BASE_URL": "http://127.0.0.1:9"}
     assert "wv-secret" not in repr((config, secrets, config.model_dump_json()))
     assert config.backend == WeaverBackendConfig(base_url="http://127.0.0.1:9")

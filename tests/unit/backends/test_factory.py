@@ -1,4 +1,4 @@
-"""Unsupported settings are rejected by name before a run starts, and a loss may have a fallback."""
+"""Tests that unsupported settings are rejected by name before a run starts, and for loss fallbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from instar.errors import ConfigError
 CAPABILITIES = BackendCapabilities(
     losses=frozenset({"ppo", "importance_sampling", "cross_entropy"}),
     artifacts=frozenset({"adapter"}),
-    optimizer=frozenset({"lr", "beta1", "eps", "grad_clip_norm"}),
+    optimizer_settings=frozenset({"lr", "beta1", "eps", "grad_clip_norm"}),
 )
 ROLLOUT = {
     "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},

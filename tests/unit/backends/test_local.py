@@ -120,17 +120,17 @@ async def test_non_finite_weights_are_neither_saved_nor_published(
     await backend.forward_backward(make_tree_samples(), LossConfig())
     # The config rejects this setting, which divides by zero in the first step.
     adam = AdamConfig().model_copy(update={"beta1": 1.0})
-    with pytest.raises(NonFiniteError, match=r"after the step, .* not finite"):
+    with pytest.raises(NonFiniteError, match=r"after the step, .* non-finite"):
         await backend.optim_step(adam)
-    with pytest.raises(NonFiniteError, match="not finite"):
+    with pytest.raises(NonFiniteError, match="non-finite"):
         await backend.save_state(tmp_path / "state")
-    with pytest.raises(NonFiniteError, match="not finite"):
+    with pytest.raises(NonFiniteError, match="non-finite"):
         await backend.publish(tmp_path / "policy")
     assert read_all(tmp_path) == {}
     await backend.close()
 
 
-async def test_load_damaged_state_names_it(model_folder: Path, tmp_path: Path) -> None:
+async def test_load_state_with_damaged_file_names_state(model_folder: Path, tmp_path: Path) -> None:
     backend = make_local(model_folder)
     await backend.save_state(tmp_path / "state")
     file = tmp_path / "state" / "state.safetensors"
@@ -227,13 +227,13 @@ def test_local_backend_rejects_unknown_lora_targets(model_folder: Path) -> None:
         make_local(model_folder, config)
 
 
-async def test_load_state_rejects_other_adapter_and_missing_folder(
+async def test_load_state_rejects_different_adapter_and_missing_folder(
     model_folder: Path, tmp_path: Path
 ) -> None:
     rank_4 = make_local(model_folder)
     rank_8 = make_local(model_folder, LocalBackendConfig(lora=LoraConfig(rank=8)))
     await rank_4.save_state(tmp_path / "state")
-    with pytest.raises(BackendError, match="another"):
+    with pytest.raises(BackendError, match="a different model or adapter"):
         await rank_8.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match="no saved"):
         await rank_8.load_state(tmp_path / "missing")
@@ -257,9 +257,9 @@ def test_write_folder_is_atomic(tmp_path: Path) -> None:
     def fail(folder: Path) -> None:
         (folder / "half").write_text("x")
         assert not (tmp_path / "target").exists()
-        raise RuntimeError("full")
+        raise RuntimeError("disk full")
 
-    with pytest.raises(RuntimeError, match="full"):
+    with pytest.raises(RuntimeError, match="disk full"):
         write_folder(tmp_path / "target", fail)
     assert read_all(tmp_path) == {}
     for text in ("one", "two"):

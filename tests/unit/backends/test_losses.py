@@ -1,4 +1,4 @@
-"""Each loss and its gradient match their formulas in numpy."""
+"""Tests that each loss and its gradient match their formulas in numpy."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ def url(model: ModelConfig, server_folder: Path) -> Generator[str]:
         yield address
 
 
-def make_config(url: str, **changes: Any) -> TinkerBackendConfig:
-    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 8, "deadline": 60} | changes))
+def make_config(url: str, **overrides: Any) -> TinkerBackendConfig:
+    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 8, "deadline": 60} | overrides))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ async def test_tinker_samples_without_trained_tokens_are_handled_locally(
 
 
 async def test_tinker_dro_does_not_move_untrained_tokens(make_backend: Callable[[], Backend]) -> None:
-    """The protocol has no mask, so dro could change the logprob of every token."""
+    """The protocol has no mask, so the backend must keep the dro penalty of untrained tokens at zero."""
     backend = await start_backend(make_backend)
     mask = np.zeros(40, np.float32)
     mask[-1] = 1
@@ -142,11 +142,11 @@ async def test_tinker_state_file_names_service_path(
     assert KEY not in json.dumps(saved_state)
     await backend.close()
 
-    other = TinkerBackend(model, make_config(url, rank=4))
+    rank_4 = TinkerBackend(model, make_config(url, rank=4))
     with pytest.raises(BackendError, match="saved with rank 8, but this backend has rank 4"):
-        await other.load_state(tmp_path / "state")
+        await rank_4.load_state(tmp_path / "state")
     with pytest.raises(BackendError, match=r"state\.json is missing or invalid"):
-        await other.load_state(tmp_path)
+        await rank_4.load_state(tmp_path)
     saved_state["state"] = "tinker://missing-model/weights/missing-state"
     (tmp_path / "state" / "state.json").write_text(json.dumps(saved_state))
     with pytest.raises(BackendError, match="missing-state") as error:
@@ -154,8 +154,8 @@ async def test_tinker_state_file_names_service_path(
     assert not isinstance(error.value, BackendLost)
 
 
-def make_tinker_backend(model: ModelConfig, url: str, **changes: Any) -> TinkerBackend:
-    return TinkerBackend(model, make_config(url, **changes), seed=5)
+def make_tinker_backend(model: ModelConfig, url: str, **overrides: Any) -> TinkerBackend:
+    return TinkerBackend(model, make_config(url, **overrides), seed=5)
 
 
 async def test_tinker_saved_state_survives_close(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ async def test_tinker_session_survives_garbage_collection(make_backend: Callable
     await backend.close()
 
 
-async def test_tinker_calls_without_session_raise_backend_lost(
+async def test_tinker_calls_before_start_or_after_cancellation_raise_backend_lost(
     make_backend: Callable[[], Backend], tmp_path: Path
 ) -> None:
     backend = make_backend()
@@ -207,19 +207,19 @@ async def test_tinker_calls_without_session_raise_backend_lost(
     await backend.close()
 
 
-async def test_tinker_restarted_server_raises_backend_lost(
+async def test_tinker_restarted_server_raises_backend_lost_until_state_is_loaded(
     model: ModelConfig, server_folder: Path, tmp_path: Path
 ) -> None:
     with (
         collect_sdk_leaks(),
-        serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY]) as first,
+        serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY]) as address,
     ):
-        backend = make_tinker_backend(model, first, deadline=30)
+        backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
         await backend.forward_backward(make_tree_samples(), LossConfig())
         await backend.save_state(tmp_path / "state")
         before = await backend.forward(make_tree_samples())
-    port = int(first.rsplit(":", 1)[1])
+    port = int(address.rsplit(":", 1)[1])
     with (
         collect_sdk_leaks(),
         serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY], port=port),
@@ -243,7 +243,7 @@ async def test_tinker_unreachable_service_times_out(model: ModelConfig) -> None:
     await backend.close()
 
 
-async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Path) -> None:
+async def test_tinker_stopped_service_times_out(model: ModelConfig, tmp_path: Path) -> None:
     with (
         collect_sdk_leaks(),
         serve_in_thread("tinker", model, folder=tmp_path / "server", keys=[KEY]) as address,
@@ -251,21 +251,21 @@ async def test_tinker_stalled_service_times_out(model: ModelConfig, tmp_path: Pa
         backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
     # The server has stopped, and the SDK retries for minutes.
-    backend._session.connection.access = shorten_deadline(backend._session.connection.access)  # type: ignore[union-attr]
-    forward, step = await asyncio.gather(
+    backend._session.connection.access = shorten_timeout(backend._session.connection.access)  # type: ignore[union-attr]
+    pass_error, step_error = await asyncio.gather(
         backend.forward_backward(make_tree_samples(), LossConfig()),
         backend.optim_step(ADAM),
         return_exceptions=True,
     )
-    assert isinstance(forward, BackendUnavailable)
-    assert isinstance(step, BackendLost)
+    assert isinstance(pass_error, BackendUnavailable)
+    assert isinstance(step_error, BackendLost)
     await backend.close()
 
 
-def shorten_deadline(access: Any) -> Any:
+def shorten_timeout(access: Any) -> Any:
     from dataclasses import replace
 
-    return replace(access, deadline=1.0)
+    return replace(access, call_timeout=1.0)
 
 
 async def test_tinker_wrong_key_names_variable(model: ModelConfig, url: str) -> None:

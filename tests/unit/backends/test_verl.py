@@ -1,4 +1,4 @@
-"""The parts of the verl backend that work without verl: version checks and batch distribution."""
+"""Tests for the parts of the verl backend that work without verl: version checks and batch distribution."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_distribute_samples_balances_tokens_across_ranks() -> None:
     assert max(tokens) < 1.05 * min(tokens)
 
 
-def test_distribute_samples_raises_max_tokens_for_long_sample() -> None:
+def test_distribute_samples_increases_max_tokens_for_long_sample() -> None:
     samples = [make_sample("long", [5] * 300, 1), make_sample("short", [5] * 10, 1)]
     assert distribute_samples(samples, 2, 64).max_tokens == 300
     assert distribute_samples(samples, 2, 4096).max_tokens == 4096

@@ -52,8 +52,8 @@ def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generat
         yield address
 
 
-def make_config(url: str, **changes: object) -> WeaverBackendConfig:
-    settings = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **changes}
+def make_config(url: str, **overrides: object) -> WeaverBackendConfig:
+    settings = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **overrides}
     return WeaverBackendConfig.model_validate(settings)
 
 
@@ -61,8 +61,8 @@ def make_config(url: str, **changes: object) -> WeaverBackendConfig:
 async def make_backend(model: ModelConfig, url: str) -> AsyncGenerator[MakeBackend]:
     backends: list[WeaverBackend] = []
 
-    def build(address: str = url, **changes: object) -> WeaverBackend:
-        backends.append(WeaverBackend(model, make_config(address, **changes), seed=3))
+    def build(address: str = url, **overrides: object) -> WeaverBackend:
+        backends.append(WeaverBackend(model, make_config(address, **overrides), seed=3))
         return backends[-1]
 
     yield build
@@ -70,9 +70,10 @@ async def make_backend(model: ModelConfig, url: str) -> AsyncGenerator[MakeBacke
         await backend.close()
 
 
-async def train_step(backend: WeaverBackend | LocalBackend, number: int = 0) -> float:
+async def train_step(backend: WeaverBackend | LocalBackend, seed: int = 0) -> float:
+    """Train one step on the samples with this seed and return the loss."""
     result, _ = await asyncio.gather(
-        backend.forward_backward(make_tree_samples(number), LossConfig()), backend.optim_step(ADAM)
+        backend.forward_backward(make_tree_samples(seed), LossConfig()), backend.optim_step(ADAM)
     )
     return result.loss
 
@@ -87,9 +88,9 @@ async def test_weaver_trains_like_local_backend(
     remote, local = make_backend(), LocalBackend(model, LocalBackendConfig(threads=1), seed=3)
     await remote.start()
     samples = [*make_tree_samples(1), zero_advantages(make_tree_samples(2)[0]), make_sample("one", [5], 1)]
-    for number in range(2):
+    for seed in range(2):
         for backend in (remote, local):
-            await train_step(backend, number)
+            await train_step(backend, seed)
     actual, expected = [await backend.forward_backward(samples, LossConfig()) for backend in (remote, local)]
     assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
     shared = expected.metrics.keys() - {"distinct_tokens", "micro_batches"}
@@ -127,7 +128,7 @@ async def test_weaver_unknown_transport_raises_config_error(
     make_backend: MakeBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", "unknown")
-    with pytest.raises(ConfigError, match=r"WEAVER_TENSOR_TRANSPORT.*'unknown'"):
+    with pytest.raises(ConfigError, match=r"'unknown'.*WEAVER_TENSOR_TRANSPORT"):
         await make_backend().start()
 
 
@@ -141,7 +142,7 @@ async def test_weaver_reference_logprobs_match_base_model(make_backend: MakeBack
         np.testing.assert_allclose(x, y, atol=2e-5)
 
 
-async def test_weaver_state_continues_in_another_session(make_backend: MakeBackend, tmp_path: Path) -> None:
+async def test_weaver_state_continues_in_new_session(make_backend: MakeBackend, tmp_path: Path) -> None:
     first, second = make_backend(), make_backend()
     await first.start()
     await train_step(first, 0)
@@ -169,9 +170,9 @@ async def test_weaver_load_state_rejects_missing_or_mismatched_state(
         await backend.load_state(tmp_path / "missing")
     await backend.start()
     await backend.save_state(tmp_path / "state")
-    other = make_backend(rank=4)
+    rank_4 = make_backend(rank=4)
     with pytest.raises(BackendError, match="saved with rank 16, but this backend has rank 4"):
-        await other.load_state(tmp_path / "state")
+        await rank_4.load_state(tmp_path / "state")
     state_path = tmp_path / "state" / "state.json"
     state_path.write_text(state_path.read_text().replace("/state-", "/missing-"))
     with pytest.raises(BackendError, match="no longer exists") as error:
@@ -182,10 +183,10 @@ async def test_weaver_load_state_rejects_missing_or_mismatched_state(
         await backend.forward(make_tree_samples())
 
 
-async def test_weaver_published_policy_can_be_sampled(
+async def test_weaver_published_policy_can_be_sampled_after_garbage_collection(
     make_backend: MakeBackend, model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
-    """Garbage collection does not end the session while only the backend is referenced."""
+    """The backend keeps its session alive."""
     backend = make_backend(sampler_ttl=100)
     await backend.start()
     gc.collect()
@@ -218,10 +219,10 @@ async def test_weaver_close_keeps_model_on_the_service(make_backend: MakeBackend
 async def test_weaver_restart_deletes_previous_model(make_backend: MakeBackend, url: str) -> None:
     backend = make_backend()
     await backend.start()
-    before = (await backend._get_model()).client.model_id
+    first_id = (await backend._get_model()).client.model_id
     await backend.start()
-    assert (await backend._get_model()).client.model_id != before
-    assert await asyncio.to_thread(get_status, url, f"/models/{before}") == 404
+    assert (await backend._get_model()).client.model_id != first_id
+    assert await asyncio.to_thread(get_status, url, f"/models/{first_id}") == 404
 
 
 def get_status(url: str, path: str) -> int:
@@ -248,7 +249,7 @@ async def test_weaver_rejected_calls_keep_session(make_backend: MakeBackend) -> 
     assert np.isfinite(await train_step(backend))
 
 
-async def test_weaver_unknown_key_or_model_is_named(make_backend: MakeBackend) -> None:
+async def test_weaver_errors_name_key_variable_and_unknown_model(make_backend: MakeBackend) -> None:
     with pytest.raises(ConfigError, match=SERVICES["weaver"].key_env) as error:
         await make_backend(api_key="sk-wrong").start()
     assert "sk-wrong" not in str(error.value)
@@ -260,7 +261,7 @@ async def test_weaver_unknown_key_or_model_is_named(make_backend: MakeBackend) -
 async def test_weaver_restarted_server_raises_backend_lost(
     make_backend: MakeBackend, model: ModelConfig, tmp_path: Path
 ) -> None:
-    """The saved state remains, running calls are not repeated, and queued calls are not sent."""
+    """The running and the queued call are lost, and the saved state can still be loaded."""
     options = {"folder": tmp_path / "checkpoints", "keys": [KEY], "base_model": "tiny"}
     with ExitStack() as servers:
         address = servers.enter_context(serve_in_thread("weaver", model, **options))

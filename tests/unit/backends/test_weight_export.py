@@ -1,4 +1,4 @@
-"""The weights that a backend exports for live sync equal those in its files."""
+"""Tests for the weights that a backend exports for live updates."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ async def train_and_export(backend: Backend) -> dict[str, Tensor]:
 
 def compute_logprobs(model: torch.nn.Module, ids: Tensor) -> Tensor:
     with torch.no_grad():
-        scores = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
-    return scores.gather(1, ids[1:, None])[:, 0]
+        logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(1, ids[1:, None])[:, 0]
 
 
-async def test_exported_tensors_merge_adapter_under_file_names(model_folder: Path) -> None:
+async def test_exported_tensors_include_adapter_and_use_checkpoint_names(model_folder: Path) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4))
     assert backend.capabilities.can_sync_live
     tensors = await train_and_export(backend)

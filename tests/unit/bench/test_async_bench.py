@@ -1,4 +1,4 @@
-"""bench/async.py runs two configurations that differ only in mode, on a fixed workload."""
+"""Tests for bench/async.py: run settings, the scaled workload and the order of its sessions."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
         del sys.modules[name]
 
 
-def changed_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> set[str]:
+def find_changed_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> set[str]:
     differences: set[str] = set()
     for key in first.keys() | second.keys():
         old, new, key_path = first.get(key), second.get(key), f"{path}.{key}".lstrip(".")
         if isinstance(old, dict) and isinstance(new, dict):
-            differences |= changed_keys(old, new, key_path)
+            differences |= find_changed_keys(old, new, key_path)
         elif old != new:
             differences.add(key_path)
     return differences
@@ -48,29 +48,29 @@ def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, device: str, tm
         make_run_settings(plan, mode, tmp_path, tmp_path / "work", 0) for mode in ("sync", "async")
     )
     run_specific = {"name", "dir", "rollout.tasks.args.run_dir"}
-    assert changed_keys(sync_settings, async_settings) - run_specific == {
+    assert find_changed_keys(sync_settings, async_settings) - run_specific == {
         "trainer.mode",
         "trainer.max_staleness",
     }
-    for mapping in (sync_settings, async_settings):
-        config = RunConfig.model_validate(mapping)
+    for settings in (sync_settings, async_settings):
+        config = RunConfig.model_validate(settings)
         assert config.rollout is not None
-        batch = config.rollout.group_size * config.trainer.groups_per_step
-        assert config.rollout.concurrency >= batch, "sync launches all of a batch's sessions at once"
+        batch_sessions = config.rollout.group_size * config.trainer.groups_per_step
+        assert config.rollout.concurrency >= batch_sessions, "sync launches all of a batch's sessions at once"
 
 
-def test_async_bench_scales_times_and_replies_alike(bench: ModuleType) -> None:
+def test_async_bench_scales_waits_and_replies_equally(bench: ModuleType) -> None:
     from async_parts.runs import DECODE_SPEED, scale_workload  # pyright: ignore[reportMissingImports]
 
     plan = bench.GPU
     original = read_workload(bench.WORKLOAD)
-    short = scale_workload(original, plan)
-    assert [len(session.turns) for session in short] == [len(session.turns) for session in original]
-    cost, original_cost = (compute_session_cost(sessions, fails=False) for sessions in (short, original))
-    assert cost.waits / original_cost.waits == pytest.approx(plan.scale)
+    scaled = scale_workload(original, plan)
+    assert [len(session.turns) for session in scaled] == [len(session.turns) for session in original]
+    cost, original_cost = (compute_session_cost(sessions, fails=False) for sessions in (scaled, original))
+    assert cost.wait_seconds / original_cost.wait_seconds == pytest.approx(plan.scale)
     tokens, original_tokens = (
-        sum(turn.generated for session in sessions for turn in session.turns)
-        for sessions in (short, original)
+        sum(turn.generated_tokens for session in sessions for turn in session.turns)
+        for sessions in (scaled, original)
     )
     reply_scale = tokens / plan.speed / (original_tokens / DECODE_SPEED)
     assert reply_scale == pytest.approx(plan.scale, rel=0.1)

@@ -1,4 +1,4 @@
-"""bench/fuzz.py generates requests from a seed and parses the responses."""
+"""Tests for bench/fuzz.py: generated requests and response parsing."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ BENCH = ROOT / "bench"
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
+    """The module bench/fuzz_parts/cases.py, imported with its folder on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("fuzz_parts.cases")
     for name in [name for name in sys.modules if name.split(".")[0] == "fuzz_parts"]:
         del sys.modules[name]
 
 
-def make_inputs(cases: ModuleType) -> tuple[list[Any], Any]:
+def make_routes_and_pool(cases: ModuleType) -> tuple[list[Any], Any]:
     routes = cases.list_routes(json.loads((ROOT / "docs" / "openapi.json").read_text()))
     sessions = [(f"sess-{number}", f"key-{number}") for number in range(4)]
     return routes, cases.Pool("admin", "agent", sessions)
 
 
 def test_fuzz_cases_with_the_same_seed_are_equal(cases: ModuleType) -> None:
-    routes, pool = make_inputs(cases)
+    routes, pool = make_routes_and_pool(cases)
     first = [cases.make_case(1, number, routes, pool) for number in range(300)]
     assert first == [cases.make_case(1, number, routes, pool) for number in range(300)]
     assert len({case.name for case in first}) > 50
@@ -42,7 +43,7 @@ def test_fuzz_cases_with_the_same_seed_are_equal(cases: ModuleType) -> None:
 def test_fuzz_bodies_cover_every_route_with_a_body(cases: ModuleType) -> None:
     from fuzz_parts.bodies import find_bodies  # pyright: ignore[reportMissingImports]
 
-    routes, _ = make_inputs(cases)
+    routes, _ = make_routes_and_pool(cases)
     missing = [
         route.path for route in routes if route.method == "POST" and find_bodies(route.path) == [b"{}"]
     ]

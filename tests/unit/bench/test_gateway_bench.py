@@ -1,4 +1,4 @@
-"""bench/gateway.py: the requests that it sends and the metrics that it computes."""
+"""Tests for bench/gateway.py: the requests that it sends and the metrics that it computes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("size", "messages"), [(1_000, 2), (400_000, 200)])
-def test_gateway_bench_bodies_have_size_and_placeholders(bench: ModuleType, size: int, messages: int) -> None:
+@pytest.mark.parametrize(("size", "message_count"), [(1_000, 2), (400_000, 200)])
+def test_gateway_bench_bodies_have_size_and_placeholders(
+    bench: ModuleType, size: int, message_count: int
+) -> None:
     from gateway_parts.load import make_body  # pyright: ignore[reportMissingImports]
 
-    text = make_body(size, stream=True)
-    request = json.loads(text)
-    assert abs(len(text) - size) < 0.06 * size
-    assert len(request["messages"]) == messages
+    body = make_body(size, stream=True)
+    request = json.loads(body)
+    assert abs(len(body) - size) < 0.06 * size
+    assert len(request["messages"]) == message_count
     assert request["stream"] is True
     assert "@SESSION@" in request["messages"][0]["content"]
     assert "@NONCE@" in request["messages"][-1]["content"]
@@ -58,16 +60,16 @@ def test_gateway_bench_conversation_sends_full_history(bench: ModuleType) -> Non
 
 
 def test_gateway_bench_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
-    from gateway_parts.load import Cell, median_cell  # pyright: ignore[reportMissingImports]
+    from gateway_parts.load import Cell, compute_median_cell  # pyright: ignore[reportMissingImports]
 
-    small, _ = bench.HEADLINES
+    small, _ = bench.HEADLINE_KINDS
     valid, invalid = Cell(100, 1, 2, 3, 4), Cell(400, 1, 2, 3, 4, error="7 responses failed")
     cells = {"proxy": {small: valid}, "litellm": {small: Cell(50, 1, 2, 3, 4)}, "rllm": {small: invalid}}
     metrics = bench.compute_ratios(cells)
     assert metrics["ratio_litellm"] == 2
     assert metrics["ratio_rllm"] is None
     assert metrics["share_of_floor"] is None
-    assert median_cell([valid, invalid, valid]).error == invalid.error
+    assert compute_median_cell([valid, invalid, valid]).error == invalid.error
 
 
 @needs_programs

@@ -1,4 +1,4 @@
-"""bench/torture.py simulates runs under a seeded scheduler. A small sample of its schedules runs here."""
+"""Tests for bench/torture.py: a small sample of its simulated schedules, and its state file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
     """The module bench/torture_parts/schedules.py, imported with its folder on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     module = importlib.import_module("torture_parts.schedules")
-    module.quiet_logs()
+    module.disable_logging()
     yield module
     logging.disable(logging.NOTSET)
     for name in [name for name in sys.modules if name.split(".")[0] == "torture_parts"]:
@@ -29,13 +29,16 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 @pytest.fixture
 def folder(schedules: ModuleType) -> Generator[Path]:
-    with schedules.open_folder() as name:
+    with schedules.make_temporary_folder() as name:
         yield Path(name)
 
 
 def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType, folder: Path) -> None:
     simulator = schedules.Simulator(folder)
-    sample: list[Any] = [*list(simulator.list_crash_points())[::400], *map(simulator.make_random, range(8))]
+    sample: list[Any] = [
+        *list(simulator.make_crash_schedules())[::400],
+        *map(simulator.make_random_schedule, range(8)),
+    ]
     for schedule in sample:
         outcome = simulator.run(schedule)
         assert not outcome.violations, f"{schedule}: {outcome.violations} after {outcome.crashes}"
@@ -43,7 +46,7 @@ def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType,
 
 def test_simulation_same_schedule_makes_same_decisions(schedules: ModuleType, folder: Path) -> None:
     simulator = schedules.Simulator(folder)
-    schedule = next(s for s in map(simulator.make_random, range(100)) if len(s.faults) > 2)
+    schedule = next(s for s in map(simulator.make_random_schedule, range(100)) if len(s.faults) > 2)
     first, second = simulator.run(schedule), simulator.run(schedule)
     assert first.crashes
     assert (first.trace, first.crashes, first.weights) == (second.trace, second.crashes, second.weights)
@@ -74,15 +77,15 @@ def test_simulation_killed_process_runs_no_finally_block(schedules: ModuleType) 
 
 
 @pytest.mark.parametrize("name", ["recovery does not load the checkpoint", "a version number is used again"])
-def test_simulation_planted_bug_is_found(schedules: ModuleType, folder: Path, name: str) -> None:
+def test_simulation_finds_injected_bug(schedules: ModuleType, folder: Path, name: str) -> None:
     from torture_parts.bugs import BUGS  # pyright: ignore[reportMissingImports]
 
     (bug,) = [bug for bug in BUGS if bug.name == name]
     simulator = schedules.Simulator(folder, bug.components)
-    assert any(simulator.run(simulator.make_random(seed)).violations for seed in range(40))
+    assert any(simulator.run(simulator.make_random_schedule(seed)).violations for seed in range(40))
 
 
-def test_state_file_after_a_kill_keeps_complete_rows_of_the_same_sources(
+def test_state_file_keeps_complete_rows_until_the_sources_change(
     schedules: ModuleType, tmp_path: Path
 ) -> None:
     from torture_parts.state import StateFile  # pyright: ignore[reportMissingImports]
@@ -96,5 +99,5 @@ def test_state_file_after_a_kill_keeps_complete_rows_of_the_same_sources(
     state.append({"number": 1})
     assert StateFile(path).rows == [{"number": 0}, {"number": 1}]
     _, rest = path.read_text().split("\n", 1)
-    path.write_text('{"sources": "others"}\n' + rest)
+    path.write_text('{"sources": "different"}\n' + rest)
     assert StateFile(path).rows == []

@@ -1,4 +1,4 @@
-"""The metrics that bench/weights.py computes from the timestamps of its streams."""
+"""Tests for bench/weights.py: metrics and model shapes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 
 def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleType) -> None:
-    quiet = [0.01 * i for i in range(100)]
-    first_reply = [*quiet, 1.06, 1.07, 2.09, 2.10]  # gaps of 70 ms and 1.02 s near the first update
+    regular_times = [0.01 * i for i in range(100)]
+    first_reply = [*regular_times, 1.06, 1.07, 2.09, 2.10]  # gaps of 70 ms and 1.02 s near the first update
     other_replies = [[0.995, 1.000, 1.010], [3.000, 3.030]]
     updates = bench.UpdateSeries(
         first_seconds=9.0,
         updates=[bench.Update(1.0, 1.05), bench.Update(3.005, 3.006)],
-        replies=[first_reply, *other_replies],
-        off=0.5,
+        token_times=[first_reply, *other_replies],
+        mean_logprob_error=0.5,
     )
     metrics = updates.compute_metrics()
     assert metrics["pause_ms_max"] == pytest.approx(1020, abs=1)
@@ -43,7 +43,7 @@ def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleTy
 
 def test_weights_bench_ignores_gaps_between_replies(bench: ModuleType) -> None:
     updates = bench.UpdateSeries(
-        updates=[bench.Update(1.0, 1.0)], replies=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]]
+        updates=[bench.Update(1.0, 1.0)], token_times=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]]
     )
     assert updates.compute_metrics()["pause_ms_max"] == pytest.approx(60)
 

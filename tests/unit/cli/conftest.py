@@ -77,7 +77,7 @@ def instar(capfd: pytest.CaptureFixture[str]) -> Iterator[Instar]:
     os.environ.update(environment)
 
 
-# --- a run that has ended -------------------------------------------------------------------------
+# --- a finished run -------------------------------------------------------------------------------
 
 
 @dataclass
@@ -113,9 +113,13 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
     store = open_store(config)
     await store.put_run(Run(RUN, RUN, config.model_dump(mode="json"), "finished"))
 
-    async def add_group(name: str, index: int, rewards: list[float | None], channel: Channel) -> list[str]:
-        await store.open_group(Group(name, RUN, channel, index, 2, Task(f"task-{index}", {})))
-        session_ids = [f"sess-{index}{slot}-{name.replace('/', '-')}" for slot in range(len(rewards))]
+    async def add_group(
+        group_id: str, index: int, rewards: list[float | None], channel: Channel
+    ) -> list[str]:
+        """Add a closed group with one session per reward, and return the session ids. A session without a
+        reward has failed."""
+        await store.open_group(Group(group_id, RUN, channel, index, 2, Task(f"task-{index}", {})))
+        session_ids = [f"sess-{index}{slot}-{group_id.replace('/', '-')}" for slot in range(len(rewards))]
         for slot, (session_id, reward) in enumerate(zip(session_ids, rewards, strict=True)):
             await store.open_session(
                 Session(
@@ -124,7 +128,7 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
                     "default",
                     RUN,
                     channel,
-                    group_id=name,
+                    group_id=group_id,
                     slot=slot,
                     task_id=f"task-{index}",
                 )
@@ -137,7 +141,7 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
             await store.end_session(
                 session_id, status, "the agent crashed" if reward is None else None, session_rewards
             )
-        await store.close_group(name, GroupStatus.READY)
+        await store.close_group(group_id, GroupStatus.READY)
         return session_ids
 
     trained = await add_group(f"{RUN}/train/000000", 0, [1.0, 0.0], Channel.TRAIN)
@@ -193,9 +197,9 @@ def _make_calls(session_id: str) -> list[Call]:
         )
 
     question = Message(role="user", content="What is <2> plus 2?")
-    tool = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
-    tool_reply = Message(role="assistant", content="", tool_calls=[tool])
-    result = Message(role="tool", content="4", tool_call_id="c1")
+    tool_call = ToolCall(id="c1", name="calc", arguments='{"expression": "2 + 2"}')
+    tool_reply = Message(role="assistant", content="", tool_calls=[tool_call])
+    tool_result = Message(role="tool", content="4", tool_call_id="c1")
     first = make_numbered_call(
         1,
         [question],
@@ -205,7 +209,7 @@ def _make_calls(session_id: str) -> list[Call]:
     )
     second = make_numbered_call(
         2,
-        [question, tool_reply, result],
+        [question, tool_reply, tool_result],
         Message(role="assistant", content="4"),
         prompt_ids=np.array([1, 2, 7, 8, 3], np.int32),
         logprobs=np.array([np.nan, -0.25], np.float32),

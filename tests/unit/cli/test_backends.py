@@ -1,4 +1,4 @@
-"""`instar backends`, and the settings and reports of runs on a cloud service."""
+"""Tests for `instar backends`, its documentation page, and the cloud settings of other commands."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from instar.config import RunConfig
 from tests.unit.cli.conftest import Instar, SmallRun
 
 KEY = "tml-0123456789-secret"
-SERVICES = ("TINKER", "MINT", "WEAVER")
+ENV_PREFIXES = ("TINKER", "MINT", "WEAVER")
 
 
 @pytest.fixture(autouse=True)
-def remove_services(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in SERVICES:
-        monkeypatch.delenv(f"{name}_API_KEY", raising=False)
-        monkeypatch.delenv(f"{name}_BASE_URL", raising=False)
+def clear_service_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for prefix in ENV_PREFIXES:
+        monkeypatch.delenv(f"{prefix}_API_KEY", raising=False)
+        monkeypatch.delenv(f"{prefix}_BASE_URL", raising=False)
 
 
 def list_backends(instar: Instar) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_report_shows_repeated_warnings_once(instar: Instar, small_run: SmallRun
     assert page.count("<p class=warn>training with &lt;x&gt; instead</p>") == 1
 
 
-def test_interpreter_path_is_relative_to_the_file(instar: Instar, tmp_path: Path) -> None:
+def test_interpreter_path_is_relative_to_the_config_file(instar: Instar, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("backend: {type: mint, python: ./env/bin/python}\nengine: {type: cloud, python: python3}")
     config = yaml.safe_load(instar("config", "show", path).out)
@@ -115,14 +115,14 @@ def test_backends_page_yaml_examples_are_valid() -> None:
 
 def test_backends_page_lists_the_actual_capabilities() -> None:
     page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
-    for names, losses, reference, full in re.findall(
+    for names, losses, reference, full_finetuning in re.findall(
         r"^\| (`.+?) \| (`.+?) \| (yes|no|with an adapter) \| (yes|no) \|$", page, re.M
     ):
         for name in re.findall(r"`(\w+)`", names):
             capabilities = get_known_capabilities(RunConfig.model_validate({"backend": name}).backend)
             assert capabilities is not None
             assert set(re.findall(r"`(\w+)`", losses)) == capabilities.losses
-            assert (reference != "no", full == "yes") == (
+            assert (reference != "no", full_finetuning == "yes") == (
                 capabilities.has_reference,
                 capabilities.supports_full_finetuning,
             )

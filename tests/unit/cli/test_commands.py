@@ -1,4 +1,4 @@
-"""`sessions`, `report` and `doctor` on a small run, and the errors of all commands."""
+"""Tests for `sessions`, `report` and `doctor`, and for the help and error output of all commands."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
         ("after", "not claimed: val sessions are not trained on"),
     ],
 )
-def test_sessions_show_explains_missing_claims(
+def test_sessions_show_explains_why_a_session_was_not_trained(
     instar: Instar, small_run: SmallRun, case: str, expected: str
 ) -> None:
     assert expected in instar("sessions", "show", small_run.folder, small_run.sessions[case]).out
@@ -154,7 +154,7 @@ def test_doctor_lists_findings(instar: Instar) -> None:
 FAILURES = {
     "train without a file": ("train missing.yaml", "missing.yaml: the file does not exist"),
     "train without a rollout": ("train run.yaml", "rollout: this section is missing"),
-    "train over an older run": ("train existing.yaml", "Continue the run with --resume"),
+    "train into an existing run folder": ("train existing.yaml", "Continue the run with --resume"),
     "resume without a run": ("train fresh.yaml --resume", "--resume: there is no run in"),
     "serve without a file": ("serve missing.yaml", "missing.yaml: the file does not exist"),
     "a missing model": (
@@ -163,7 +163,7 @@ FAILURES = {
     ),
     "sessions without a run": ("sessions ls .", "is not a run folder"),
     "one session without a run": ("sessions show . sess", "is not a run folder"),
-    "a run folder of another version": ("sessions ls existing", "trainer.stepz"),
+    "a run folder with an unknown setting": ("sessions ls existing", "trainer.stepz"),
     "report without a run": ("report .", "is not a run folder"),
     "show without a file": ("config show missing.yaml", "missing.yaml: the file does not exist"),
     "unknown channel": (
@@ -184,10 +184,10 @@ def test_command_failure_prints_one_line_and_exits_1(
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
-    head = "engine: {type: scripted}\nmodel: {name: model}\n"
-    (tmp_path / "run.yaml").write_text(head)
-    (tmp_path / "existing.yaml").write_text(f"dir: existing\n{head}{rollout}2}}")
-    (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{head}{rollout}2}}")
+    engine_and_model = "engine: {type: scripted}\nmodel: {name: model}\n"
+    (tmp_path / "run.yaml").write_text(engine_and_model)
+    (tmp_path / "existing.yaml").write_text(f"dir: existing\n{engine_and_model}{rollout}2}}")
+    (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{engine_and_model}{rollout}2}}")
     (tmp_path / "existing").mkdir()
     (tmp_path / "existing" / "config.json").write_text('{"trainer": {"stepz": 1}}')
     monkeypatch.chdir(tmp_path)

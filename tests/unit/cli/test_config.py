@@ -1,4 +1,4 @@
-"""`instar config check` explains every type of mistake, and `instar config show` prints a valid config."""
+"""Tests for `instar config check` and `show`, overrides, relative paths and the reference page."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ MISTAKES = {
         "trainer.adam.learning_rate: unknown setting. "
         "Available: beta1, beta2, eps, grad_clip_norm, lr, weight_decay",
     ),
-    "unknown key of a variant": (
+    "unknown key of an engine type": (
         "engine: {type: scripted, replys: [a]}",
         "engine.replys: unknown setting (did you mean 'replies'?). "
         "Available: count, delay, function, python, replies, type",
     ),
-    "unknown key two variants deep": (
+    "unknown key in a nested section": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
         "rollout.tasks.lmit: unknown setting (did you mean 'limit'?). Available: id_field, limit, path, type",
     ),
-    "unknown key under a name": (
+    "unknown key of a named mode": (
         "eval: {tasks: {type: jsonl, path: x}, modes: {greedy: {temprature: 0}}}",
         "eval.modes.greedy.temprature: unknown setting (did you mean 'temperature'?). "
         "Available: agent_args, temperature, top_p",
@@ -57,7 +57,7 @@ MISTAKES = {
         "backend: {type: tinker, api_key: 12345}",
         "backend.api_key: must be a valid string, got '…'",
     ),
-    "a loss that the backend does not compute": (
+    "a loss that the backend does not support": (
         f"""
         backend: {{type: weaver, api_key: wv-secret}}
         trainer: {{loss: {{name: ppo}}}}
@@ -66,7 +66,7 @@ MISTAKES = {
         "trainer.loss.name: this backend does not support 'ppo'; supported: cross_entropy, "
         "importance_sampling. Choose one of these losses, or set trainer.loss_fallback",
     ),
-    "fraction": (
+    "fraction instead of an integer": (
         "trainer: {steps: 1.5}",
         "trainer.steps: must be a valid integer, got 1.5",
     ),
@@ -74,20 +74,20 @@ MISTAKES = {
         "backend: {lora: {targets: 5}}",
         "backend.lora.targets: must be a valid list or all-linear, got 5",
     ),
-    "missing": (
+    "missing setting": (
         "rollout: {agent: {type: command}, tasks: {type: jsonl, path: x}}",
         "rollout.agent.command: required setting is missing",
     ),
     "missing section": (f"rollout: {{agent: {AGENT}}}", "rollout.tasks: required setting is missing"),
-    "unknown variant": (
+    "unknown engine type": (
         "engine: {type: sglang}",
         "engine.type: must be local, scripted, upstream, cloud, vllm, mixed or plugin, got 'sglang'",
     ),
-    "misspelled variant": (
+    "misspelled store type": (
         "store: {type: sqlte}",
         "store.type: must be sqlite or postgres, got 'sqlte' (did you mean 'sqlite'?)",
     ),
-    "missing variant": (
+    "missing task set type": (
         f"rollout: {{agent: {AGENT}, tasks: {{path: x}}}}",
         "rollout.tasks.type: required setting is missing; "
         "must be jsonl, python, reasoning_gym, gsm8k, textarena, verifiers, humaneval, bfcl or plugin",
@@ -115,7 +115,7 @@ MISTAKES = {
         "trainer: {mode: sync, max_staleness: 2}",
         "trainer.max_staleness: must be 0 or unset if trainer.mode is sync, got 2",
     ),
-    "a reward without a list": (
+    "a single reward": (
         "reward: {type: rule, functon: x}",
         "reward.functon: unknown setting (did you mean 'function'?). "
         "Available: args, function, name, thread, type",
@@ -138,7 +138,7 @@ def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: s
     path = write_config(tmp_path, text)
     result = instar("config", "check", path)
     lines = [line.strip() for line in result.err.splitlines()]
-    assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} mistake")
+    assert (result.code, result.out, lines[0]) == (1, "", f"{path}: {len(lines) - 1} error")
     assert expected in lines[1:]
     json_result = instar("config", "check", path, "--json")
     assert json_result.code == 1
@@ -148,7 +148,7 @@ def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: s
 def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None:
     path = write_config(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
     result = instar("config", "check", path)
-    assert result.err.startswith(f"{path}: 4 mistakes\n")
+    assert result.err.startswith(f"{path}: 4 errors\n")
     assert len(result.err.splitlines()) == 5
 
 
@@ -253,7 +253,7 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_p
     assert config.rollout.model_dump()["agent"]["cwd"] == tmp_path
     assert config.eval is not None
     assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
-    # Overrides are relative to the working folder, because a shell completes paths from there.
+    # Overrides are relative to the working directory, because a shell completes paths from there.
     assert load_config(path, ["dir=other"]).run_dir == Path("other")
 
 
@@ -270,7 +270,7 @@ def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> Non
     assert section["sandbox"]["read"] == [tmp_path / "b", Path("/c")]
 
 
-def test_run_without_dir_is_in_the_working_folder(instar: Instar, tmp_path: Path) -> None:
+def test_run_without_dir_is_in_the_working_directory(instar: Instar, tmp_path: Path) -> None:
     assert load_config(write_config(tmp_path, "name: x")).run_dir == Path("runs/x")
 
 
@@ -288,7 +288,7 @@ def test_config_show_output_is_a_valid_config(instar: Instar, tmp_path: Path, mo
     assert instar("config", "show", path, "--json").json == yaml.safe_load(result.out)
 
 
-def test_reference_lists_every_setting_of_every_variant() -> None:
+def test_reference_has_a_table_for_each_type_and_section() -> None:
     page = render()
     for heading in ("`rollout.tasks` with `type: jsonl`", "`engine` with `type: scripted`", "`trainer.adam`"):
         assert f"\n## {heading}\n" in page

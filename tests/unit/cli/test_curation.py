@@ -1,4 +1,4 @@
-"""`sessions tag`, `plan`, `curate` and `rescore` on a copy of the small run."""
+"""Tests for `sessions tag`, `sessions ls`, `plan`, `curate` and `rescore`."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ from .conftest import Instar, SmallRun
 
 @pytest.fixture
 def run(small_run: SmallRun, tmp_path: Path) -> SmallRun:
+    """A copy of the small run, which the test may change."""
     folder = tmp_path / "copy"
     shutil.copytree(small_run.folder, folder)
     return SmallRun(folder, small_run.sessions)
 
 
-def length_rule(task: Json, transcript: Transcript, scale: float = 1.0) -> float:
+def score_call_count(task: Json, transcript: Transcript, scale: float = 1.0) -> float:
     return scale * len(transcript.calls)
 
 
-def broken_rule(task: Json, transcript: Transcript) -> float:
+def raise_error(task: Json, transcript: Transcript) -> float:
     raise ValueError("the rule failed")
 
 
@@ -64,13 +65,13 @@ def test_sessions_ls_pages_are_contiguous(instar: Instar, run: SmallRun) -> None
 
 
 def test_sessions_can_be_filtered_by_reward_and_time(instar: Instar, run: SmallRun) -> None:
-    def count(*options: str) -> int:
+    def count_sessions(*options: str) -> int:
         return len(instar("sessions", "ls", run.folder, "--json", *options).json)
 
-    assert count("--reward-min", "1", "--channel", "train") == 2
-    assert count("--since", "1h") == 8
-    assert count("--until", "2020-01-01") == 0
-    assert count("--scorer", "rule", "--reward-max", "0", "--channel", "train") == 3
+    assert count_sessions("--reward-min", "1", "--channel", "train") == 2
+    assert count_sessions("--since", "1h") == 8
+    assert count_sessions("--until", "2020-01-01") == 0
+    assert count_sessions("--scorer", "rule", "--reward-max", "0", "--channel", "train") == 3
     assert "is not a time" in instar("sessions", "ls", run.folder, "--since", "yesterday").err
     assert "Available: agent, rule, judge" in instar("sessions", "ls", run.folder, "--source", "unknown").err
 
@@ -128,9 +129,10 @@ def grouped_run(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("options", [(), ("--reward-min", "1"), ("--limit", "9")])
-def test_curate_checks_complete_groups(instar: Instar, grouped_run: Path, options: tuple[str, ...]) -> None:
-    report = instar("curate", grouped_run, "--check", "zero_signal", *options, "--json").json["findings"]
-    (finding,) = report
+def test_curate_checks_only_complete_groups(
+    instar: Instar, grouped_run: Path, options: tuple[str, ...]
+) -> None:
+    (finding,) = instar("curate", grouped_run, "--check", "zero_signal", *options, "--json").json["findings"]
     retried = f"{RUN}/train/000004"
     assert finding["session_ids"] == [f"{retried}:0.1", f"{retried}:1.0"], "the first attempt is superseded"
     findings = instar("curate", grouped_run, "--check", "identical", *options, "--json").json["findings"]
@@ -148,7 +150,7 @@ def test_curate_tags_only_selected_sessions(instar: Instar, grouped_run: Path) -
     assert all(row["tags"][0]["reason"].startswith("4 of 4 outputs ") for row in tagged)
 
 
-RULE = "{type: rule, function: 'tests.unit.cli.test_curation:length_rule', args: {scale: 10}}"
+RULE = "{type: rule, function: 'tests.unit.cli.test_curation:score_call_count', args: {scale: 10}}"
 
 
 def read_rewards_and_scores(run: SmallRun, session_id: str) -> tuple[list[Reward], list[Score]]:
@@ -162,12 +164,12 @@ def read_rewards_and_scores(run: SmallRun, session_id: str) -> tuple[list[Reward
     return asyncio.run(read())
 
 
-def test_rescore_keeps_earlier_rewards_and_scores_once(instar: Instar, run: SmallRun) -> None:
+def test_rescore_keeps_earlier_rewards_and_skips_scored_sessions(instar: Instar, run: SmallRun) -> None:
     (counts,) = instar("rescore", run.folder, "--reward", RULE, "--channel", "train", "--json").json.values()
     assert (counts["scored"], counts["fallback"], counts["skipped"]) == (5, 0, 0)
     rewards, (score,) = read_rewards_and_scores(run, run.sessions["trained"])
     assert [reward.value for reward in rewards] == [1.0, 20.0]
-    assert rewards[1].scorer.endswith("length_rule")
+    assert rewards[1].scorer.endswith("score_call_count")
     assert score.scorer.startswith(rewards[1].scorer)
     (repeated,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
     assert (repeated["scored"], repeated["skipped"]) == (2, 5), (
@@ -186,24 +188,29 @@ def test_rescore_resumes_after_an_interruption(instar: Instar, run: SmallRun) ->
 
 
 def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: SmallRun, tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    rule = "tests.unit.cli.test_curation:broken_rule"
-    other.write_text(f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n")
+    config_path = tmp_path / "other.yaml"
+    rule = "tests.unit.cli.test_curation:raise_error"
+    config_path.write_text(
+        f"name: other\nreward: {{type: rule, function: '{rule}'}}\nscoring: {{retries: 0}}\n"
+    )
     session = run.sessions["trained"]
-    (counts,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    (counts,) = instar("rescore", run.folder, session, "--config", config_path, "--json").json.values()
     assert (counts["scored"], counts["fallback"]) == (0, 1)
     assert "the rule failed" in next(iter(counts["reasons"]))
-    before = read_rewards_and_scores(run, session)
-    assert [reward.value for reward in before[0]] == [1.0]
-    assert before[1] == [], "no failed score is stored, so the session can be trained on"
-    (repeated,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    rewards, scores = read_rewards_and_scores(run, session)
+    assert [reward.value for reward in rewards] == [1.0]
+    assert scores == [], "no failed score is stored, so the session can be trained on"
+    (repeated,) = instar("rescore", run.folder, session, "--config", config_path, "--json").json.values()
     assert (repeated["fallback"], repeated["skipped"]) == (1, 0)
-    other.write_text(other.read_text().replace("retries: 0", "retries: 0, fallback: 0.25"))
-    (with_fallback,) = instar("rescore", run.folder, session, "--config", other, "--json").json.values()
+    config_path.write_text(config_path.read_text().replace("retries: 0", "retries: 0, fallback: 0.25"))
+    (with_fallback,) = instar("rescore", run.folder, session, "--config", config_path, "--json").json.values()
     assert with_fallback["fallback"] == 1
     rewards, (score,) = read_rewards_and_scores(run, session)
     assert [reward.value for reward in rewards] == [1.0, 0.25]
     assert score.reason is not None
     assert "the rule failed" in score.reason
+
+
+def test_rescore_rejects_a_missing_scorer_and_failed_sessions(instar: Instar, run: SmallRun) -> None:
     assert "and --config FILE, got neither" in instar("rescore", run.folder).err
     assert "only completed" in instar("rescore", run.folder, "--status", "failed", "--reward", RULE).err

@@ -1,4 +1,4 @@
-"""`instar sessions export` and `import`, and `instar datasets`."""
+"""Tests for `instar sessions export` and `import`, `instar datasets` and pinned dataset versions."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_dataset_names_have_versions(instar: Instar, run_dir: Path, tmp_path: Pa
     )
 
 
-def test_run_keeps_its_first_dataset_version(instar: Instar, run_dir: Path) -> None:
+def test_pinned_run_keeps_its_dataset_version(instar: Instar, run_dir: Path) -> None:
     first = instar("sessions", "export", run_dir, "--as", "golden", "--json").json
     config = RunConfig.model_validate({"name": "next", "data": "dataset:golden"})
     pinned = asyncio.run(pin_data(config))
@@ -112,8 +112,8 @@ def test_run_keeps_its_first_dataset_version(instar: Instar, run_dir: Path) -> N
     instar("sessions", "export", run_dir, "--as", "golden", "--reward-min", "1")
     assert asyncio.run(pin_data(config)).data[0].source == "dataset:golden@2"
     assert asyncio.run(pin_data(config, previous=pinned.data)) == pinned
-    folder = RunConfig.model_validate({"name": "next", "data": first["path"]})
-    assert asyncio.run(pin_data(folder)).data[0].label == first["hash"][7:19]
+    folder_config = RunConfig.model_validate({"name": "next", "data": first["path"]})
+    assert asyncio.run(pin_data(folder_config)).data[0].label == first["hash"][7:19]
 
 
 def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Path) -> None:
@@ -138,12 +138,12 @@ def test_resumed_run_keeps_dataset_versions_in_order(instar: Instar, run_dir: Pa
     assert get_sources(other) == ["dataset:golden@3"], "the config requests a different version"
 
 
-@pytest.mark.parametrize("other", ["dataset:golden@1", "./out"])
-def test_repeated_dataset_is_rejected(instar: Instar, run_dir: Path, other: str) -> None:
+@pytest.mark.parametrize("second", ["dataset:golden@1", "./out"])
+def test_repeated_dataset_is_rejected(instar: Instar, run_dir: Path, second: str) -> None:
     instar("sessions", "export", run_dir, "--to", "out", "--as", "golden")
-    first = "dataset:golden" if other.startswith("dataset:") else "out"
-    data = [{"source": source, "share": 0.5} for source in (first, other)]
-    with pytest.raises(ConfigError, match=f"'{first}' and '{other}' are the same data"):
+    first = "dataset:golden" if second.startswith("dataset:") else "out"
+    data = [{"source": source, "share": 0.5} for source in (first, second)]
+    with pytest.raises(ConfigError, match=f"'{first}' and '{second}' are the same data"):
         asyncio.run(pin_data(RunConfig.model_validate({"name": "next", "data": data})))
 
 
@@ -166,10 +166,12 @@ def test_dataset_folder_matches_format_and_samples(instar: Instar, run_dir: Path
 def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
     async def write() -> None:
         store = open_store(RunFolder(run_dir).read_config())
-        await store.open_session(make_session("bare"))
-        bare = make_call("bare#0", [1], [2], session_id="bare", logprobs=np.array([np.nan], np.float32))
-        await store.add_calls([bare])
-        await store.end_session("bare", SessionStatus.COMPLETED)
+        await store.open_session(make_session("no-logprobs"))
+        call = make_call(
+            "no-logprobs#0", [1], [2], session_id="no-logprobs", logprobs=np.array([np.nan], np.float32)
+        )
+        await store.add_calls([call])
+        await store.end_session("no-logprobs", SessionStatus.COMPLETED)
         await store.close()
 
     asyncio.run(write())
@@ -177,7 +179,7 @@ def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path,
     assert (output.code, output.err) == (0, "")
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")
     rows = [json.loads(line) for line in lines if line]
-    (row,) = [row for row in rows if row["session_id"] == "bare"]
+    (row,) = [row for row in rows if row["session_id"] == "no-logprobs"]
     assert (row["mask"], row["logprobs"]) == ([0, 1], [None, None])
 
 
@@ -197,7 +199,9 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
     assert rows[1]["messages"][2]["tool_calls"][0]["function"] == {"name": "search", "arguments": {"q": "ä"}}
     assert json.loads(rows[1]["tools"])[0]["function"]["name"] == "search"
     completions = (tmp_path / "sft" / "prompt_completion.jsonl").read_text().splitlines()
-    assert json.loads(completions[-1])["completion"] == [{"role": "assistant", "content": "two"}], "corrected"
+    assert json.loads(completions[-1])["completion"] == [{"role": "assistant", "content": "two"}], (
+        "the correction replaces the reply"
+    )
     instar("sessions", "export", run_dir, "--to", tmp_path / "dpo", "--format", "dpo")
     (pair, *others) = [
         json.loads(line) for line in (tmp_path / "dpo" / "pairs.jsonl").read_text().splitlines()
@@ -217,11 +221,11 @@ def test_export_sft_and_dpo_formats(instar: Instar, run_dir: Path, tmp_path: Pat
     [
         (("--format", "jsonl"), "Set a folder with --to"),
         (("--as", "x", "--format", "sft"), "--as: Instar cannot import sft data"),
-        (("--as", "a b"), "is not a valid name; use letters"),
+        (("--as", "a b"), "is not a valid name; names must start"),
         (("--to", "out", "--task", "none"), "nothing to export"),
     ],
 )
-def test_dataset_mistakes_are_explained(
+def test_export_with_invalid_options_explains_the_error(
     instar: Instar, run_dir: Path, arguments: tuple[str, ...], expected: str
 ) -> None:
     result = instar("sessions", "export", run_dir, *arguments)

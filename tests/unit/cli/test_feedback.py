@@ -1,4 +1,4 @@
-"""`instar feedback` on a run folder with a real store and tokenizer."""
+"""Tests for `instar feedback` on a run folder with a real store and tokenizer."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     _, (correction,) = asyncio.run(read_rewards_and_corrections(config))
     assert correction.correction_ids is not None
     assert make_tiny_tokenizer().decode(correction.correction_ids.tolist()) == "Hello.<|im_end|>"
-    other = instar(
+    conflicting = instar(
         "feedback", config.run_dir, "--response", "chatcmpl-1", "--correction", "Hi.", "--id", "f-1"
     )
-    assert (other.code, "already used by different feedback" in other.err) == (1, True)
+    assert (conflicting.code, "already used by different feedback" in conflicting.err) == (1, True)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
         (["--session", "s-1", "--correction-file", "/missing"], "cannot read"),
     ],
 )
-def test_feedback_mistakes_are_explained(
+def test_invalid_feedback_is_explained_and_not_stored(
     instar: Instar, config: RunConfig, arguments: list[str], expected: str
 ) -> None:
     result = instar("feedback", config.run_dir, *arguments)

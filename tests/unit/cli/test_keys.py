@@ -1,4 +1,4 @@
-"""`instar keys` creates, lists and revokes keys, and explains mistakes."""
+"""Tests for `instar keys`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def assert_fails(result: Result, expected: str) -> None:
     assert "Traceback" not in result.err
 
 
-def test_keys_mistakes_are_explained(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
+def test_invalid_keys_commands_explain_the_error(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
     instar("keys", "create", config.run_dir, "--name", "laptop")
     assert_fails(instar("keys", "create", config.run_dir, "--name", "laptop"), "'laptop' already exists")
     assert_fails(

@@ -1,4 +1,4 @@
-"""Runs that the previous version recorded can still be read."""
+"""Tests that runs recorded by the previous version can still be read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.record.hashing import MessageHasher
 from instar.store.base import Store
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.types import Artifact, CallStatus, Channel, GroupStatus, Link, SessionStatus, StepState
-from tests.previous_version import CORRECTED, RATED, RUN_ID, UNTRAINABLE, copy_previous_run
+from tests.previous_version import CORRECTED_ID, RATED_ID, RUN_ID, UNTRAINABLE_ID, copy_previous_run
 from tests.unit.cli.conftest import Instar
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ def test_previous_store_has_its_sessions_calls_and_rewards(run_dir: Path) -> Non
         rewards = await store.rewards_by_session(session_ids)
         counts = Counter(reward.scorer for session_id in session_ids for reward in rewards[session_id])
         assert counts == {"previous_run:score": 32, "feedback": 1}
-        assert rewards[RATED][-1].value == 1.0
+        assert rewards[RATED_ID][-1].value == 1.0
         assert await store.score_counts(RUN_ID) == {"previous_run:score": {"scored": 32}}
 
     read_store(run_dir, read)
@@ -60,18 +60,18 @@ def test_previous_store_has_its_feedback_and_tags(run_dir: Path) -> None:
     async def read(store: Store) -> None:
         correction, rating = await store.feedback(RUN_ID)
         assert (correction.session_id, correction.correction, correction.author) == (
-            CORRECTED,
+            CORRECTED_ID,
             "Thirteen.",
             "ann",
         )
         assert correction.correction_ids is not None
-        assert (rating.session_id, rating.thumbs) == (RATED, 1)
-        tags = await store.tags([CORRECTED, RATED, UNTRAINABLE])
+        assert (rating.session_id, rating.thumbs) == (RATED_ID, 1)
+        tags = await store.tags([CORRECTED_ID, RATED_ID, UNTRAINABLE_ID])
         values = {session_id: [(tag.name, tag.value) for tag in tags[session_id]] for session_id in tags}
         assert values == {
-            CORRECTED: [("topic", "numbers")],
-            RATED: [("topic", "numbers")],
-            UNTRAINABLE: [("untrainable", "")],
+            CORRECTED_ID: [("topic", "numbers")],
+            RATED_ID: [("topic", "numbers")],
+            UNTRAINABLE_ID: [("untrainable", "")],
         }
 
     read_store(run_dir, read)
@@ -108,7 +108,7 @@ def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> No
 
     async def read(store: Store) -> None:
         hasher = MessageHasher(await store.secret(HASH_KEY_NAME))
-        first, second = await store.calls(CORRECTED)
+        first, second = await store.calls(CORRECTED_ID)
         for call, start in ((first, 0), (second, len(first.messages) + 1)):
             assert call.reply is not None
             chain = hasher.hash_messages([*call.messages, call.reply], call.tools)
@@ -120,7 +120,7 @@ def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> No
 def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:
     assert len(instar("sessions", "ls", run_dir, "--json").json) == 32
     assert len(instar("sessions", "ls", run_dir, "--json", "--tag", "topic=numbers").json) == 2
-    output = instar("sessions", "show", run_dir, CORRECTED).out
+    output = instar("sessions", "show", run_dir, CORRECTED_ID).out
     assert "call 2 · extends · 41 prompt + 4 sampled tokens" in output
     assert "trained in step 1, 0 version(s) stale" in output
     assert len(instar("feedback", run_dir, "ls", "--json").json) == 2
@@ -136,7 +136,7 @@ def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:
         for group in plan["groups"]
         for sample in group["samples"]
     }
-    assert outcomes[UNTRAINABLE] == ("dropped", "untrainable")
-    assert outcomes[RATED] == ("trained", None)
+    assert outcomes[UNTRAINABLE_ID] == ("dropped", "untrainable")
+    assert outcomes[RATED_ID] == ("trained", None)
     assert instar("report", run_dir).code == 0
     assert (run_dir / "report" / "index.html").is_file()

@@ -1,4 +1,4 @@
-"""All recipes are valid, and those that train the demo's run match the demo."""
+"""Tests that all recipes are valid, and that recipes of the demo run have the demo's settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.unit.cli.conftest import Instar
 
 FOLDER = Path(__file__).parents[3] / "recipes"
 BACKENDS = {"local": "local", **{name: name for name in SERVICES}, "vllm": "local", "ray": "local"}
-"""The backends of the recipes that train the demo's run."""
-DIFFERENT_SETTINGS = {"name", "backend", "engine", "store", "cluster"}
+"""The backend type of each recipe that trains the demo run."""
+RECIPE_SETTINGS = {"name", "backend", "engine", "store", "cluster"}
 """Settings in which a recipe may differ from the demo."""
 
 
@@ -23,8 +23,8 @@ def test_recipe_matches_the_demo(name: str, instar: Instar) -> None:
     recipe = instar("config", "show", FOLDER / f"{name}.yaml", "--json").json
     assert recipe["name"] == f"demo-{name}"
     assert recipe["backend"]["type"] == BACKENDS[name]
-    assert {key: recipe[key] for key in recipe.keys() - DIFFERENT_SETTINGS} == {
-        key: demo[key] for key in demo.keys() - DIFFERENT_SETTINGS
+    assert {key: recipe[key] for key in recipe.keys() - RECIPE_SETTINGS} == {
+        key: demo[key] for key in demo.keys() - RECIPE_SETTINGS
     }
 
 
@@ -43,7 +43,7 @@ def test_recipe_passes_config_check(name: str, instar: Instar, monkeypatch: pyte
     assert report["ok"], report["mistakes"]
 
 
-def test_mint_recipe_needs_only_its_environment(
+def test_mint_recipe_lacks_only_its_environment(
     instar: Instar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """tests/integration/backends runs the recipe in that environment."""

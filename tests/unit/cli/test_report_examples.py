@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from instar.cli.report import ReportExample, render_example
-from tests.unit.store.factories import assistant, follow, ids, make_call, user
+from tests.unit.store.factories import assistant, ids, make_call, make_next_call, user
 
 
 def test_example_starts_at_the_question() -> None:
@@ -9,7 +9,7 @@ def test_example_starts_at_the_question() -> None:
     first = make_call(
         messages=(user("1 + 1?"), assistant("2"), user("<40> + 2?")), reply=assistant("let me see")
     )
-    second = follow(first, "c2", ids(9), user("= 42"), reply=assistant("42"))
+    second = make_next_call(first, "c2", ids(9), user("= 42"), reply=assistant("42"))
     page = render_example(ReportExample("after", [first, second], 1.0))
     texts = [line.rpartition("</span>")[2] for line in page.split("</div>") if "<span class=role>" in line]
     assert texts == ["&lt;40&gt; + 2?", "let me see", "= 42", "42"]

@@ -1,4 +1,4 @@
-"""The order of calls in a Tinker training session."""
+"""Tests for the order and cancellation of calls in a Tinker training session."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.clouds.tinker_training import TinkerTrainingSession
 
 
 class ImmediateConnection:
-    """A connection that answers every call immediately."""
+    """A connection that returns the result of every call immediately."""
 
     async def await_result(self, action: str, sent: Any) -> str:
         return action
@@ -25,7 +25,7 @@ class SentCall:
         return Future()
 
 
-async def test_call_cancelled_before_it_ran_loses_the_session() -> None:
+async def test_call_cancelled_before_it_starts_loses_the_session() -> None:
     session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
     cancelled = session.send("forward_backward", lambda _: SentCall())
     cancelled.cancel()  # its coroutine has not started
@@ -36,7 +36,7 @@ async def test_call_cancelled_before_it_ran_loses_the_session() -> None:
             await session.send("optim_step", lambda _: SentCall())
 
 
-async def test_calls_are_answered_in_order() -> None:
+async def test_calls_complete_in_order() -> None:
     session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
     calls = [session.send(name, lambda _: SentCall()) for name in ("first", "second")]
     assert await asyncio.gather(*calls) == ["first", "second"]

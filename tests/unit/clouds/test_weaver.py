@@ -1,4 +1,4 @@
-"""Tests for the Weaver client with a server that fails."""
+"""Tests for the Weaver client with a scripted server, and for the data that it sends and receives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weaver.types import AdamParams
 
 from instar.clouds.base import CloudAccess
 from instar.clouds.weaver import (
-    WeaverCallPolicy,
+    WeaverCaller,
     WeaverClient,
     WeaverError,
     build_forward_datum,
@@ -71,7 +71,7 @@ class ScriptedServer:
             return await self.handlers.pop(0)(request)
         return JSONResponse({"id": "op", "status": "done", "response": {"metrics": {"grad_norm": 2.0}}})
 
-    def seq_ids(self) -> list[int]:
+    def list_sequence_ids(self) -> list[int]:
         return [body["payload"]["seq_id"] for body in self.bodies if "payload" in body]  # type: ignore[index]
 
 
@@ -95,70 +95,74 @@ async def run_server(server: ScriptedServer, deadline: float = 20.0) -> AsyncGen
 
 
 async def create_training_client(access: CloudAccess) -> tuple[WeaverClient, AsyncTrainingClient]:
-    service = WeaverClient(access)
-    return service, await service.create_model(base_model="base")
+    weaver_client = WeaverClient(access)
+    return weaver_client, await weaver_client.create_model(base_model="base")
 
 
-async def run_optim_step(access: CloudAccess, service: WeaverClient, client: AsyncTrainingClient) -> object:
-    policy = WeaverCallPolicy(access)
+async def run_optim_step(
+    access: CloudAccess, weaver_client: WeaverClient, training_client: AsyncTrainingClient
+) -> object:
+    caller = WeaverCaller(access)
 
     async def submit() -> object:
-        with service.reuse_sequence_id_on_error():
-            return await client.optim_step(AdamParams(), wait=False)
+        with weaver_client.reuse_sequence_id_on_error():
+            return await training_client.optim_step(AdamParams(), wait=False)
 
-    return await policy.await_operation("optim_step", await policy.call("optim_step", submit))  # type: ignore[arg-type]
+    return await caller.await_operation("optim_step", await caller.call("optim_step", submit))  # type: ignore[arg-type]
 
 
 async def test_retried_call_keeps_its_sequence_id(server: ScriptedServer) -> None:
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_response(503, {"error": "unavailable", "message": "try again later", "retryable": True})
         server.add_response(429, {"error": "rate_limited", "message": "slow down"}, {"Retry-After": "0.3"})
         start = time.monotonic()
-        await run_optim_step(access, service, client)
+        await run_optim_step(access, weaver_client, training_client)
         assert time.monotonic() - start > 0.3
-        await run_optim_step(access, service, client)
-        await service.aclose()
-    assert server.seq_ids() == [1, 1, 1, 2]
+        await run_optim_step(access, weaver_client, training_client)
+        await weaver_client.aclose()
+    assert server.list_sequence_ids() == [1, 1, 1, 2]
 
 
 async def test_rejected_call_leaves_no_sequence_gap(server: ScriptedServer) -> None:
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
-        server.add_response(400, {"error": "invalid_request", "message": "bad numbers"})
-        with pytest.raises(WeaverError, match="bad numbers") as caught:
-            await run_optim_step(access, service, client)
+        weaver_client, training_client = await create_training_client(access)
+        server.add_response(400, {"error": "invalid_request", "message": "invalid values"})
+        with pytest.raises(WeaverError, match="invalid values") as caught:
+            await run_optim_step(access, weaver_client, training_client)
         assert caught.value.kind == "refused"
-        assert extract_metrics(await run_optim_step(access, service, client)) == {"grad_norm": 2.0}
-        await service.aclose()
-    assert server.seq_ids() == [1, 1]
+        assert extract_metrics(await run_optim_step(access, weaver_client, training_client)) == {
+            "grad_norm": 2.0
+        }
+        await weaver_client.aclose()
+    assert server.list_sequence_ids() == [1, 1]
 
 
-async def test_closing_the_client_keeps_models(server: ScriptedServer) -> None:
+async def test_closing_the_client_keeps_models_on_the_service(server: ScriptedServer) -> None:
     async with run_server(server) as access:
-        service, _ = await create_training_client(access)
-        await service.aclose()
+        weaver_client, _ = await create_training_client(access)
+        await weaver_client.aclose()
         assert server.requests == []
-        service, client = await create_training_client(access)
-        await service.end_training(client.model_id)
+        weaver_client, training_client = await create_training_client(access)
+        await weaver_client.end_training(training_client.model_id)
         assert server.requests == ["POST /models/model/terminate"]
-        await service.aclose()
+        await weaver_client.aclose()
 
 
-async def test_stalled_service_raises_at_the_deadline(server: ScriptedServer) -> None:
+async def test_stalled_service_times_out(server: ScriptedServer) -> None:
     async with run_server(server, deadline=0.5) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_stalled_response()
         start = time.monotonic()
         with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s") as caught:
-            await run_optim_step(access, service, client)
+            await run_optim_step(access, weaver_client, training_client)
         assert caught.value.kind == "unavailable"
         assert time.monotonic() - start < 2
         server.add_response(200, {"id": "op", "status": "running"})
         server.add_stalled_response()
         with pytest.raises(WeaverError, match=r"optim_step.*within 0.5 s"):
-            await run_optim_step(access, service, client)
-        await service.aclose()
+            await run_optim_step(access, weaver_client, training_client)
+        await weaver_client.aclose()
 
 
 async def test_unreachable_service_is_unavailable(server: ScriptedServer) -> None:
@@ -166,51 +170,51 @@ async def test_unreachable_service_is_unavailable(server: ScriptedServer) -> Non
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     access = CloudAccess(url, KEY, "base", 0.3)
-    service = WeaverClient(access)
+    weaver_client = WeaverClient(access)
     with pytest.raises(WeaverError, match="connect") as caught:
-        await WeaverCallPolicy(access).call("connect", service.connect)
+        await WeaverCaller(access).call("connect", weaver_client.connect)
     assert caught.value.kind == "unavailable"
-    await service.aclose()
+    await weaver_client.aclose()
 
 
 async def test_errors_do_not_contain_the_key(server: ScriptedServer) -> None:
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_response(401, {"error": "unauthorized", "message": f"{KEY} is not known"})
         with pytest.raises(WeaverError, match="WEAVER_API_KEY") as caught:
-            await run_optim_step(access, service, client)
+            await run_optim_step(access, weaver_client, training_client)
         error: BaseException | None = caught.value
         assert caught.value.kind == "settings"
         while error is not None:
             assert KEY not in str(error)
             error = error.__cause__ or error.__context__
-        await service.aclose()
+        await weaver_client.aclose()
 
 
 async def test_malformed_response_is_retried_then_raised(server: ScriptedServer) -> None:
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_response(200, "<html>a proxy")
-        await run_optim_step(access, service, client)
+        await run_optim_step(access, weaver_client, training_client)
         for _ in range(3):
-            server.add_response(200, {"no": "id"})
+            server.add_response(200, {"unexpected": "field"})
         with pytest.raises(WeaverError, match="malformed response") as caught:
-            await run_optim_step(access, service, client)
+            await run_optim_step(access, weaver_client, training_client)
         assert caught.value.kind == "broken"
-        await service.aclose()
-    assert server.seq_ids() == [1, 1, 2, 2, 2]
+        await weaver_client.aclose()
+    assert server.list_sequence_ids() == [1, 1, 2, 2, 2]
 
 
 async def test_results_are_polled_without_delay(server: ScriptedServer) -> None:
-    """On its own, the SDK waits half a second before the first poll."""
+    """Without this client, the SDK waits half a second before the first poll."""
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_response(200, {"id": "op", "status": "pending"})
         server.add_response(200, {"id": "op", "status": "running"})
         start = time.monotonic()
-        await run_optim_step(access, service, client)
+        await run_optim_step(access, weaver_client, training_client)
         assert time.monotonic() - start < 0.4
-        await service.aclose()
+        await weaver_client.aclose()
 
 
 @pytest.mark.parametrize(
@@ -225,16 +229,16 @@ async def test_operation_errors_are_classified(
     server: ScriptedServer, response: dict[str, object], kind: str
 ) -> None:
     async with run_server(server) as access:
-        service, client = await create_training_client(access)
+        weaver_client, training_client = await create_training_client(access)
         server.add_response(200, {"id": "op", **response})
         with pytest.raises(WeaverError) as caught:
-            await run_optim_step(access, service, client)
+            await run_optim_step(access, weaver_client, training_client)
         assert caught.value.kind == kind
         server.add_response(404, {"error": "not_found", "message": "unknown model"})
         with pytest.raises(WeaverError, match="unknown model") as caught:
-            await run_optim_step(access, service, client)
+            await run_optim_step(access, weaver_client, training_client)
         assert caught.value.kind == "lost"
-        await service.aclose()
+        await weaver_client.aclose()
 
 
 # --- samples ------------------------------------------------------------------------------------
@@ -258,8 +262,8 @@ def test_training_datum_has_the_sample_mask() -> None:
     datum = build_training_datum(make_sample(), LossConfig())
     assert datum.model_input is not None
     assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
-    sent = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
-    assert sent == {
+    loss_inputs = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}
+    assert loss_inputs == {
         "target_tokens": [2, 7, 8, 3, 9],
         "loss_mask": [0, 1, 1, 0, 1],
         "logprobs": [0, -0.5, -1, 0, -2],
@@ -268,15 +272,15 @@ def test_training_datum_has_the_sample_mask() -> None:
 
 
 def test_cross_entropy_datum_has_weights() -> None:
-    sent = build_training_datum(make_sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
-    assert sorted(sent) == ["target_tokens", "weights"]
-    assert sent["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
-    assert sent["weights"].dtype == torch.float32
-    assert sent["target_tokens"].dtype == torch.int64
+    loss_inputs = build_training_datum(make_sample(), LossConfig(name="cross_entropy")).loss_fn_inputs
+    assert sorted(loss_inputs) == ["target_tokens", "weights"]
+    assert loss_inputs["weights"].tolist() == [0, 0.25, 0, 0, 0.5]
+    assert loss_inputs["weights"].dtype == torch.float32
+    assert loss_inputs["target_tokens"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("wrap", [lambda r: r, lambda r: {"result": r}], ids=["direct", "wrapped"])
-def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> None:
+def test_direct_and_wrapped_responses_are_parsed(wrap: Callable[[object], object]) -> None:
     data = [build_forward_datum(make_sample())]
     response = wrap({"loss_fn_outputs": [{"logprobs": {"data": [-1, -2, -3, -4, -5], "dtype": "float32"}}]})
     assert extract_logprobs(data, response)[0].tolist() == [-1, -2, -3, -4, -5]
@@ -294,6 +298,6 @@ def test_both_response_shapes_are_parsed(wrap: Callable[[object], object]) -> No
         {"loss_fn_outputs": [{"logprobs": "invalid"}]},
     ],
 )
-def test_mismatched_response_is_rejected(response: object) -> None:
+def test_response_without_matching_logprobs_is_rejected(response: object) -> None:
     with pytest.raises(WeaverError, match="malformed response"):
         extract_logprobs([build_forward_datum(make_sample())], response)

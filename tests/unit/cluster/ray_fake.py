@@ -89,12 +89,12 @@ class FakeDirectory(EndpointDirectory):
     """An endpoint directory without a store."""
 
     def __init__(self) -> None:
-        self.leases = 1
+        self.last_lease = 1
         self.registered: list[str] = []
 
     async def take_lease(self, name: str) -> str:
-        self.leases += 1
-        return str(self.leases)
+        self.last_lease += 1
+        return str(self.last_lease)
 
     async def register(self, role: RoleHandle) -> None:
         self.registered.append(role.name)

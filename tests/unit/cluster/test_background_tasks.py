@@ -1,4 +1,4 @@
-"""An exception in a role's background task stops the role or is logged."""
+"""Tests that an exception in a role's background task stops the role or is logged."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TOKEN = "t"
 
 
 class FullStore(SqliteStore):
-    """A store that raises when SCORING groups are listed, which the trainer's rollout watcher does."""
+    """A store that raises StoreFull when SCORING groups are listed, as the trainer's rollout watcher does."""
 
     async def groups(self, *arguments: Any, **options: Any) -> Any:
         if GroupStatus.SCORING in arguments:
@@ -43,7 +43,7 @@ class FullStoreContext(RoleContext):
 
 @pytest.fixture
 async def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoleContext]:
-    """The trainer's context in a run with a working engine and a finished rollout."""
+    """The trainer's context in a run with a working engine, a finished rollout and a full store."""
     monkeypatch.setenv(ENGINE_TOKEN_ENV, TOKEN)
     model = make_tiny_model(tmp_path / "model")
     folder = RunFolder(tmp_path / "run")
@@ -69,7 +69,7 @@ async def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     await store.close()
 
 
-async def test_trainer_whose_rollout_watcher_fails_ends_with_its_error(context: RoleContext) -> None:
+async def test_trainer_with_a_failing_rollout_watcher_raises_its_error(context: RoleContext) -> None:
     with pytest.raises(StoreFull, match="the disk is full"):
         await asyncio.wait_for(run_trainer(context), 30)
 

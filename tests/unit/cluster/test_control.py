@@ -1,4 +1,4 @@
-"""Tests for controlling single roles. Each role is a small shell script in place of the interpreter."""
+"""Tests for controlling individual roles. Each role is a small shell script in place of the interpreter."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["script"]
 TRAPS = (
     "trap 'echo drained >> $FOLDER/output; exit 0' USR1; trap 'echo stopped >> $FOLDER/output; exit 0' TERM"
 )
-WAIT = "echo up >> $FOLDER/output; while :; do sleep 0.02; done"
+REPORT_AND_WAIT = "echo up >> $FOLDER/output; while :; do sleep 0.02; done"
 
 
 class RunHarness:
@@ -48,10 +48,11 @@ class RunHarness:
     async def request(self, do: str, name: str = "", timeout: float = 20.0) -> list[RoleStatus]:
         return await send_control_request(self.folder.control_socket, ControlRequest(do, name, timeout))  # type: ignore[arg-type]
 
-    async def state(self, name: str) -> str:
+    async def get_state(self, name: str) -> str:
         return next(row.state for row in await self.request("list") if row.name == name)
 
-    def output(self) -> list[str]:
+    def read_output(self) -> list[str]:
+        """Return the words that the scripts have written."""
         path = self.folder.path.parent / "output"
         return path.read_text().split() if path.exists() else []
 
@@ -71,15 +72,17 @@ async def harness(tmp_path: Path) -> AsyncGenerator[RunHarness]:
     await store.close()
 
 
-async def start(harness: RunHarness, script: Script, name: str = "rollout", body: str = WAIT) -> None:
+async def start_role(
+    harness: RunHarness, script: Script, name: str = "rollout", body: str = REPORT_AND_WAIT
+) -> None:
     await harness.cluster.start(name, python=script(f"{TRAPS}\n{body}"))
-    await wait_until(lambda: "up" in harness.output())
+    await wait_until(lambda: "up" in harness.read_output())
 
 
 async def test_drained_role_can_be_started_while_its_exit_is_awaited(
     harness: RunHarness, script: Script
 ) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     (row,) = await harness.request("drain", "rollout")
     assert (row.name, row.state, row.pid) == ("rollout", "stopped", 0)
@@ -87,46 +90,46 @@ async def test_drained_role_can_be_started_while_its_exit_is_awaited(
     assert not waiting.done(), "the exit of a drained role does not end the wait"
     (row,) = await harness.request("start", "rollout")
     assert row.state == "running"
-    await wait_until(lambda: harness.output().count("up") == 2)
-    assert harness.output() == ["up", "drained", "up"]
+    await wait_until(lambda: harness.read_output().count("up") == 2)
+    assert harness.read_output() == ["up", "drained", "up"]
     await harness.cluster.stop("rollout")
     assert await asyncio.wait_for(waiting, 5) == 0, "the wait ends, because this exit was not requested"
 
 
 async def test_restart_drains_the_role_first(harness: RunHarness, script: Script) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     (row,) = await harness.request("restart", "rollout")
     assert row.state == "running"
-    await wait_until(lambda: harness.output() == ["up", "drained", "up"])
+    await wait_until(lambda: harness.read_output() == ["up", "drained", "up"])
     assert not waiting.done()
     waiting.cancel()
 
 
 async def test_role_that_does_not_drain_in_time_is_stopped(harness: RunHarness, script: Script) -> None:
     await harness.cluster.start(
-        "rollout", python=script(f"{TRAPS}; trap '' USR1; echo up >> $FOLDER/output; {WAIT}")
+        "rollout", python=script(f"{TRAPS}; trap '' USR1; echo up >> $FOLDER/output; {REPORT_AND_WAIT}")
     )
-    await wait_until(lambda: "up" in harness.output())
+    await wait_until(lambda: "up" in harness.read_output())
     request = asyncio.create_task(harness.request("drain", "rollout", timeout=1.0))
     await wait_until(lambda: "draining rollout" in harness.log)
-    assert await harness.state("rollout") == "draining", "other requests are answered during the drain"
+    assert await harness.get_state("rollout") == "draining", "other requests are handled during the drain"
     with pytest.raises(InstarError, match="rollout is already draining"):
         await harness.request("restart", "rollout")
     (row,) = await request
     assert row.state == "stopped"
-    assert harness.output()[-1] == "stopped"
+    assert harness.read_output()[-1] == "stopped"
     assert any("is still draining after 1 s" in line for line in harness.log)
 
 
 async def test_stop_request_stops_the_role(harness: RunHarness, script: Script) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     (row,) = await harness.request("stop", "rollout")
-    assert (row.state, harness.output()) == ("stopped", ["up", "stopped"])
+    assert (row.state, harness.read_output()) == ("stopped", ["up", "stopped"])
 
 
 async def test_ending_run_releases_waiters_and_rejects_starts(harness: RunHarness, script: Script) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     await harness.request("stop", "rollout")
     harness.control.release_all()
@@ -136,8 +139,8 @@ async def test_ending_run_releases_waiters_and_rejects_starts(harness: RunHarnes
 
 
 async def test_ending_run_releases_a_role_that_is_draining(harness: RunHarness, script: Script) -> None:
-    body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {WAIT}"
-    await start(harness, script, name="trainer", body=body)
+    body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {REPORT_AND_WAIT}"
+    await start_role(harness, script, name="trainer", body=body)
     waiting = asyncio.create_task(harness.control.wait_for_exit("trainer"))
     request = asyncio.create_task(harness.request("drain", "trainer", timeout=0.5))
     await wait_until(lambda: "draining trainer" in harness.log)
@@ -148,7 +151,7 @@ async def test_ending_run_releases_a_role_that_is_draining(harness: RunHarness, 
 
 
 async def test_role_retired_while_draining_is_not_started_again(harness: RunHarness, script: Script) -> None:
-    await start(harness, script, body=f"trap '' USR1; {WAIT}")
+    await start_role(harness, script, body=f"trap '' USR1; {REPORT_AND_WAIT}")
     request = asyncio.create_task(harness.request("restart", "rollout"))
     await wait_until(lambda: "draining rollout" in harness.log)
     harness.control.retire("rollout")
@@ -159,13 +162,13 @@ async def test_role_retired_while_draining_is_not_started_again(harness: RunHarn
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
         "the wait for the next process ends"
     )
-    assert harness.output().count("up") == 1
+    assert harness.read_output().count("up") == 1
 
 
 async def test_role_retired_while_stopped_does_not_block_its_successor(
     harness: RunHarness, script: Script
 ) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     await harness.request("stop", "rollout")
     harness.control.retire("rollout")
     with pytest.raises(InstarError, match="it has finished its work"):
@@ -175,7 +178,7 @@ async def test_role_retired_while_stopped_does_not_block_its_successor(
 
 
 async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, script: Script) -> None:
-    await start(harness, script, body=f"trap 'exit 0' USR2; {WAIT}")
+    await start_role(harness, script, body=f"trap 'exit 0' USR2; {REPORT_AND_WAIT}")
     await harness.request("stop", "rollout")
     results = await asyncio.gather(
         *(harness.request("start", "rollout") for _ in range(2)), return_exceptions=True
@@ -183,29 +186,29 @@ async def test_concurrent_starts_of_a_role_reject_one(harness: RunHarness, scrip
     assert [str(result) for result in results if isinstance(result, InstarError)] == [
         "rollout is already starting"
     ]
-    await wait_until(lambda: harness.output().count("up") == 2)
+    await wait_until(lambda: harness.read_output().count("up") == 2)
     child = harness.cluster.roles["rollout"]
     assert child.process is not None
     os.kill(child.process.pid, signal.SIGUSR2)
     assert await asyncio.wait_for(harness.control.wait_for_exit("rollout"), 60) == 0, (
-        "a process that exits with 0 is done"
+        "an exit with code 0 ends the wait"
     )
 
 
 async def test_restart_of_a_role_that_cannot_start_returns_the_error(
     harness: RunHarness, script: Script
 ) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     harness.cluster.roles["rollout"].argv = ["/missing/python"]
     with pytest.raises(InstarError, match="rollout cannot be started"):
         await harness.request("restart", "rollout")
-    assert await harness.state("rollout") == "stopped"
+    assert await harness.get_state("rollout") == "stopped"
 
 
 async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
     harness: RunHarness, script: Script
 ) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     await harness.request("stop", "rollout")
     await harness.cluster.start("engine", python=script("echo the cause; exit 70"))
@@ -223,19 +226,19 @@ async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
 async def test_invalid_request_returns_the_reason(
     harness: RunHarness, script: Script, do: str, name: str, message: str
 ) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     with pytest.raises(InstarError, match=message):
         await harness.request(do, name)
 
 
 async def test_drain_of_a_stopped_role_is_rejected(harness: RunHarness, script: Script) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     await harness.request("stop", "rollout")
     with pytest.raises(InstarError, match="rollout is not running"):
         await harness.request("drain", "rollout")
 
 
-async def test_control_socket_is_private_and_answers_invalid_requests(
+async def test_control_socket_is_private_and_reports_invalid_requests(
     harness: RunHarness, script: Script
 ) -> None:
     mode = stat.S_IMODE(harness.folder.control_socket.stat().st_mode)
@@ -248,7 +251,7 @@ async def test_control_socket_is_private_and_answers_invalid_requests(
 
 
 async def test_list_request_returns_registered_endpoints(harness: RunHarness, script: Script) -> None:
-    await start(harness, script)
+    await start_role(harness, script)
     await harness.control._store.put_endpoint(Endpoint("run", "rollout", "rollout", "", 123, "sampling", "x"))
     (row,) = await harness.request("list")
     assert (row.role, row.state, row.pid, row.doing) == ("rollout", "running", 123, "sampling")
@@ -262,9 +265,9 @@ async def test_control_socket_with_a_long_path_is_a_symlink(tmp_path: Path, harn
     async with serve_control_socket(harness.control, path):
         assert path.is_symlink()
         assert await send_control_request(path, ControlRequest("list")) == []
-        private = path.resolve().parent
+        socket_folder = path.resolve().parent
     assert not path.is_symlink()
-    assert not private.exists()
+    assert not socket_folder.exists()
 
 
 async def test_control_request_without_a_socket_raises_file_not_found(

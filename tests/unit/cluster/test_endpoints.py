@@ -1,4 +1,4 @@
-"""Roles that move to a different address are found through the store."""
+"""Tests that engines which move to a different address are found through the store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_handle(url: str, name: str = "engine-0") -> RoleHandle:
 async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     engines = EngineConnections(directory, TOKEN)
-    with pytest.raises(EngineUnavailable, match="no engine answered"):
+    with pytest.raises(EngineUnavailable, match="no engine responded"):
         await engines.wait_for_first(timeout=0.1)
     async with (
         serve_engine(create_scripted_engine(tiny), TOKEN) as first_url,
@@ -50,27 +50,27 @@ async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store
         (first,) = await engines.wait_for_first(5)
         assert await engines.list_current() == [first], "a connection is kept"
         await directory.register(make_handle("http://127.0.0.1:9", "engine-1"))
-        assert await engines.list_current() == [first], "an engine that has not answered yet is excluded"
+        assert await engines.list_current() == [first], "an engine that has not responded yet is excluded"
         await directory.register(make_handle(second_url))
         (moved,) = await engines.list_current()
         assert moved is not first
         assert (await moved.status()).version == 0
-    assert await engines.list_current() == [moved], "an engine that stopped answering is kept"
+    assert await engines.list_current() == [moved], "an engine that stopped responding is kept"
     await engines.close()
 
 
-async def test_engine_connections_skip_a_silent_engine_unless_all_are_silent(
+async def test_engine_connections_skip_an_unresponsive_engine_unless_all_are_unresponsive(
     store: Store, tiny: Path
 ) -> None:
     directory = EndpointDirectory(store, "run")
-    engines = EngineConnections(directory, TOKEN, skip_silent=True)
+    engines = EngineConnections(directory, TOKEN, skip_unresponsive=True)
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
         async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
             await directory.register(make_handle(first_url))
             await directory.register(make_handle(second_url, "engine-1"))
             first, second = await engines.list_current()
         assert await engines.list_current() == [first]
-    assert await engines.list_current() == [first, second], "if none answers, all are kept"
+    assert await engines.list_current() == [first, second], "if none responds, all are kept"
     await engines.close()
 
 
@@ -84,7 +84,7 @@ async def can_generate(engine: Engine) -> bool:
 async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     pool = DiscoveredEnginePool(directory, TOKEN)
-    starting = asyncio.create_task(pool.start(10))
+    starting = asyncio.create_task(pool.connect(10))
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
         await directory.register(make_handle(first_url))
         await starting
@@ -93,7 +93,7 @@ async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
         await directory.register(make_handle(second_url))
         async with asyncio.timeout(10):
-            while not await can_generate(pool):  # noqa: ASYNC110 - the pool sets no event
+            while not await can_generate(pool):  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.05)
         assert len(pool.members) == 1
         following.cancel()

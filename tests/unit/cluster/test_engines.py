@@ -1,4 +1,4 @@
-"""A run with two engines keeps serving when one of them is killed."""
+"""Tests for runs with several engines: restarts, names, rejected types and shared cores."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ async def send_chat(http: httpx.AsyncClient, text: str) -> None:
     assert response.json()["choices"][0]["message"]["content"] == "fine, thank you"
 
 
-async def wait_until(condition: Callable[[], Awaitable[bool]], seconds: float = 90) -> None:
-    async with asyncio.timeout(seconds):
+async def wait_until(condition: Callable[[], Awaitable[bool]], timeout_seconds: float = 90) -> None:
+    async with asyncio.timeout(timeout_seconds):
         while not await condition():  # noqa: ASYNC110 - waits for another process
             await asyncio.sleep(0.05)
 
@@ -64,7 +64,8 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
     first, second = [await RemoteEngine.connect(url, run.engine_token) for url in run.engine_urls]
     request_count = 0
 
-    async def both_answer() -> bool:
+    async def have_both_generated() -> bool:
+        """Send four requests, and return True if both engines have generated tokens."""
         nonlocal request_count
         for _ in range(4):
             request_count += 1
@@ -74,14 +75,14 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
 
     headers = {"Authorization": f"Bearer {run.admin_key}"}
     async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
-        await wait_until(both_answer)
+        await wait_until(have_both_generated)
         role = run.cluster.roles["engine-0"]
         assert isinstance(role, ChildProcess)
         assert role.process is not None
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):
             await send_chat(http, f"and you, {n}?")
-        await wait_until(both_answer)  # the new process has generated no tokens
+        await wait_until(have_both_generated)  # the new process starts without generated tokens
         assert role.restarts == 1
     endpoints = await run.store.endpoints(run.run_id)
     urls = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}
@@ -90,7 +91,7 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
     status = await engine_status(run)
     assert status is not None
     statuses = [await first.status(), await second.status()]
-    assert status.generated_tokens == sum(each.generated_tokens for each in statuses)
+    assert status.generated_tokens == sum(engine.generated_tokens for engine in statuses)
     await first.close()
     await second.close()
 
@@ -116,16 +117,16 @@ async def test_train_with_an_upstream_engine_is_rejected(tmp_path: Path) -> None
 async def test_share_cores_divides_the_cores_among_engines(tmp_path: Path, mode: str) -> None:
     config = RunConfig.model_validate({"trainer": {"mode": mode}, "store": {"path": str(tmp_path / "s.db")}})
     store = open_store(config)
-    granted: list[int] = []
+    core_counts: list[int] = []
     cores = len(os.sched_getaffinity(0))
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await share_cores(config, store, "trainer", granted.append, process_count=2)
-    assert granted == [max(1, cores // 2)]
+            await share_cores(config, store, "trainer", core_counts.append, process_count=2)
+    assert core_counts == [max(1, cores // 2)]
     trainer = Endpoint(config.name, "trainer", "trainer", "", 1, "training", heartbeat=time.time() + 60)
     await store.put_endpoint(trainer)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.5):
-            await share_cores(config, store, "trainer", granted.append, process_count=2)
+            await share_cores(config, store, "trainer", core_counts.append, process_count=2)
     await store.close()
-    assert granted[-1] == max(1, (cores // 2 if mode == "async" else cores) // 2)
+    assert core_counts[-1] == max(1, (cores // 2 if mode == "async" else cores) // 2)

@@ -23,9 +23,9 @@ def test_lock_for_a_running_role_raises(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     lock = folder.lock("trainer")
     with pytest.raises(InstarError, match=r"the trainer of .* is already running"):
-        folder.lock("trainer", wait=0.1)
+        folder.lock("trainer", timeout=0.1)
     os.close(lock)
-    os.close(folder.lock("trainer", wait=0.1))
+    os.close(folder.lock("trainer", timeout=0.1))
 
 
 def test_folder_of_an_earlier_run_is_made_private(tmp_path: Path) -> None:
@@ -47,7 +47,8 @@ async def test_train_in_an_existing_run_folder_is_rejected(tmp_path: Path) -> No
     config = make_config(tmp_path / "run")
     RunFolder(tmp_path / "run").create(config)
     with pytest.raises(
-        ConfigError, match=r"exists\. Continue the run with --resume, or choose a different name"
+        ConfigError,
+        match=r"exists\. Continue the run with --resume, or start a new run under a different `name`",
     ):
         await train(config)
     assert not config.store_path.exists()

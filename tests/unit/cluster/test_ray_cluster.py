@@ -1,4 +1,4 @@
-"""The driver of a Ray cluster handles roles that are lost, replaced or signalled."""
+"""Tests for roles on a Ray cluster that are lost, replaced or signalled, and for a failing shutdown."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.cluster.ray.cluster import EXIT_LOST, RayCluster, RoleActor
+from instar.cluster.ray.cluster import EXIT_LOST, RayCluster, RayRole
 from instar.cluster.supervisor import LEASE_ENV
 from instar.errors import InstarError
 from tests.unit.cluster.ray_fake import FakeRay, FakeRayError, make_cluster
@@ -31,14 +31,14 @@ async def cluster(ray: FakeRay, tmp_path: Path) -> AsyncIterator[RayCluster]:
 
 async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the state sets no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.01)
 
 
-async def lose_role(ray: FakeRay, role: RoleActor) -> None:
+async def lose_role(ray: FakeRay, role: RayRole) -> None:
     """Kill the actor, and wait until the cluster has noticed the loss and is about to restart the role."""
     ray.actors[-1].alive = False
-    await wait_until(lambda: role.handle is None)
+    await wait_until(lambda: role.actor is None)
 
 
 async def test_lost_role_is_restarted_under_a_new_lease(ray: FakeRay, cluster: RayCluster) -> None:
@@ -49,33 +49,33 @@ async def test_lost_role_is_restarted_under_a_new_lease(ray: FakeRay, cluster: R
     assert not role.exit_code.done()
 
 
-@pytest.mark.parametrize("end", [RayCluster.signal, RayCluster.kill])
+@pytest.mark.parametrize("terminate", [RayCluster.signal, RayCluster.kill])
 async def test_lost_role_that_is_signalled_is_not_restarted(
-    ray: FakeRay, cluster: RayCluster, end: Callable[[RayCluster, str], None]
+    ray: FakeRay, cluster: RayCluster, terminate: Callable[[RayCluster, str], None]
 ) -> None:
     role = await cluster.start("rollout")
     await lose_role(ray, role)
-    end(cluster, "rollout")
+    terminate(cluster, "rollout")
     async with asyncio.timeout(5):
         assert await role.exit_code == EXIT_LOST
     await asyncio.sleep(0.5)
     assert len(ray.started) == 1
 
 
-@pytest.mark.parametrize("end", [RayCluster.signal, RayCluster.kill])
+@pytest.mark.parametrize("terminate", [RayCluster.signal, RayCluster.kill])
 async def test_role_signalled_during_placement_exits(
-    ray: FakeRay, cluster: RayCluster, end: Callable[[RayCluster, str], None]
+    ray: FakeRay, cluster: RayCluster, terminate: Callable[[RayCluster, str], None]
 ) -> None:
     role = await cluster.start("rollout")
 
-    async def end_during_start() -> None:
-        end(cluster, "rollout")
+    async def terminate_during_start() -> None:
+        terminate(cluster, "rollout")
 
-    ray.on_start = end_during_start
+    ray.on_start = terminate_during_start
     await lose_role(ray, role)
     async with asyncio.timeout(5):
         assert await role.exit_code == EXIT_LOST
-    await wait_until(lambda: role.handle is None)
+    await wait_until(lambda: role.actor is None)
     assert not ray.actors[1].alive
     assert len(ray.started) == 2
     ray.on_start = lambda: asyncio.sleep(0)

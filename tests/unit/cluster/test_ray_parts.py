@@ -1,4 +1,4 @@
-"""The parts of Ray runs that need no cluster: placement, environment, metrics and addresses."""
+"""Tests for the parts of Ray runs that need no cluster: placement, environment, metrics and addresses."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from instar.config import PlacementConfig, RunConfig
 from instar.errors import ConfigError
 
 
-def make_config(**changes: Any) -> RunConfig:
-    return RunConfig.model_validate({"cluster": {"type": "ray"}, **changes})
+def make_config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"cluster": {"type": "ray"}, **sections})
 
 
 def make_node(**resources: float) -> ClusterNode:
     return ClusterNode("id", "10.0.0.1", resources)
 
 
-def get_placement(role: str, run: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
-    placement = plan_placement(role, run, nodes)
+def plan_cpus_and_gpus(role: str, config: RunConfig, *nodes: ClusterNode) -> tuple[float, float]:
+    placement = plan_placement(role, config, nodes)
     return placement.cpus, placement.gpus
 
 
@@ -38,50 +38,50 @@ def test_parse_nodes_skips_dead_nodes() -> None:
 
 def test_placement_follows_the_config() -> None:
     placement = {"engine": {"cpus": 3, "gpus": 2, "resources": {"big": 1}}}
-    run = make_config(cluster={"type": "ray", "placement": placement})
-    assert plan_placement("engine", run, [make_node(CPU=64, GPU=8)]).resources == {"big": 1}
-    assert get_placement("engine", run, make_node(CPU=64, GPU=8)) == (3, 2)
+    config = make_config(cluster={"type": "ray", "placement": placement})
+    assert plan_placement("engine", config, [make_node(CPU=64, GPU=8)]).resources == {"big": 1}
+    assert plan_cpus_and_gpus("engine", config, make_node(CPU=64, GPU=8)) == (3, 2)
 
 
 def test_placement_with_enough_resources_gives_a_core_and_a_gpu() -> None:
-    run = make_config(engine={"type": "local", "count": 2})
+    config = make_config(engine={"type": "local", "count": 2})
     large_nodes = [make_node(CPU=32, GPU=2), make_node(CPU=32, GPU=2)]
-    assert get_placement("engine", run, *large_nodes) == (1, 1)
-    assert get_placement("trainer", run, *large_nodes) == (1, 1)
-    assert get_placement("gateway", run, *large_nodes) == (1, 0)
+    assert plan_cpus_and_gpus("engine", config, *large_nodes) == (1, 1)
+    assert plan_cpus_and_gpus("trainer", config, *large_nodes) == (1, 1)
+    assert plan_cpus_and_gpus("gateway", config, *large_nodes) == (1, 0)
 
 
 def test_placement_with_scarce_resources_shares_them() -> None:
-    run = make_config(engine={"type": "vllm", "count": 1})
-    assert get_placement("engine", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert get_placement("trainer", run, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
-    assert get_placement("engine", run, make_node(CPU=2)) == (0.25, 0)
-    tensor_parallel_run = make_config(engine={"type": "vllm", "tensor_parallel": 4})
-    assert get_placement("engine", tensor_parallel_run, make_node(CPU=64, GPU=8)) == (1, 4)
+    config = make_config(engine={"type": "vllm", "count": 1})
+    assert plan_cpus_and_gpus("engine", config, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert plan_cpus_and_gpus("trainer", config, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
+    assert plan_cpus_and_gpus("engine", config, make_node(CPU=2)) == (0.25, 0)
+    tensor_parallel_config = make_config(engine={"type": "vllm", "tensor_parallel": 4})
+    assert plan_cpus_and_gpus("engine", tensor_parallel_config, make_node(CPU=64, GPU=8)) == (1, 4)
 
 
 def test_check_capacity_without_a_fitting_node_names_the_setting() -> None:
     placement = PlacementConfig(cpus=1, resources={"fast": 1})
     check_capacity("engine", placement, [make_node(CPU=1), make_node(CPU=1, fast=1)])
-    with pytest.raises(ConfigError, match=r"cluster\.placement\.engine: no node .* has CPU: 1, fast: 1"):
+    with pytest.raises(ConfigError, match=r"cluster\.placement\.engine: no node has CPU: 1, fast: 1"):
         check_capacity("engine", placement, [make_node(CPU=1), make_node(CPU=0.5, fast=1)])
 
 
 def test_forwarded_env_contains_only_configured_variables() -> None:
-    run = make_config(
+    config = make_config(
         cluster={"type": "ray", "env": ["MINE"]},
         store={"type": "postgres", "password_env": "PG_PASSWORD"},
         upstreams={"other": {"base_url": "http://x", "api_key_env": "OTHER_KEY"}},
     )
     names = ("PYTHONPATH", "CUDA_HOME", "MINE", "PG_PASSWORD", "OTHER_KEY", "HOME", "AWS_SECRET_ACCESS_KEY")
     environment = {name: f"value of {name}" for name in names}
-    forwarded = forwarded_env(run, environment, frozenset({"OTHER_KEY"}))
+    forwarded = forwarded_env(config, environment, frozenset({"OTHER_KEY"}))
     assert forwarded == {name: environment[name] for name in sorted(names[:4])}
 
 
 def test_forwarded_env_contains_the_store_password() -> None:
-    run = make_config(store={"type": "postgres", "url": "postgresql://u@h/db"})
-    assert forwarded_env(run, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
+    config = make_config(store={"type": "postgres", "url": "postgresql://u@h/db"})
+    assert forwarded_env(config, {"PGPASSWORD": "x"}, frozenset()) == {"PGPASSWORD": "x"}
 
 
 def test_role_spec_repr_hides_secrets() -> None:
@@ -111,14 +111,15 @@ async def test_metrics_mirror_copies_each_line_once(tmp_path: Path) -> None:
     await fetch_all(mirror)
     remote_files["b"] += b": 3}\n"
     await fetch_all(mirror)
-    await fetch_all(MetricsMirror(tmp_path))  # as after a restart of the driver
+    await fetch_all(MetricsMirror(tmp_path))  # a restarted driver
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert sorted(lines) == ['{"m": 1}', '{"n": 1}', '{"n": 2}', '{"n": 3}']
 
 
 @pytest.mark.parametrize(
-    ("address", "reason"), [("127.0.0.1:1", "no Ray cluster answers"), ("ray://h:1", "a Ray client address")]
+    ("address", "reason"),
+    [("127.0.0.1:1", "cannot reach a Ray cluster"), ("ray://h:1", "a Ray client address")],
 )
-async def test_connect_without_a_cluster_at_the_address_is_rejected(address: str, reason: str) -> None:
+async def test_connect_to_an_unusable_address_is_rejected(address: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster\.address: .*{reason}"):
         await connect(address)

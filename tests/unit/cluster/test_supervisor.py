@@ -43,8 +43,8 @@ async def supervisor(tmp_path: Path) -> AsyncGenerator[Supervisor]:
     await supervisor.close()
 
 
-async def wait_until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
+async def wait_until(condition: Callable[[], bool], timeout_seconds: float = 10) -> None:
+    async with asyncio.timeout(timeout_seconds):
         while not condition():  # noqa: ASYNC110 - waits for another process
             await asyncio.sleep(0.01)
 
@@ -87,11 +87,11 @@ async def test_role_signalled_while_down_is_not_restarted(
 ) -> None:
     role = await supervisor.start("trainer", python=script("echo x >> $FOLDER/starts; exit 1"))
     await wait_until(lambda: role.restarts == 2)
-    started = (tmp_path / "starts").read_text()
+    starts_before = (tmp_path / "starts").read_text()
     supervisor.signal("trainer")
     async with asyncio.timeout(5):
         assert await supervisor.wait("trainer") == 1
-    assert (tmp_path / "starts").read_text() == started
+    assert (tmp_path / "starts").read_text() == starts_before
 
 
 async def test_role_that_does_not_stop_is_killed_with_its_children(
@@ -99,13 +99,13 @@ async def test_role_that_does_not_stop_is_killed_with_its_children(
 ) -> None:
     program = script("trap '' TERM; sleep 60 & echo $! > $FOLDER/child; while :; do sleep 0.05; done")
     role = await supervisor.start("gateway", python=program)
-    child = tmp_path / "child"
-    await wait_until(lambda: child.exists() and child.read_text() != "")
+    child_pid_file = tmp_path / "child"
+    await wait_until(lambda: child_pid_file.exists() and child_pid_file.read_text() != "")
     started_at = time.monotonic()
     await supervisor.stop("gateway", timeout=0.3)
     assert time.monotonic() - started_at < 3
     assert await role.exit_code == -signal.SIGKILL
-    await wait_until(lambda: not is_alive(int(child.read_text())))
+    await wait_until(lambda: not is_alive(int(child_pid_file.read_text())))
 
 
 async def test_restarted_role_gets_the_same_socket(
@@ -129,16 +129,16 @@ async def test_requested_restart_is_not_counted_as_a_failure(
     program = script("echo x >> $FOLDER/starts; trap 'echo x >> $FOLDER/ends; exit 3' TERM; sleep 60 & wait")
     role = await supervisor.start("gateway", python=program)
     starts, ends = tmp_path / "starts", tmp_path / "ends"
-    for times in (1, 2):
-        await wait_until(lambda: starts.exists() and starts.read_text() == times * "x\n")  # noqa: B023 - awaited
-        await asyncio.sleep(0.1)  # the trap is set
+    for count in (1, 2):
+        await wait_until(lambda: starts.exists() and starts.read_text() == count * "x\n")  # noqa: B023 - awaited
+        await asyncio.sleep(0.1)  # until the script has set its trap
         await supervisor.restart("gateway")
-        assert ends.read_text() == times * "x\n"
+        assert ends.read_text() == count * "x\n"
     assert (role.restarts, role.exit_code.done()) == (0, False)
     await wait_until(lambda: starts.read_text() == 3 * "x\n")
     await supervisor.stop("gateway")
     assert role.exit_code.done()
-    await supervisor.restart("gateway")  # also after the role has exited
+    await supervisor.restart("gateway")  # works even after the role has exited
     await wait_until(lambda: starts.read_text() == 4 * "x\n")
     assert not role.exit_code.done()
 
@@ -150,13 +150,13 @@ async def test_restart_kills_a_role_that_does_not_stop(
     await supervisor.start("engine", python=program)
     starts = tmp_path / "starts"
     await wait_until(lambda: starts.exists() and starts.read_text() != "")
-    first = int(starts.read_text())
+    first_pid = int(starts.read_text())
     await supervisor.restart("engine", timeout=0.3)
     await wait_until(lambda: len(starts.read_text().split()) == 2)
-    assert not is_alive(first)
+    assert not is_alive(first_pid)
 
 
-async def test_role_that_cannot_be_started_has_ended(supervisor: Supervisor, script: Script) -> None:
+async def test_role_that_cannot_be_started_can_be_stopped(supervisor: Supervisor, script: Script) -> None:
     with pytest.raises(InstarError, match=r"engine cannot be started: .*missing/python"):
         await supervisor.start("engine", python="/missing/python")
     role = await supervisor.start("trainer", python=script("exit 0"))
@@ -170,7 +170,7 @@ async def test_role_that_cannot_be_started_has_ended(supervisor: Supervisor, scr
         await supervisor.stop("trainer")
 
 
-async def test_role_whose_start_is_cancelled_has_ended(supervisor: Supervisor, script: Script) -> None:
+async def test_role_whose_start_is_cancelled_can_be_stopped(supervisor: Supervisor, script: Script) -> None:
     starting = asyncio.create_task(supervisor.start("engine", python=script("exec sleep 60")))
     await asyncio.sleep(0)
     starting.cancel()
@@ -196,10 +196,12 @@ async def test_unrequested_exit_restarts_the_role(
     assert await child.exit_code == 0, "a requested exit is a success"
 
 
-async def test_signal_before_the_role_handles_it_is_a_success(supervisor: Supervisor, script: Script) -> None:
-    for number in (signal.SIGTERM, DRAIN_SIGNAL):
+async def test_signal_before_the_role_handles_it_gives_exit_code_0(
+    supervisor: Supervisor, script: Script
+) -> None:
+    for signal_number in (signal.SIGTERM, DRAIN_SIGNAL):
         child = await supervisor.start("trainer", python=script("exec sleep 60"))
-        supervisor.signal("trainer", number)
+        supervisor.signal("trainer", signal_number)
         async with asyncio.timeout(10):
             assert await child.exit_code == 0
 
@@ -217,9 +219,9 @@ class InterruptedSupervisor(Supervisor):
         await spawning
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, DRAIN_SIGNAL, signal.SIGKILL])
+@pytest.mark.parametrize("signal_number", [signal.SIGTERM, DRAIN_SIGNAL, signal.SIGKILL])
 async def test_signal_during_a_restart_reaches_the_new_process(
-    supervisor: Supervisor, script: Script, tmp_path: Path, number: signal.Signals
+    supervisor: Supervisor, script: Script, tmp_path: Path, signal_number: signal.Signals
 ) -> None:
     interrupted = InterruptedSupervisor(supervisor.folder, log=print)
     # The first process exits after the callback below is set; the second process keeps running.
@@ -230,8 +232,8 @@ async def test_signal_during_a_restart_reaches_the_new_process(
     child = await interrupted.start("rollout", python=program)
     interrupted.on_spawn = (
         (lambda: interrupted.kill("rollout"))
-        if number == signal.SIGKILL
-        else (lambda: interrupted.signal("rollout", number))
+        if signal_number == signal.SIGKILL
+        else (lambda: interrupted.signal("rollout", signal_number))
     )
     (tmp_path / "exit").touch()
     async with asyncio.timeout(60):
@@ -243,7 +245,7 @@ async def test_signal_during_a_restart_reaches_the_new_process(
 def test_open_listener_on_a_used_port_names_the_setting() -> None:
     listener = open_listener("127.0.0.1", 0)
     port = int(listener_url(listener).rsplit(":", 1)[1])
-    with pytest.raises(InstarError, match=f"cannot listen on 127.0.0.1:{port}.*check gateway.port"):
+    with pytest.raises(InstarError, match=f"cannot listen on 127.0.0.1:{port}.*check gateway.host and"):
         open_listener("127.0.0.1", port)
     listener.close()
 

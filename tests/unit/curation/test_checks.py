@@ -39,9 +39,9 @@ def test_group_checks_report_identical_outputs_and_rewards() -> None:
     summaries += [make_summary(f"b{n}", group="b", reward=float(n)) for n in range(4)]
     (identical,) = checks.find_identical(summaries, LIMITS)
     assert (identical.session_ids, identical.numbers) == (("a0", "a1", "a2"), {"share": 0.75})
-    (flat,) = checks.find_zero_signal(summaries, LIMITS)
-    assert flat.session_ids == ("a0", "a1", "a2", "a3")
-    assert flat.numbers["reward"] == 1.0
+    (zero_signal,) = checks.find_zero_signal(summaries, LIMITS)
+    assert zero_signal.session_ids == ("a0", "a1", "a2", "a3")
+    assert zero_signal.numbers["reward"] == 1.0
 
 
 def test_find_length_drift_reports_outputs_that_grow_over_versions() -> None:

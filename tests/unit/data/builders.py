@@ -47,7 +47,7 @@ def make_call(
     **fields: Any,
 ) -> Call:
     """Return a call whose logprobs are -0.01 × token id. ``prompt`` continues the parent's tokens, if any."""
-    before = parent.sequence.tolist() if parent else []
+    parent_ids = parent.sequence.tolist() if parent else []
     defaults: dict[str, Any] = {
         "logprobs": np.array([-0.01 * token for token in sampled], np.float32),
         "versions": np.full(len(sampled), version, np.int32),
@@ -64,7 +64,7 @@ def make_call(
         agent_id="default",
         policy_id=RUN,
         request_id=call_id,
-        prompt_ids=np.array([*before, *prompt], np.int32),
+        prompt_ids=np.array([*parent_ids, *prompt], np.int32),
         sampled_ids=np.array(sampled, np.int32),
         **{**defaults, **fields},
     )
@@ -93,15 +93,15 @@ async def add_session(
     version: int = 0,
     attempt: int = 0,
     status: SessionStatus = SessionStatus.COMPLETED,
-    calls: int = 1,
+    call_count: int = 1,
     source: RewardSource = RewardSource.RULE,
 ) -> str:
-    """Add an ended session of ``calls`` turns with two sampled tokens each, and return its id."""
+    """Add an ended session of ``call_count`` calls with two sampled tokens each, and return its id."""
     session_id = f"{group_id}:{slot}.{attempt}"
     session = make_session(session_id, group_id=group_id, slot=slot, attempt=attempt)
     await store.open_session(session)
     call: Call | None = None
-    for turn in range(calls):
+    for turn in range(call_count):
         call = make_call(
             f"{session_id}#{turn}",
             [1, 2 + turn],
@@ -126,6 +126,7 @@ async def add_group(
     status: GroupStatus = GroupStatus.READY,
     reason: str | None = None,
 ) -> str:
+    """Add a group with a session per reward, close it unless ``status`` is OPEN, and return its id."""
     group_id = f"{RUN}/train/{index:06d}"
     size = max(len(rewards), 4)  # leaves room for sessions that a test adds
     group = Group(group_id, RUN, Channel.TRAIN, index, size, Task(f"t{index}", {}))

@@ -98,7 +98,7 @@ def test_truncated_sampling_is_reweighted() -> None:
 
 def test_tokens_without_logprobs_are_not_reweighted() -> None:
     tempered = make_call("a", [1], [2], behavior_logprobs=np.array([-0.02 + np.log(0.5)], np.float32))
-    bare = make_call("b", [4], [5], parent=tempered, logprobs=np.array([np.nan], np.float32))
-    (sample,) = linearize(make_session(), [tempered, bare], requires_logprobs=False)
+    without_logprob = make_call("b", [4], [5], parent=tempered, logprobs=np.array([np.nan], np.float32))
+    (sample,) = linearize(make_session(), [tempered, without_logprob], requires_logprobs=False)
     corrected = reweight_truncated_sampling(with_advantage(sample, 1.0))
     np.testing.assert_allclose(corrected.advantages, [0, 2.0, 0, 1.0], rtol=1e-5)

@@ -117,12 +117,14 @@ async def test_batcher_takes_remaining_groups_after_rollout_has_finished(store: 
 
 
 async def test_batcher_drops_groups_older_than_max_staleness(store: Store) -> None:
-    old = await add_group(store, 0, [1.0, 0.0], version=1)
+    old_group = await add_group(store, 0, [1.0, 0.0], version=1)
     await add_group(store, 1, [1.0, 0.0], version=2)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
     batch = await take_batch(store, batcher, version=3)
     assert {sample.group_id for sample in batch.samples} == {f"{RUN}/train/000001"}
-    assert [(c.group_id, c.reason, c.step, c.staleness) for c in batch.drops] == [(old, "stale", None, 2)] * 2
+    assert [(c.group_id, c.reason, c.step, c.staleness) for c in batch.drops] == [
+        (old_group, "stale", None, 2)
+    ] * 2
     assert batch.report["stale_dropped"] == 2
     assert batch.report["staleness_mean"] == 1.0
 
@@ -175,15 +177,15 @@ async def test_batcher_uses_failed_reward_for_failed_sessions(
 ) -> None:
     group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None, status=SessionStatus.FAILED)
-    await add_session(store, group, 3, None, status=SessionStatus.FAILED, calls=0)
+    await add_session(store, group, 3, None, status=SessionStatus.FAILED, call_count=0)
     await store.close_group(group, GroupStatus.READY)
     config = make_config(groups_per_step=1, failed_reward=failed_reward)
     batch = await take_batch(store, Batcher(store, RUN, config))
     assert len(batch.samples) == trained
     assert batch.report["failed"] == 2
-    ended = await load_outcomes(store)
-    assert ended[f"{group}/2/0"] == ("failed" if failed_reward is None else "trained")
-    assert ended[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
+    outcomes = await load_outcomes(store)
+    assert outcomes[f"{group}/2/0"] == ("failed" if failed_reward is None else "trained")
+    assert outcomes[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
     if failed_reward is None:
         assert batch.report["reward_mean"] == 0.5, "excluded from the mean"
 
@@ -208,8 +210,8 @@ async def test_batcher_uses_only_the_final_session_of_a_slot(store: Store) -> No
     await store.close_group(group, GroupStatus.READY)
     batch = await take_batch(store, Batcher(store, RUN, make_config(groups_per_step=1)))
     assert [sample.session_id for sample in batch.samples] == [f"{group}:0.0", f"{group}:1.1"]
-    ended = await load_outcomes(store)
-    assert ended == {f"{group}/0/0": "trained", f"{group}/1/0": "trained", f"{group}:1.0/0": "superseded"}
+    outcomes = await load_outcomes(store)
+    assert outcomes == {f"{group}/0/0": "trained", f"{group}/1/0": "trained", f"{group}:1.0/0": "superseded"}
 
 
 async def test_batcher_drops_sessions_that_end_after_their_group_was_claimed(store: Store) -> None:
@@ -250,7 +252,7 @@ async def test_batcher_drops_groups_that_the_rollout_abandoned(store: Store) -> 
 
 async def test_call_reward_is_added_to_the_tokens_of_the_call(store: Store) -> None:
     group = await add_group(store, 0, [1.0, 1.0], status=GroupStatus.OPEN)
-    session = await add_session(store, group, 2, 1.0, calls=2)
+    session = await add_session(store, group, 2, 1.0, call_count=2)
     await store.add_rewards([Reward(session, 0.5, RewardSource.HUMAN, call_id=f"{session}#1")])
     await store.close_group(group, GroupStatus.READY)
     config = make_config(groups_per_step=1, advantage={"normalize": "none"})
@@ -294,7 +296,7 @@ async def test_batcher_drops_a_group_without_sessions_once(store: Store, weight:
 async def test_scales_equal_normalized_unit_advantages(store: Store, normalize: str) -> None:
     """A token has the same weight whether its advantage comes from the reward or is added later."""
     group = await add_group(store, 0, [1.0, -1.0], status=GroupStatus.OPEN)
-    await add_session(store, group, 2, 0.0, calls=3)
+    await add_session(store, group, 2, 0.0, call_count=3)
     await store.close_group(group, GroupStatus.READY)
     advantage = {"estimator": "grpo_no_std", "normalize": normalize, "weight": 0.5}
     batch = await take_batch(store, Batcher(store, RUN, make_config(groups_per_step=1, advantage=advantage)))
@@ -372,9 +374,9 @@ async def test_batcher_loads_only_the_groups_of_the_step(store: Store) -> None:
 async def test_report_contains_output_length_and_repetition(store: Store) -> None:
     group = await add_group(store, 0, [])
     for slot, reward in enumerate((1.0, 0.0)):
-        await add_session(store, group, slot, reward, calls=3)
-    session = await add_session(store, group, 2, 0.5, calls=3)
-    other = await add_session(store, await add_group(store, 1, []), 2, 0.5, calls=3)
+        await add_session(store, group, slot, reward, call_count=3)
+    session = await add_session(store, group, 2, 0.5, call_count=3)
+    other = await add_session(store, await add_group(store, 1, []), 2, 0.5, call_count=3)
     batch = await Batcher(store, RUN, make_config(groups_per_step=2)).preview(1, 0, 0)
     assert batch.report["output_tokens_mean"] == 6.0
     # 7 9 7 9 7 9 repeats one of its three 4-grams, and 9 9 9 9 9 9 repeats two.
@@ -382,7 +384,7 @@ async def test_report_contains_output_length_and_repetition(store: Store) -> Non
     assert batch.report["identical_share"] == 0.0, f"{session} and {other} are in different groups"
 
 
-async def test_tombstoned_versions_do_not_increase_staleness(store: Store) -> None:
+async def test_rolled_back_versions_do_not_increase_staleness(store: Store) -> None:
     """The first step published version 1, was rolled back, and was retrained as version 4."""
     await add_group(store, 0, [1.0, 0.0], version=0)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
@@ -393,7 +395,7 @@ async def test_tombstoned_versions_do_not_increase_staleness(store: Store) -> No
     assert set(batch.report["version_shares"]) == {"0"}
 
 
-async def test_tokens_of_a_tombstoned_version_have_no_negative_staleness(store: Store) -> None:
+async def test_tokens_of_a_rolled_back_version_have_no_negative_staleness(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0], version=3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
     batch = await batcher.next_batch(1, 0, 0, step_by_version={3: 3}, timeout=0.0)

@@ -39,7 +39,7 @@ def test_combiner_uses_the_most_preferred_latest_reward() -> None:
 
 def test_agent_rewards_count_only_if_configured() -> None:
     rewards = [make_reward(RewardSource.AGENT, 0.1), make_reward(RewardSource.AGENT, 1.0, call_id="c")]
-    rule = {"type": "rule", "function": "tests.unit.rewards.test_rewards:exact"}
+    rule = {"type": "rule", "function": "tests.unit.rewards.test_rewards:match_exactly"}
     assert make_combiner(reward=rule)(rewards) is None
     assert make_combiner(reward=rule).combine_calls(rewards) == {}
     assert make_combiner(reward=[rule, {"type": "agent"}])(rewards) == 0.1

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from instar.cli.config_errors import explain
 from instar.config import OffPolicyConfig, RunConfig
-from instar.data.off_policy import apply_decoupled_ppo, compute_importance
+from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics
 from instar.errors import BackendError
 from instar.types import Floats, Sample
 
@@ -51,7 +51,7 @@ def test_decoupled_ppo_matches_pure_python(
     random_samples = [make_random_sample(rng, truncated_softmax=truncated_softmax) for _ in range(3)]
     samples, scales, proximal = (list(column) for column in zip(*random_samples, strict=True))
     corrected, weighted, metrics = apply_decoupled_ppo(samples, scales, proximal, config)
-    truncated_count = dropped_count = count = 0
+    truncated_count = dropped_count = trained_count = 0
     for sample, scale, logprobs, corrected_sample, weights in zip(
         samples, scales, proximal, corrected, weighted, strict=True
     ):
@@ -60,9 +60,9 @@ def test_decoupled_ppo_matches_pure_python(
                 assert (corrected_sample.mask[i], corrected_sample.advantages[i], weights[i]) == (0, 0, 0)
                 assert math.isnan(corrected_sample.logprobs[i]), "an untrained token has no logprob"
                 continue
-            count += 1
-            source = sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
-            ratio = math.exp(float(logprobs[i]) - float(source[i]))
+            trained_count += 1
+            behavior = sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
+            ratio = math.exp(float(logprobs[i]) - float(behavior[i]))
             is_kept = drop_above is None or 1 / drop_above <= ratio <= drop_above
             weight = min(ratio, truncate or 2.0) if is_kept else 0.0
             dropped_count += not is_kept
@@ -73,7 +73,10 @@ def test_decoupled_ppo_matches_pure_python(
                 weight * float(sample.advantages[i]), rel=1e-6
             )
             assert weights[i] == pytest.approx(weight * float(scale[i]), rel=1e-6)
-    assert metrics == {"truncated": pytest.approx(truncated_count / count), "dropped_tokens": dropped_count}
+    assert metrics == {
+        "truncated": pytest.approx(truncated_count / trained_count),
+        "dropped_tokens": dropped_count,
+    }
     assert truncated_count > 0
     assert (dropped_count > 0) == (drop_above is not None)
 
@@ -98,7 +101,7 @@ def test_compute_importance_matches_pure_python() -> None:
         (other_proximal, other.logprobs, other.mask),
     ):
         ratios += [math.exp(float(a) - float(b)) for a, b, m in zip(new, old, mask, strict=True) if m]
-    metrics = compute_importance([sample, other], [proximal, other_proximal])
+    metrics = compute_importance_metrics([sample, other], [proximal, other_proximal])
     assert metrics["importance_mean"] == pytest.approx(sum(ratios) / len(ratios))
     assert metrics["importance_max"] == pytest.approx(max(ratios))
     ordered = sorted(ratios)
@@ -109,22 +112,22 @@ def test_compute_importance_matches_pure_python() -> None:
     )
     effective_count = sum(ratios) ** 2 / sum(ratio**2 for ratio in ratios)
     assert metrics["ess"] == pytest.approx(effective_count / len(ratios))
-    on_policy = compute_importance([other], [other.logprobs])
+    on_policy = compute_importance_metrics([other], [other.logprobs])
     assert on_policy["ess"] == on_policy["importance_max"] == 1.0
-    assert compute_importance([], []) == {}
+    assert compute_importance_metrics([], []) == {}
 
 
 def test_compute_importance_with_tiny_logprobs_stays_finite() -> None:
     sample, _, proximal = make_random_sample(np.random.default_rng(3), truncated_softmax=False)
     unlikely = replace(sample, logprobs=np.where(sample.mask > 0, -1e4, np.nan).astype(np.float32))
-    assert all(math.isfinite(value) for value in compute_importance([unlikely], [proximal]).values())
+    assert all(math.isfinite(value) for value in compute_importance_metrics([unlikely], [proximal]).values())
 
 
 def test_decoupled_ppo_with_missing_proximal_logprob_raises() -> None:
     sample, scale, proximal = make_random_sample(np.random.default_rng(1), truncated_softmax=False)
     missing_index = int(np.flatnonzero(sample.mask)[2])
     proximal[missing_index] = np.nan
-    with pytest.raises(BackendError, match=f"sample k: .* token {missing_index}"):
+    with pytest.raises(BackendError, match=f"sample k: .* token at index {missing_index}"):
         apply_decoupled_ppo([sample], [scale], [proximal], RECOMPUTE)
 
 
@@ -145,7 +148,7 @@ def test_decoupled_ppo_with_missing_proximal_logprob_raises() -> None:
         ({"proximal": "recompute", "truncate": 0}, "trainer.off_policy.truncate: must be greater"),
     ],
 )
-def test_off_policy_config_rejects_settings_without_effect(section: dict[str, Any], message: str) -> None:
+def test_off_policy_config_rejects_invalid_settings(section: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as raised:
         RunConfig.model_validate({"trainer": {"off_policy": section}})
     assert message in "; ".join(explain(raised.value))
@@ -156,7 +159,7 @@ def test_off_policy_config_rejects_settings_without_effect(section: dict[str, An
     [
         (
             {"loss": {"name": "cross_entropy"}, "off_policy": {"proximal": "recompute"}},
-            "trainer: off_policy.proximal: 'recompute' needs another loss, because cross_entropy has no",
+            "trainer: off_policy.proximal: 'recompute' cannot be used with cross_entropy, which has no",
         ),
         (
             {"loss_fallback": "dro", "advantage": {"normalize": "session_tokens"}},

@@ -24,7 +24,7 @@ def test_report_outputs_counts_identical_outputs_per_group() -> None:
     assert report == {"output_tokens_mean": 2.0, "output_repetition": 0.0, "identical_share": 0.4}
 
 
-def test_output_repetition_counts_repeated_runs_of_four_tokens() -> None:
+def test_output_repetition_counts_repeated_4_grams() -> None:
     report = report_outputs([[[make_sample(*[5] * 9)], [make_sample(*range(9))]]])
     assert report["output_repetition"] == (1 - 1 / 6) / 2
     assert report_outputs([[[]]]) == {}

@@ -1,4 +1,4 @@
-"""Fill a real store with every kind of data that can be exported."""
+"""Helpers that fill a real store with every kind of data that can be exported, and export it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports are complete and deterministic, and are imported unchanged."""
+"""Tests that exports are complete and deterministic, and are imported unchanged."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def assert_same_call(actual: Call, expected: Call) -> None:
             assert left == right, field.name
 
 
-async def read_all(store: Store) -> list[object]:
+async def read_all_but_calls(store: Store) -> list[object]:
+    """Return the ended sessions of the run, its groups, and the sessions' annotations."""
     rows = [row for row in await store.sessions(RUN) if row.session.status != "open"]
     session_ids = [row.session.session_id for row in rows]
     return [
@@ -70,7 +71,7 @@ async def test_import_of_an_export_restores_every_field(
     assert verify_content(tmp_path / "out") == manifest
     result = await import_sessions(target, tmp_path / "out", RUN, manifest)
     assert (result.groups, result.sessions) == (3, 8)
-    assert await read_all(target) == await read_all(store)
+    assert await read_all_but_calls(target) == await read_all_but_calls(store)
     for session_id in ("s0-0", "s2-1", "odd"):
         calls = zip(await store.calls(session_id), await target.calls(session_id), strict=True)
         for original, imported in calls:
@@ -86,10 +87,10 @@ async def test_repeated_import_changes_nothing(
 ) -> None:
     manifest = await export_all(store, tmp_path / "out", format=format)
     await import_sessions(target, tmp_path / "out", RUN, manifest)
-    before = await read_all(target)
+    before = await read_all_but_calls(target)
     repeated = await import_sessions(target, tmp_path / "out", RUN, manifest)
     assert (repeated.groups, repeated.sessions, repeated.unchanged) == (0, 0, 8)
-    assert await read_all(target) == before
+    assert await read_all_but_calls(target) == before
 
 
 async def test_content_hash_is_independent_of_the_format(store: Store, target: Store, tmp_path: Path) -> None:
@@ -120,7 +121,7 @@ async def test_import_of_a_changed_session_names_the_differing_column(
     manifest = await export_all(store, tmp_path / "out")
     await import_sessions(target, tmp_path / "out", RUN, manifest)
     await target.add_rewards([Reward("s1-0", 0.0, RewardSource.HUMAN)])
-    with pytest.raises(ConflictError, match=r"session s1-0 .*: rewards differ"):
+    with pytest.raises(ConflictError, match=r"session s1-0 .* columns: rewards\."):
         await import_sessions(target, tmp_path / "out", RUN, manifest)
 
 
@@ -158,13 +159,13 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
     assert [path.name for path in tmp_path.glob("*") if path.is_dir()] == ["out"]  # noqa: ASYNC240
 
 
-async def test_sft_and_dpo_exports_ignore_agent_corrections_and_group_claims(
+async def test_sft_and_dpo_exports_ignore_agent_corrections_and_live_sessions_in_training_groups(
     store: Store, tmp_path: Path
 ) -> None:
     """Corrections by agents are not exported, and a live session does not join a training group, even if it
     sets that group's id."""
     (call,) = await add_session(
-        store, "live", ["poison"], 1000.0, channel=Channel.LIVE, group_id=f"{RUN}/train/000000"
+        store, "live", ["live reply"], 1000.0, channel=Channel.LIVE, group_id=f"{RUN}/train/000000"
     )
     await store.add_feedback(Feedback("agent:live/1", "live", call.call_id, correction="from agent"))
     await store.add_feedback(Feedback("1", "live", call.call_id, correction="from human"))
@@ -173,7 +174,7 @@ async def test_sft_and_dpo_exports_ignore_agent_corrections_and_group_claims(
     assert "from human" in completions
     assert "from agent" not in completions
     await export_all(store, tmp_path / "dpo", format="dpo")
-    assert "poison" not in (tmp_path / "dpo" / "pairs.jsonl").read_text()
+    assert "live reply" not in (tmp_path / "dpo" / "pairs.jsonl").read_text()
 
 
 async def test_export_size_grows_linearly_with_the_turns(store: Store, tmp_path: Path) -> None:
@@ -231,13 +232,13 @@ def test_columns_cover_every_field_of_sessions_and_calls() -> None:
 
 async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_path: Path) -> None:
     (base,) = await store.calls("s0-0")
-    call = make_call("stray", [4], [5], session_id="s0-1", base_id=base.call_id, base_tokens=0)
+    call = make_call("call", [4], [5], session_id="s0-1", base_id=base.call_id, base_tokens=0)
     await store.add_calls([call])
     with pytest.raises(DataError, match="based on call s0-0#0"):
         await export_all(store, tmp_path / "out")
 
 
-async def test_export_succeeds_despite_leftovers_of_another_export(store: Store, tmp_path: Path) -> None:
+async def test_export_ignores_leftovers_of_an_earlier_export(store: Store, tmp_path: Path) -> None:
     (tmp_path / f".out.{os.getpid()}").mkdir()
     await export_all(store, tmp_path / "out")
     (tmp_path / "reference").mkdir()
@@ -249,13 +250,13 @@ class RecordingStore:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self.queried: list[str | None] = []
+        self.queried_session_ids: list[str | None] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
     async def feedback(self, run_id: str, *, session_id: str | None = None) -> list[Feedback]:
-        self.queried.append(session_id)
+        self.queried_session_ids.append(session_id)
         return await self._store.feedback(run_id, session_id=session_id)
 
 
@@ -263,10 +264,10 @@ async def test_read_records_queries_feedback_per_session_for_small_exports(store
     recording = RecordingStore(store)
     session_ids = ["odd", "s0-0"]
     one_page = [record async for record in read_records(cast(Store, recording), RUN, session_ids)]
-    assert recording.queried == session_ids
+    assert recording.queried_session_ids == session_ids
     two_pages = [
         record async for record in read_records(cast(Store, recording), RUN, session_ids, page_size=1)
     ]
-    assert recording.queried[2:] == [None]
+    assert recording.queried_session_ids[2:] == [None]
     for records in (one_page, two_pages):
         assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]

@@ -21,8 +21,6 @@ from instar.types import Channel, Reward, RewardSource, SessionStatus
 from tests.unit.data.builders import RUN, add_group, make_call, make_config, make_session, put_test_run
 from tests.unit.datasets.harness import add_session, export_all, fill_store
 
-GOLDEN = "data/golden@1/00000"
-
 
 @pytest.fixture
 async def store(tmp_path: Path):
@@ -106,12 +104,14 @@ async def test_batcher_on_a_dataset_uses_each_group_in_order_and_ends(
         ("data/golden@1/000002", 0),
         ("data/golden@1/000003", 0),
     ]
-    assert list_claimed_groups(await claim_batch(target, batcher, 3)) == [(f"{GOLDEN}4", 0)]
+    assert list_claimed_groups(await claim_batch(target, batcher, 3)) == [("data/golden@1/000004", 0)]
     assert await claim_batch(target, batcher, 4) is None
     assert await target.groups(RUN, Channel.TRAIN) == []
 
 
-async def test_plan_on_an_exhausted_dataset_is_full(store: Store, target: Store, tmp_path: Path) -> None:
+async def test_plan_is_full_when_the_dataset_has_no_more_groups(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
     await import_dataset(store, target, tmp_path)
     dataset_plan = await make_plan(
         target, make_data_config("dataset:golden@1", groups_per_step=8, advantage={})
@@ -252,14 +252,16 @@ async def test_training_import_skips_evaluation_sessions(store: Store, target: S
 async def test_training_import_without_logprobs_is_only_allowed_for_cross_entropy(
     store: Store, target: Store, tmp_path: Path
 ) -> None:
-    await store.open_session(make_session("bare", channel=Channel.LIVE))
+    await store.open_session(make_session("no-logprobs", channel=Channel.LIVE))
     await store.add_calls(
-        [make_call("bare#0", [1], [2], session_id="bare", logprobs=np.array([np.nan], "f4"))]
+        [make_call("no-logprobs#0", [1], [2], session_id="no-logprobs", logprobs=np.array([np.nan], "f4"))]
     )
-    await store.end_session("bare", SessionStatus.COMPLETED, None, [Reward("bare", 1.0, RewardSource.HUMAN)])
-    where = SessionFilter(ids=("bare",))
+    await store.end_session(
+        "no-logprobs", SessionStatus.COMPLETED, None, [Reward("no-logprobs", 1.0, RewardSource.HUMAN)]
+    )
+    where = SessionFilter(ids=("no-logprobs",))
     manifest = await export_all(store, tmp_path / "out", where=where)
-    with pytest.raises(DataError, match="bare lacks logprobs"):
+    with pytest.raises(DataError, match="no-logprobs lacks logprobs"):
         await import_for_training(target, tmp_path / "out", RUN, "x@1", manifest)
     await import_for_training(target, tmp_path / "out", RUN, "x@1", manifest, needs_logprobs=False)
     batcher = Batcher(

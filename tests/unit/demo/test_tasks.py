@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from instar.demo.tasks import PLAIN_MAKERS, WORDED_MAKERS, heldout_tasks, score, train_tasks
+from instar.demo.tasks import PLAIN_MAKERS, WORD_PROBLEM_MAKERS, heldout_tasks, score, train_tasks
 from instar.rewards.base import Transcript
 from instar.types import Json, Message
 from tests.unit.data.builders import make_call
@@ -14,7 +14,7 @@ from tests.unit.data.builders import make_call
 ARITHMETIC = {"plus", "minus", "times"}
 
 
-def problem_key(task: Json) -> tuple[str, tuple[str, ...]]:
+def get_problem_key(task: Json) -> tuple[str, tuple[str, ...]]:
     return task["kind"], tuple(re.findall(r"\d+", task["question"]))
 
 
@@ -22,7 +22,7 @@ def test_demo_tasks_contain_all_kinds_and_one_quarter_plain() -> None:
     rng = random.Random(0)
     for tasks in (train_tasks(0, 480), heldout_tasks(0, 128)):
         counts = Counter(task["kind"] for task in tasks)
-        assert set(counts) == {make(rng).kind for make in (*PLAIN_MAKERS, *WORDED_MAKERS)}
+        assert set(counts) == {make(rng).kind for make in (*PLAIN_MAKERS, *WORD_PROBLEM_MAKERS)}
         assert sum(counts[kind] for kind in ARITHMETIC) == len(tasks) // 4
         assert max(counts.values()) - min(counts[kind] for kind in counts if kind not in ARITHMETIC) <= 1
 
@@ -47,8 +47,8 @@ def test_demo_answers_are_correct() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_demo_training_and_held_out_tasks_are_disjoint(seed: int) -> None:
-    trained = [problem_key(task) for task in train_tasks(seed, 4000)]
-    held_out = [problem_key(task) for other in range(4) for task in heldout_tasks(other, 400)]
+    trained = [get_problem_key(task) for task in train_tasks(seed, 4000)]
+    held_out = [get_problem_key(task) for other_seed in range(4) for task in heldout_tasks(other_seed, 400)]
     assert not set(trained) & set(held_out)
     assert len(set(trained)) == len(trained), "no problem occurs twice"
 

@@ -133,15 +133,16 @@ class EngineConformance:
         assert (stopped[-1].finish_reason, stopped[-1].stop) == ("stop", stop)
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
-        start = (await engine.status()).generated_tokens
+        tokens_before = (await engine.status()).generated_tokens
         stream = engine.generate(prompt, SamplingParams(max_tokens=self.long_reply_tokens, temperature=0))
         await anext(stream)
         assert (await engine.status()).running == 1
         await stream.aclose()  # type: ignore[attr-defined]
         await wait_until_idle(engine)
-        before = (await engine.status()).generated_tokens
+        tokens_after = (await engine.status()).generated_tokens
         await asyncio.sleep(0.1)
-        assert (await engine.status()).generated_tokens == before < start + self.long_reply_tokens - 10
+        assert (await engine.status()).generated_tokens == tokens_after
+        assert tokens_after < tokens_before + self.long_reply_tokens - 10
 
     async def test_cancelled_task_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         task = asyncio.create_task(collect(engine, prompt, max_tokens=self.long_reply_tokens, temperature=0))

@@ -11,26 +11,27 @@ from tests.tiny import make_tiny_model
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
+def _use_one_thread() -> None:
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny model with random weights."""
     return make_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture(scope="session")
-def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapter")
-    save_adapter(tiny, folder, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
+    save_adapter(tiny_model, folder, LoraConfig(r=4, lora_alpha=16, target_modules="all-linear"))
     return folder
 
 
-def save_adapter(tiny: Path, folder: Path, config: LoraConfig) -> None:
+def save_adapter(model_folder: Path, folder: Path, config: LoraConfig) -> None:
     """Save a PEFT adapter with a nonzero update."""
     torch.manual_seed(3)
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny), config)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.1)

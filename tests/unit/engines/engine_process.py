@@ -1,4 +1,4 @@
-"""Serve a scripted engine as a process: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``."""
+"""Serve a scripted engine in a process: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``."""
 
 from __future__ import annotations
 

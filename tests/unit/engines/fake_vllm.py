@@ -1,4 +1,4 @@
-"""Fake vLLM servers. The tests set the events that they send and the paths that fail."""
+"""Fake vLLM servers. Tests set the events that a server sends and the paths at which it fails."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ RPC_PATH = "/collective_rpc"
 
 
 class FakeVllm:
+    """Sends queued events as replies, and an empty result to every other request."""
+
     def __init__(self) -> None:
         self.paths: list[str] = []
         """The requested paths, in order."""
-        self.failing: set[str] = set()
+        self.failing_paths: set[str] = set()
         """Paths that respond with status 500."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """The events of a reply. None marks its end."""
+        """The events to send in replies. None ends a reply."""
         self.url = ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         self.paths.append(request.path)
-        if request.path in self.failing:
+        if request.path in self.failing_paths:
             return web.json_response({"error": {"message": "requested by the test"}}, status=500)
         if request.path == GENERATE_PATH:
             return await self._generate(request)
@@ -56,17 +58,17 @@ class FakeVllm:
 
 
 class StatefulFakeVllm(FakeVllm):
-    """A fake server with adapters, weights and pauses. ``weights`` is the folder or key of what is loaded."""
+    """A server with adapters, weights and pauses. ``weights`` is the path or key of the loaded weights."""
 
-    def __init__(self, root: Path, *, adapters: bool = False, has_extension: bool = True) -> None:
+    def __init__(self, root: Path, *, supports_adapters: bool = False, has_extension: bool = True) -> None:
         super().__init__()
         self._root = str(root)
-        self._loads_adapters = adapters
+        self._supports_adapters = supports_adapters
         self._has_extension = has_extension
-        self.failing_once: set[str] = set()
-        """Paths whose next request gets status 503. The request still takes effect, except for /resume."""
-        self.reports_start = True
-        """True if /metrics has the start time, by which the engine detects restarts."""
+        self.paths_failing_once: set[str] = set()
+        """Paths whose next request gets status 503. The request takes effect anyway, except for /resume."""
+        self.reports_start_time = True
+        """True if /metrics includes the start time, which the engine uses to detect restarts."""
         self.restart()
 
     def restart(self) -> None:
@@ -75,23 +77,25 @@ class StatefulFakeVllm(FakeVllm):
         self.adapters: dict[str, str] = {}
         self.paused = False
         self.weights = "base"
-        self._staged = ""
+        self._staged_key = ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        if request.path in self.failing or request.path == GENERATE_PATH:
+        if request.path in self.failing_paths or request.path == GENERATE_PATH:
             return await super()._handle(request)
         self.paths.append(request.path)
-        fails = request.path in self.failing_once
-        self.failing_once.discard(request.path)
-        if fails and request.path == "/resume":
+        should_fail = request.path in self.paths_failing_once
+        self.paths_failing_once.discard(request.path)
+        if should_fail and request.path == "/resume":
             return web.Response(status=503)
         response = self._respond(request.path, await request.json() if request.can_read_body else {})
-        return web.Response(status=503) if fails else response
+        return web.Response(status=503) if should_fail else response
 
     def _respond(self, path: str, body: dict[str, Any]) -> web.Response:
         match path:
             case "/openapi.json":
-                paths = ["/v1/load_lora_adapter"] if self._loads_adapters else ["/pause", "/resume", RPC_PATH]
+                paths = (
+                    ["/v1/load_lora_adapter"] if self._supports_adapters else ["/pause", "/resume", RPC_PATH]
+                )
                 return web.json_response(
                     {"paths": dict.fromkeys([GENERATE_PATH, "/update_weight_version", *paths])}
                 )
@@ -99,7 +103,7 @@ class StatefulFakeVllm(FakeVllm):
                 entry = {"id": "m", "root": self._root, "max_model_len": 100_000}
                 return web.json_response({"data": [entry]})
             case "/metrics":
-                metric = f"process_start_time_seconds {self.start_time}" if self.reports_start else ""
+                metric = f"process_start_time_seconds {self.start_time}" if self.reports_start_time else ""
                 return web.Response(text=f"# HELP\nvllm:lora_requests_info\n{metric}\n")
             case "/v1/load_lora_adapter":
                 if body["lora_name"] in self.adapters:
@@ -119,18 +123,18 @@ class StatefulFakeVllm(FakeVllm):
     def _call_worker(self, method: str, kwargs: dict[str, Any]) -> web.Response:
         if method.startswith("instar_") and not self._has_extension:
             return _error_response(f"no method {method}", 500)
-        text: dict[str, Any] = json.loads(kwargs.get("text", "{}"))
+        payload: dict[str, Any] = json.loads(kwargs.get("text", "{}"))
         result: dict[str, Any] = {}
         match method:
             case "instar_describe":
                 result = {"gpu": None, "ray": False, "nccl": False}
             case "instar_stage":
-                self._staged = text["key"]
+                self._staged_key = payload["key"]
                 result = {"known": True}
             case "instar_commit":
-                self.weights = self._staged
+                self.weights = self._staged_key
             case "instar_reload":
-                self.weights = text["path"]
+                self.weights = payload["path"]
             case "reload_weights":
                 self.weights = kwargs["weights_path"]
             case _:
@@ -142,7 +146,7 @@ def _error_response(message: str, status: int = 400) -> web.Response:
     return web.json_response({"error": {"message": message}}, status=status)
 
 
-def event(*ids: int, finish: str | None = None, **fields: Any) -> bytes:
+def make_event(*ids: int, finish: str | None = None, **fields: Any) -> bytes:
     """Return a vLLM 0.26 event with these tokens, each with a logprob of -1."""
     content = [
         {"token": f"token_id:{token}", "logprob": -1.0, "bytes": None, "top_logprobs": []} for token in ids
@@ -151,4 +155,4 @@ def event(*ids: int, finish: str | None = None, **fields: Any) -> bytes:
     return b"data: " + json.dumps({"request_id": "r", "choices": [choice | fields]}).encode() + b"\n\n"
 
 
-END = b"data: [DONE]\n\n"
+END_EVENT = b"data: [DONE]\n\n"

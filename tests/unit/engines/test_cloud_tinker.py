@@ -1,4 +1,4 @@
-"""Tests for the Tinker sampler with the real SDK, against a local server of its protocol."""
+"""Tests for the Tinker sampler with the real SDK, against a local server that implements its protocol."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_logprobs, get_versions
 from tests.unit.protocol.serving import serve_in_thread
 
-KEY = "tml-test-key"
+API_KEY = "tml-test-key"
 PROMPT = [5, 6, 7, 8]
 pytestmark = IGNORE_SDK_LEAKS
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Path) -> ModelConfig:
-    return ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
+def model(tiny_model: Path) -> ModelConfig:
+    return ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=256)
 
 
 @pytest.fixture(scope="module")
@@ -37,25 +37,27 @@ def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generat
     with (
         collect_sdk_leaks(),
         serve_in_thread(
-            "tinker", model, folder=tmp_path_factory.mktemp("checkpoints"), keys=[KEY]
-        ) as address,
+            "tinker", model, folder=tmp_path_factory.mktemp("checkpoints"), keys=[API_KEY]
+        ) as server_url,
     ):
-        yield address
+        yield server_url
 
 
-def backend_config(url: str, **overrides: Any) -> TinkerBackendConfig:
-    return TinkerBackendConfig(**({"base_url": url, "api_key": KEY, "rank": 4, "deadline": 60} | overrides))
+def make_backend_config(url: str, **overrides: Any) -> TinkerBackendConfig:
+    return TinkerBackendConfig(
+        **({"base_url": url, "api_key": API_KEY, "rank": 4, "deadline": 60} | overrides)
+    )
 
 
 @pytest.fixture
 async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
-    sampler = TinkerSampler(model, backend_config(url), CloudEngineConfig())
+    sampler = TinkerSampler(model, make_backend_config(url), CloudEngineConfig())
     yield sampler
     await sampler.close()
 
 
 async def train_and_publish(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
-    backend = TinkerBackend(model, backend_config(url), seed=1)
+    backend = TinkerBackend(model, make_backend_config(url), seed=1)
     await backend.start()
     await backend.forward_backward(make_tree_samples(), LossConfig())
     await backend.optim_step(AdamConfig(lr=0.05))
@@ -74,12 +76,12 @@ class TestConformance(EngineConformance):
 
     async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
         stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
-        pending = asyncio.ensure_future(anext(stream))
+        pending_task = asyncio.ensure_future(anext(stream))
         while not (await engine.status()).running:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        pending.cancel()
+        pending_task.cancel()
         with pytest.raises(asyncio.CancelledError):
-            await pending
+            await pending_task
         status = await engine.status()
         assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
 
@@ -99,7 +101,7 @@ async def test_tinker_sampler_samples_the_published_policy(
     engine: Engine, model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
     backend, artifact = await train_and_publish(model, url, tmp_path)
-    base = await collect(engine, PROMPT, max_tokens=12, seed=3)
+    base_chunks = await collect(engine, PROMPT, max_tokens=12, seed=3)
     await engine.load(Policy("p", 1, artifact))
     for params in ({"seed": 3}, {"temperature": 0}):
         (chunk,) = await collect(engine, PROMPT, max_tokens=12, **params)
@@ -108,17 +110,17 @@ async def test_tinker_sampler_samples_the_published_policy(
         (scored,) = await backend.forward([make_sample("reply", ids.tolist(), len(PROMPT))])
         np.testing.assert_allclose(chunk.logprobs, scored[len(PROMPT) :], atol=2e-5)
         np.testing.assert_allclose((await engine.logprobs(ids))[1:], scored[1:], atol=2e-5)
-    assert get_logprobs(base) != get_logprobs(await collect(engine, PROMPT, max_tokens=12, seed=3))
+    assert get_logprobs(base_chunks) != get_logprobs(await collect(engine, PROMPT, max_tokens=12, seed=3))
     await backend.close()
 
 
 async def test_tinker_sampler_finishes_requests_with_their_version(engine: Engine) -> None:
-    pending = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
+    pending_task = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
     while not (await engine.status()).running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     await asyncio.sleep(0.02)
     await engine.load(Policy("p", 1, Artifact("base")))
-    assert len(set(get_versions(await pending))) == 1
+    assert len(set(get_versions(await pending_task))) == 1
     assert set(get_versions(await collect(engine, PROMPT, max_tokens=2))) == {1}
 
 
@@ -132,7 +134,7 @@ async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -
 
 
 async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url: str) -> None:
-    engine = TinkerSampler(model, backend_config(url), CloudEngineConfig(max_in_flight=2))
+    engine = TinkerSampler(model, make_backend_config(url), CloudEngineConfig(max_in_flight=2))
     tasks = [asyncio.create_task(collect(engine, PROMPT, max_tokens=40, seed=i)) for i in range(6)]
     max_running = 0
     while not all(task.done() for task in tasks):
@@ -146,16 +148,16 @@ async def test_tinker_sampler_limits_concurrent_requests(model: ModelConfig, url
 
 
 async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConfig, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"folder": tmp_path / "checkpoints", "keys": [KEY]}
-    with collect_sdk_leaks(), serve_in_thread("tinker", model, **options) as address:
-        backend, artifact = await train_and_publish(model, address, tmp_path)
+    options: dict[str, Any] = {"folder": tmp_path / "checkpoints", "keys": [API_KEY]}
+    with collect_sdk_leaks(), serve_in_thread("tinker", model, **options) as server_url:
+        backend, artifact = await train_and_publish(model, server_url, tmp_path)
         await backend.close()
-        engine = TinkerSampler(model, backend_config(address, deadline=20), CloudEngineConfig())
+        engine = TinkerSampler(model, make_backend_config(server_url, deadline=20), CloudEngineConfig())
         await engine.load(Policy("p", 1, artifact))
         before = await collect(engine, PROMPT, max_tokens=5, temperature=0)
     with (
         collect_sdk_leaks(),
-        serve_in_thread("tinker", model, **options, port=int(address.rsplit(":", 1)[1])),
+        serve_in_thread("tinker", model, **options, port=int(server_url.rsplit(":", 1)[1])),
     ):
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
         assert (get_ids(before), get_versions(before)) == (get_ids(after), get_versions(after))
@@ -167,7 +169,7 @@ async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConf
 
 
 async def test_tinker_sampler_raises_unavailable_if_the_service_is_unreachable(model: ModelConfig) -> None:
-    engine = TinkerSampler(model, backend_config("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
+    engine = TinkerSampler(model, make_backend_config("http://127.0.0.1:9", deadline=1), CloudEngineConfig())
     async with asyncio.timeout(5):
         with pytest.raises(EngineUnavailable):
             await collect(engine, PROMPT, max_tokens=1)

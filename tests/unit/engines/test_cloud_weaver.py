@@ -29,30 +29,30 @@ from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.protocol.serving import serve_in_thread
 
-KEY = "sk-weaver-test"
+API_KEY = "sk-weaver-test"
 TOKENIZER = make_tiny_tokenizer()
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
 CreateEngine = Callable[..., WeaverSampler]
 
 
 @pytest.fixture(scope="module")
-def model(tiny: Path) -> ModelConfig:
-    return ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
+def model(tiny_model: Path) -> ModelConfig:
+    return ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=256)
 
 
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
     folder = tmp_path_factory.mktemp("checkpoints")
-    with serve_in_thread("weaver", model, folder=folder, keys=[KEY], base_model="tiny") as address:
-        yield address
+    with serve_in_thread("weaver", model, folder=folder, keys=[API_KEY], base_model="tiny") as server_url:
+        yield server_url
 
 
 @pytest.fixture(scope="module")
-def trained(model: ModelConfig, url: str) -> Artifact:
-    """Train one step and return the published policy."""
+def trained_artifact(model: ModelConfig, url: str) -> Artifact:
+    """The policy that a backend published after one training step."""
 
     async def publish() -> Artifact:
-        backend = WeaverBackend(model, backend_config(url))
+        backend = WeaverBackend(model, make_backend_config(url))
         await backend.start()
         await backend.forward_backward(make_tree_samples(), LossConfig())
         await backend.optim_step(AdamConfig(lr=0.05))
@@ -63,8 +63,8 @@ def trained(model: ModelConfig, url: str) -> Artifact:
     return asyncio.run(publish())
 
 
-def backend_config(url: str, **overrides: object) -> WeaverBackendConfig:
-    values = {"base_url": url, "api_key": KEY, "base_model": "tiny", "deadline": 30.0, **overrides}
+def make_backend_config(url: str, **overrides: object) -> WeaverBackendConfig:
+    values = {"base_url": url, "api_key": API_KEY, "base_model": "tiny", "deadline": 30.0, **overrides}
     return WeaverBackendConfig.model_validate(values)
 
 
@@ -72,8 +72,10 @@ def backend_config(url: str, **overrides: object) -> WeaverBackendConfig:
 async def create_engine(model: ModelConfig, url: str) -> AsyncGenerator[CreateEngine]:
     engines: list[WeaverSampler] = []
 
-    def build(address: str = url, **overrides: object) -> WeaverSampler:
-        engines.append(WeaverSampler(model, backend_config(address, **overrides), CloudEngineConfig()))
+    def build(server_url: str = url, **overrides: object) -> WeaverSampler:
+        engines.append(
+            WeaverSampler(model, make_backend_config(server_url, **overrides), CloudEngineConfig())
+        )
         return engines[-1]
 
     yield build
@@ -104,19 +106,19 @@ async def test_weaver_sampler_matches_the_local_engine(
 
 
 async def test_weaver_sampler_finishes_requests_with_their_version(
-    create_engine: CreateEngine, trained: Artifact
+    create_engine: CreateEngine, trained_artifact: Artifact
 ) -> None:
     engine = create_engine()
     await engine.load(Policy("p", 3, Artifact("base")))
-    old = asyncio.ensure_future(sample_reply(engine, max_tokens=150))
+    old_task = asyncio.ensure_future(sample_reply(engine, max_tokens=150))
     await asyncio.sleep(0)
     assert (await engine.status()).running
-    await engine.load(Policy("p", 4, trained))
-    new = await sample_reply(engine)
-    assert set(new.versions) == {4}
-    assert set((await old).versions) == {3}
-    base = create_engine()
-    assert (await sample_reply(base)).logprobs != new.logprobs
+    await engine.load(Policy("p", 4, trained_artifact))
+    new_reply = await sample_reply(engine)
+    assert set(new_reply.versions) == {4}
+    assert set((await old_task).versions) == {3}
+    base_engine = create_engine()
+    assert (await sample_reply(base_engine)).logprobs != new_reply.logprobs
 
 
 async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: CreateEngine) -> None:
@@ -124,22 +126,22 @@ async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: Crea
     complete = await sample_reply(engine, temperature=0, max_tokens=8)
     assert complete.finish_reason == "length"
     assert len(complete.token_ids) == 8
-    third = complete.token_ids[2]
-    stopped_by_token = await sample_reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third,))
-    assert stopped_by_token.token_ids == complete.token_ids[: complete.token_ids.index(third) + 1]
+    third_token = complete.token_ids[2]
+    stopped_by_token = await sample_reply(engine, temperature=0, max_tokens=8, stop_token_ids=(third_token,))
+    assert stopped_by_token.token_ids == complete.token_ids[: complete.token_ids.index(third_token) + 1]
     assert (stopped_by_token.finish_reason, stopped_by_token.stop) == ("stop", None)
-    word = TOKENIZER.decode(complete.token_ids[2:4])
-    stopped = await sample_reply(engine, temperature=0, max_tokens=8, stop=(word,))
-    assert (stopped.finish_reason, stopped.stop) == ("stop", word)
+    stop_string = TOKENIZER.decode(complete.token_ids[2:4])
+    stopped = await sample_reply(engine, temperature=0, max_tokens=8, stop=(stop_string,))
+    assert (stopped.finish_reason, stopped.stop) == ("stop", stop_string)
     assert len(stopped.token_ids) < 8
 
 
 async def test_weaver_sampler_returns_nan_for_unknown_logprobs(
-    create_engine: CreateEngine, trained: Artifact
+    create_engine: CreateEngine, trained_artifact: Artifact
 ) -> None:
-    """Greedy replies are scored. For other distributions, the service does not define its logprobs."""
+    """Greedy replies are scored. Weaver does not define the logprobs of other modified distributions."""
     engine = create_engine()
-    await engine.load(Policy("p", 1, trained))
+    await engine.load(Policy("p", 1, trained_artifact))
     greedy = await sample_reply(engine, temperature=0)
     assert greedy.behavior_logprobs == [0.0] * len(greedy.token_ids)
     assert all(math.isfinite(value) and value < 0 for value in greedy.logprobs)
@@ -167,18 +169,18 @@ async def test_weaver_sampler_rejects_unsupported_requests(create_engine: Create
 async def test_weaver_sampler_reconnects_after_a_server_restart(
     create_engine: CreateEngine, model: ModelConfig, tmp_path: Path
 ) -> None:
-    options = {"folder": tmp_path, "keys": [KEY], "base_model": "tiny"}
+    options = {"folder": tmp_path, "keys": [API_KEY], "base_model": "tiny"}
     with ExitStack() as stack:
-        address = stack.enter_context(serve_in_thread("weaver", model, **options))
-        engine = create_engine(address, deadline=10)
+        server_url = stack.enter_context(serve_in_thread("weaver", model, **options))
+        engine = create_engine(server_url, deadline=10)
         before = await sample_reply(engine)
         await asyncio.to_thread(stack.close)
         reply_task = asyncio.ensure_future(sample_reply(engine))
-        port = int(address.rpartition(":")[2])
+        port = int(server_url.rpartition(":")[2])
         await asyncio.to_thread(stack.enter_context, serve_in_thread("weaver", model, port=port, **options))
         assert (await reply_task).token_ids == before.token_ids
         await asyncio.to_thread(stack.close)
-    unreachable = create_engine(address, deadline=0.5)
+    unreachable = create_engine(server_url, deadline=0.5)
     with pytest.raises(EngineUnavailable) as caught:
         await sample_reply(unreachable)
-    assert KEY not in str(caught.value)
+    assert API_KEY not in str(caught.value)

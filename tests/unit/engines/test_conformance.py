@@ -1,4 +1,4 @@
-"""Run the conformance tests on every engine."""
+"""Run the conformance tests on the local and scripted engines, in this process and over HTTP."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from tests.unit.engines.conformance import EngineConformance
 LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
 
 
-def create_local_engine(tiny: Path) -> Engine:
-    model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=256)
+def create_local_engine(tiny_model: Path) -> Engine:
+    model = ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=256)
     return create_engine(RunConfig(model=model, engine=LocalEngineConfig(threads=1, prefill_tokens=64)))
 
 
-def create_scripted_engine(tiny: Path, *, delay: float = 0.001, max_context: int = 256) -> Engine:
-    model = ModelConfig(name=str(tiny), max_context=max_context)
+def create_scripted_engine(tiny_model: Path, *, delay: float = 0.001, max_context: int = 256) -> Engine:
+    model = ModelConfig(name=str(tiny_model), max_context=max_context)
     return create_engine(
         RunConfig(model=model, engine=ScriptedEngineConfig(replies=[LONG_REPLY], delay=delay))
     )
@@ -53,8 +53,8 @@ async def serve_engine(
 
 class TestLocal(EngineConformance):
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        engine = create_local_engine(tiny)
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
+        engine = create_local_engine(tiny_model)
         yield engine
         await engine.close()
 
@@ -63,16 +63,16 @@ class TestScripted(EngineConformance):
     seeds_matter = False
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        engine = create_scripted_engine(tiny)
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
+        engine = create_scripted_engine(tiny_model)
         yield engine
         await engine.close()
 
 
 class TestRemoteLocal(EngineConformance):
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        local = create_local_engine(tiny)
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
+        local = create_local_engine(tiny_model)
         async with serve_engine(local, "secret") as url:
             remote = await RemoteEngine.connect(url, "secret", timeout=10)
             yield remote
@@ -84,8 +84,8 @@ class TestRemoteScripted(EngineConformance):
     seeds_matter = False
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        scripted = create_scripted_engine(tiny)
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
+        scripted = create_scripted_engine(tiny_model)
         async with serve_engine(scripted, None) as url:
             remote = await RemoteEngine.connect(url, timeout=10)
             yield remote

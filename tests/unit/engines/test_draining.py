@@ -19,9 +19,9 @@ from tests.unit.engines.test_conformance import create_scripted_engine, serve_en
 PROMPT = [5, 6, 7]
 
 
-async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny: Path) -> None:
+async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny_model: Path) -> None:
     gate = DrainGate()
-    async with serve_engine(create_scripted_engine(tiny, delay=0.01), None, gate) as url:
+    async with serve_engine(create_scripted_engine(tiny_model, delay=0.01), None, gate) as url:
         engine = await RemoteEngine.connect(url)
         async with aclosing(engine.generate(PROMPT, SamplingParams(max_tokens=40))) as reply:
             first = await anext(reply)
@@ -37,15 +37,15 @@ async def test_draining_engine_finishes_replies_and_rejects_new_requests(tiny: P
         await engine.close()
 
 
-async def test_pool_avoids_draining_engines(tiny: Path) -> None:
+async def test_pool_avoids_draining_engines(tiny_model: Path) -> None:
     gates = [DrainGate(), DrainGate()]
     async with (
-        serve_engine(create_scripted_engine(tiny), None, gates[0]) as first_url,
-        serve_engine(create_scripted_engine(tiny), None, gates[1]) as second_url,
+        serve_engine(create_scripted_engine(tiny_model), None, gates[0]) as first_url,
+        serve_engine(create_scripted_engine(tiny_model), None, gates[1]) as second_url,
     ):
         # The health check runs once a minute, so a rejected request must trigger one.
         pool = EnginePool([RemoteEngine(first_url), RemoteEngine(second_url)], check_interval=60)
-        await pool.start(10)
+        await pool.connect(10)
         gates[0].close()
         for session in range(6):
             assert (await collect(pool.for_session(f"s{session}"), PROMPT))[-1].finish_reason

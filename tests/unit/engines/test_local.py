@@ -1,4 +1,4 @@
-"""Tests for the local engine against transformers: logprobs do not depend on batching or caching."""
+"""Tests for the local engine: logprobs compared with transformers, cache limits, policies and failures."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def make_engine(folder: Path, **settings: Any) -> LocalEngine:
 
 
 @pytest.fixture
-async def engine(tiny: Path) -> AsyncIterator[LocalEngine]:
-    engine = make_engine(tiny, prefill_tokens=16)
+async def engine(tiny_model: Path) -> AsyncIterator[LocalEngine]:
+    engine = make_engine(tiny_model, prefill_tokens=16)
     yield engine
     await engine.close()
 
@@ -61,7 +61,7 @@ def make_adapter_policy(folder: Path, version: int = 1) -> Policy:
     return Policy("p", version, Artifact("adapter", str(folder)))
 
 
-async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine, tiny: Path) -> None:
+async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine, tiny_model: Path) -> None:
     """Prompts that are longer and shorter than a prefill chunk arrive in two groups."""
     prompts = [PROMPT[:n] + TOKENIZER.encode("x" * n) for n in (2, 5, 17, 30, 33, 40)]
     first = [
@@ -71,50 +71,52 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
     second = [
         asyncio.create_task(collect(engine, p, max_tokens=3 + n, seed=n)) for n, p in enumerate(prompts)
     ]
-    model = load_reference_model(tiny)
+    model = load_reference_model(tiny_model)
     for prompt, chunks in zip(prompts * 2, await asyncio.gather(*first, *second), strict=True):
         assert get_logprobs(chunks) == pytest.approx(
             compute_expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
 
 
-async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny: Path) -> None:
+async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny_model: Path) -> None:
     chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
     ids = torch.tensor([PROMPT])
-    generated = load_reference_model(tiny).generate(
+    generated = load_reference_model(tiny_model).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
     eos = TOKENIZER.eos_token_id
-    if eos not in get_ids(chunks):  # min_new_tokens prevents it, but the engine does not.
+    if eos not in get_ids(chunks):  # min_new_tokens suppresses it in transformers only.
         assert get_ids(chunks) == generated[0, len(PROMPT) :].tolist()
 
 
-async def test_logprobs_under_an_adapter_match_peft(engine: LocalEngine, tiny: Path, adapter: Path) -> None:
+async def test_logprobs_under_an_adapter_match_peft(
+    engine: LocalEngine, tiny_model: Path, adapter: Path
+) -> None:
     await engine.load(make_adapter_policy(adapter))
-    model = load_reference_model(tiny, adapter)
+    model = load_reference_model(tiny_model, adapter)
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
     expected = compute_expected_logprobs(model, PROMPT, get_ids(chunks))
     assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
-    base = compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks))
+    base = compute_expected_logprobs(load_reference_model(tiny_model), PROMPT, get_ids(chunks))
     assert max(abs(a - b) for a, b in zip(expected, base, strict=True)) > 0.05
 
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=20, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny_model), PROMPT, get_ids(chunks)), abs=1e-4
     )
 
 
-async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny: Path) -> None:
+async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny_model: Path) -> None:
     first = get_ids(await collect(engine, PROMPT, max_tokens=20, seed=1))
-    turn = PROMPT + first + TOKENIZER.encode("<|im_end|>\n<|im_start|>tool\n893<|im_end|>\n")
+    next_prompt = PROMPT + first + TOKENIZER.encode("<|im_end|>\n<|im_start|>tool\n893<|im_end|>\n")
     before = await engine.status()
-    chunks = await collect(engine, turn, max_tokens=20, seed=2)
+    chunks = await collect(engine, next_prompt, max_tokens=20, seed=2)
     after = await engine.status()
     # The last sampled token has not been fed to the model.
     assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
     assert get_logprobs(chunks) == pytest.approx(
-        compute_expected_logprobs(load_reference_model(tiny), turn, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny_model), next_prompt, get_ids(chunks)), abs=1e-4
     )
 
 
@@ -161,46 +163,48 @@ async def test_replies_do_not_wait_for_scoring_requests(engine: LocalEngine) -> 
     """A scored prompt caches no prefix, so waiting for it would not help."""
     replied = asyncio.Event()
 
-    async def score(number: int) -> None:
+    async def score(index: int) -> None:
         while not replied.is_set():
-            await engine.logprobs(PROMPT + [50 + number] * 100)
+            await engine.logprobs(PROMPT + [50 + index] * 100)
 
-    scoring = [asyncio.create_task(score(number)) for number in range(3)]
+    scoring = [asyncio.create_task(score(index)) for index in range(3)]
     await asyncio.sleep(0.05)
     await asyncio.wait_for(collect(engine, [*PROMPT, 60], max_tokens=2), 20)
     replied.set()
     await asyncio.gather(*scoring)
 
 
-async def test_small_kv_cache_gives_correct_logprobs(tiny: Path) -> None:
-    """Requests wait and prefixes are evicted if the cache holds only one context."""
-    engine = make_engine(tiny, kv_tokens=512, max_batch=8)
+async def test_small_kv_cache_gives_correct_logprobs(tiny_model: Path) -> None:
+    """The cache holds only one context, so requests wait and prefixes are evicted."""
+    engine = make_engine(tiny_model, kv_tokens=512, max_batch=8)
     prompts = [[n + 5] * 100 for n in range(8)]
     replies = await asyncio.gather(*[collect(engine, p, max_tokens=50, seed=1) for p in prompts])
-    model = load_reference_model(tiny)
+    model = load_reference_model(tiny_model)
     for prompt, chunks in zip(prompts, replies, strict=True):
         assert get_logprobs(chunks) == pytest.approx(
             compute_expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
     await engine.close()
     with pytest.raises(ConfigError, match="kv_tokens"):
-        make_engine(tiny, kv_tokens=511)
+        make_engine(tiny_model, kv_tokens=511)
 
 
-async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny: Path) -> None:
-    engine = make_engine(tiny, kv_tokens=600, max_batch=8)
+async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model, kv_tokens=600, max_batch=8)
     await asyncio.gather(*[collect(engine, [n + 5] * 10, max_tokens=10) for n in range(8)])
     chunks = await collect(engine, [9] * 400, max_tokens=20, seed=1)
     assert engine._scheduler._rows.capacity_tokens <= 600
     assert get_logprobs(chunks) == pytest.approx(
-        compute_expected_logprobs(load_reference_model(tiny), [9] * 400, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny_model), [9] * 400, get_ids(chunks)), abs=1e-4
     )
     await engine.close()
 
 
-async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path, adapter: Path) -> None:
+async def test_requests_after_a_load_do_not_reuse_cached_keys_of_old_weights(
+    tiny_model: Path, adapter: Path
+) -> None:
     """After a load, the next turn and other prompts match a new engine with the new weights."""
-    engine, new_engine = make_engine(tiny), make_engine(tiny)
+    engine, new_engine = make_engine(tiny_model), make_engine(tiny_model)
     await new_engine.load(make_adapter_policy(adapter))
     await collect(engine, PROMPT, max_tokens=10, seed=0)
 
@@ -210,8 +214,8 @@ async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path
     chunks += [chunk async for chunk in stream]
     assert set(get_versions(chunks)) == {0, 1}
 
-    turn = [*PROMPT, 7, *get_ids(chunks), *TOKENIZER.encode("next turn")]
-    for prompt in (turn, [*PROMPT, 7], PROMPT):
+    next_prompt = [*PROMPT, 7, *get_ids(chunks), *TOKENIZER.encode("next turn")]
+    for prompt in (next_prompt, [*PROMPT, 7], PROMPT):
         actual = await collect(engine, prompt, max_tokens=10, seed=2)
         expected = await collect(new_engine, prompt, max_tokens=10, seed=2)
         assert get_ids(actual) == get_ids(expected)
@@ -221,22 +225,22 @@ async def test_requests_after_a_load_do_not_reuse_keys_of_old_weights(tiny: Path
 
 
 async def test_load_replaces_full_weights_and_restores_the_base(
-    engine: LocalEngine, tiny: Path, tmp_path: Path
+    engine: LocalEngine, tiny_model: Path, tmp_path: Path
 ) -> None:
-    other = make_tiny_model(tmp_path / "other", seed=5)
-    await engine.load(Policy("p", 1, Artifact("weights", str(other))))
+    other_model = make_tiny_model(tmp_path / "other", seed=5)
+    await engine.load(Policy("p", 1, Artifact("weights", str(other_model))))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        compute_expected_logprobs(load_reference_model(other), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(other_model), PROMPT, get_ids(chunks)), abs=1e-4
     )
     await engine.load(Policy("p", 2, Artifact("base")))
     chunks = await collect(engine, PROMPT, max_tokens=10, seed=1)
     assert get_logprobs(chunks) == pytest.approx(
-        compute_expected_logprobs(load_reference_model(tiny), PROMPT, get_ids(chunks)), abs=1e-4
+        compute_expected_logprobs(load_reference_model(tiny_model), PROMPT, get_ids(chunks)), abs=1e-4
     )
-    wider = make_tiny_model(tmp_path / "wider", hidden=128)
+    wider_model = make_tiny_model(tmp_path / "wider", hidden=128)
     with pytest.raises(EngineError, match="do not have the architecture"):
-        await engine.load(Policy("p", 3, Artifact("weights", str(wider))))
+        await engine.load(Policy("p", 3, Artifact("weights", str(wider_model))))
     with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(Policy("p", 3, Artifact("weights", str(tmp_path / "missing"))))
     assert (await engine.status()).version == 2
@@ -251,9 +255,9 @@ async def test_load_replaces_full_weights_and_restores_the_base(
     ],
 )
 async def test_load_rejects_unsupported_adapters(
-    engine: LocalEngine, tiny: Path, tmp_path: Path, settings: dict[str, Any], message: str
+    engine: LocalEngine, tiny_model: Path, tmp_path: Path, settings: dict[str, Any], message: str
 ) -> None:
-    save_adapter(tiny, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
+    save_adapter(tiny_model, tmp_path, LoraConfig(r=4, target_modules=["q_proj"], **settings))
     with pytest.raises(EngineError, match=message):
         await engine.load(make_adapter_policy(tmp_path))
     with pytest.raises(EngineError, match="cannot be read"):
@@ -261,9 +265,9 @@ async def test_load_rejects_unsupported_adapters(
     assert (await engine.status()).version == 0
 
 
-async def test_model_failure_is_raised_to_every_caller(tiny: Path) -> None:
-    """Requests in flight, later ones, load and status raise the error; none hangs."""
-    engine = make_engine(tiny)
+async def test_model_failure_is_raised_to_every_caller(tiny_model: Path) -> None:
+    """Requests in flight, later requests, `load` and `status` raise the error instead of hanging."""
+    engine = make_engine(tiny_model)
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=400, temperature=0))
     await anext(stream)
     engine._model._model.model.layers[0].mlp = None
@@ -279,8 +283,8 @@ async def test_model_failure_is_raised_to_every_caller(tiny: Path) -> None:
     await engine.close()
 
 
-async def test_close_aborts_requests_in_flight(tiny: Path) -> None:
-    engine = make_engine(tiny)
+async def test_close_aborts_requests_in_flight(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
     task = asyncio.create_task(collect(engine, PROMPT, max_tokens=400))
     await asyncio.sleep(0.05)
     await engine.close()
@@ -288,12 +292,12 @@ async def test_close_aborts_requests_in_flight(tiny: Path) -> None:
         await task
 
 
-async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny: Path) -> None:
+async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny_model: Path) -> None:
     """KV cache rows are moved, swapped and freed in any order."""
-    engine = make_engine(tiny, prefill_tokens=8, max_batch=10)
-    model = load_reference_model(tiny)
+    engine = make_engine(tiny_model, prefill_tokens=8, max_batch=10)
+    model = load_reference_model(tiny_model)
 
-    async def client(n: int) -> None:
+    async def send_request(n: int) -> None:
         await asyncio.sleep(0.003 * (n % 7))
         prompt = [(n * 7 + i * i) % 200 + 5 for i in range(1 + (n * 13) % 90)]
         stream = engine.generate(prompt, SamplingParams(max_tokens=1 + (n * 5) % 23, seed=n))
@@ -306,13 +310,13 @@ async def test_logprobs_are_correct_under_random_arrivals_and_cancellations(tiny
         expected = compute_expected_logprobs(model, prompt, get_ids(chunks))
         assert get_logprobs(chunks) == pytest.approx(expected, abs=1e-4)
 
-    await asyncio.gather(*[client(n) for n in range(60)])
+    await asyncio.gather(*[send_request(n) for n in range(60)])
     await wait_until_idle(engine)
     await engine.close()
 
 
-async def test_reply_ends_at_the_eos_token(tiny: Path) -> None:
-    model = ModelConfig(name=str(tiny), dtype="fp32", device="cpu", max_context=512)
+async def test_reply_ends_at_the_eos_token(tiny_model: Path) -> None:
+    model = ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=512)
     engine = LocalEngine(model, LocalEngineConfig(threads=1))
     eos = TOKENIZER.eos_token_id
     replies = await asyncio.gather(*[collect(engine, PROMPT, max_tokens=200, seed=s) for s in range(40)])

@@ -35,9 +35,9 @@ class TestPool(EngineConformance):
     seeds_matter = False
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
-        pool = EnginePool([create_scripted_engine(tiny), create_scripted_engine(tiny)])
-        await pool.start(5)
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
+        pool = EnginePool([create_scripted_engine(tiny_model), create_scripted_engine(tiny_model)])
+        await pool.connect(5)
         yield pool
         await pool.close()
 
@@ -46,10 +46,10 @@ class TestRemotePool(EngineConformance):
     seeds_matter = False
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> AsyncIterator[Engine]:
+    async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
         async with (
-            serve_engine(create_scripted_engine(tiny), "s") as first_url,
-            serve_engine(create_scripted_engine(tiny), "s") as second_url,
+            serve_engine(create_scripted_engine(tiny_model), "s") as first_url,
+            serve_engine(create_scripted_engine(tiny_model), "s") as second_url,
         ):
             pool = await connect_engines([first_url, second_url], "s", timeout=10)
             yield pool
@@ -59,8 +59,8 @@ class TestRemotePool(EngineConformance):
 class FlakyEngine(ScriptedEngine):
     """A scripted engine that fails on demand."""
 
-    def __init__(self, tiny: Path, context: int = 256) -> None:
-        super().__init__(ModelConfig(name=str(tiny), max_context=context), ScriptedEngineConfig())
+    def __init__(self, tiny_model: Path, max_context: int = 256) -> None:
+        super().__init__(ModelConfig(name=str(tiny_model), max_context=max_context), ScriptedEngineConfig())
         self.is_reachable = True
         self.hangs = False
         self.failure: EngineError | None = None
@@ -98,15 +98,15 @@ CreatePool = Callable[..., Any]
 
 
 @pytest.fixture
-async def create_pool(tiny: Path) -> AsyncIterator[CreatePool]:
+async def create_pool(tiny_model: Path) -> AsyncIterator[CreatePool]:
     pools: list[EnginePool] = []
 
     async def start(
         count: int = 2, check_interval: float = 0.02, newest_policy: PolicySource | None = None
     ) -> tuple[EnginePool, list[FlakyEngine]]:
-        engines = [FlakyEngine(tiny) for _ in range(count)]
+        engines = [FlakyEngine(tiny_model) for _ in range(count)]
         pools.append(EnginePool(engines, check_interval=check_interval, newest_policy=newest_policy))
-        await pools[-1].start(5)
+        await pools[-1].connect(5)
         return pools[-1], engines
 
     yield start
@@ -114,13 +114,14 @@ async def create_pool(tiny: Path) -> AsyncIterator[CreatePool]:
         await pool.close()
 
 
-async def wait_until(condition: Callable[[], bool], seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
+async def wait_until(condition: Callable[[], bool], timeout_seconds: float = 20) -> None:
+    async with asyncio.timeout(timeout_seconds):
         while not condition():  # noqa: ASYNC110 - health checks have no event
             await asyncio.sleep(0.005)
 
 
 async def completes(engine: Engine, **params: object) -> bool:
+    """Send a request and return True if the finish reason of its reply is `stop`."""
     return (await collect(engine, PROMPT, **params))[-1].finish_reason == "stop"
 
 
@@ -138,12 +139,12 @@ async def test_pool_keeps_a_session_on_its_engine_and_spreads_others(create_pool
 async def test_pool_moves_a_session_away_from_a_much_busier_engine(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     assert await completes(pool.for_session("busy"))
-    (used,) = [engine for engine in engines if engine.request_count]
-    used.hangs = True
+    (used_engine,) = [engine for engine in engines if engine.request_count]
+    used_engine.hangs = True
     waiting = [asyncio.create_task(collect(pool.for_session("busy"), PROMPT)) for _ in range(9)]
-    await wait_until(lambda: used.request_count == 10)
+    await wait_until(lambda: used_engine.request_count == 10)
     assert await completes(pool.for_session("busy"))
-    assert used.request_count == 10
+    assert used_engine.request_count == 10
     for task in waiting:
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
@@ -176,18 +177,18 @@ async def test_pool_retries_on_another_engine_before_the_first_token(create_pool
     pool, engines = await create_pool(2)
     assert await completes(pool.for_session("s"))
     engines[0].failure = engines[1].failure = None
-    used = next(engine for engine in engines if engine.request_count)
-    used.failure, used.is_reachable = EngineUnavailable("restarting"), False
+    used_engine = next(engine for engine in engines if engine.request_count)
+    used_engine.failure, used_engine.is_reachable = EngineUnavailable("restarting"), False
     assert await completes(pool.for_session("s"))
-    assert used.request_count == 2
+    assert used_engine.request_count == 2
     assert await completes(pool.for_session("s"))
-    assert used.request_count == 2, "an unreachable engine was used"
-    used.failure, used.is_reachable = None, True
-    other = next(engine for engine in engines if engine is not used)
-    await wait_until(lambda: pool.members[engines.index(used)].is_healthy)
-    other.failure, other.is_reachable = EngineUnavailable("restarting"), False
+    assert used_engine.request_count == 2, "an unreachable engine was used"
+    used_engine.failure, used_engine.is_reachable = None, True
+    other_engine = next(engine for engine in engines if engine is not used_engine)
+    await wait_until(lambda: pool.members[engines.index(used_engine)].is_healthy)
+    other_engine.failure, other_engine.is_reachable = EngineUnavailable("restarting"), False
     assert await completes(pool.for_session("s"))
-    assert used.request_count == 3, "the recovered engine was not used"
+    assert used_engine.request_count == 3, "the recovered engine was not used"
 
 
 async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
@@ -222,7 +223,7 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
     for engine in engines:
         engine.is_reachable, engine.failure = False, EngineUnavailable("not reachable")
     for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(make_policy(1))):
-        with pytest.raises(EngineUnavailable, match=r"No engine can answer .*not reachable"):
+        with pytest.raises(EngineUnavailable, match=r"No engine is available .*not reachable"):
             async with asyncio.timeout(2):
                 await call()
     for engine in engines:
@@ -238,10 +239,10 @@ async def test_pool_moves_waiting_requests_away_from_a_dead_engine(create_pool: 
     engines[0].hangs = engines[1].hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT))
     await wait_until(lambda: any(engine.request_count for engine in engines))
-    dead = next(engine for engine in engines if engine.request_count)
+    dead_engine = next(engine for engine in engines if engine.request_count)
     for engine in engines:
-        engine.hangs = engine is dead
-    dead.is_reachable = False
+        engine.hangs = engine is dead_engine
+    dead_engine.is_reachable = False
     async with asyncio.timeout(10):
         assert (await waiting)[-1].finish_reason == "stop"
 
@@ -289,7 +290,9 @@ async def test_pool_reads_the_newest_policy_from_its_source(create_pool: CreateP
     assert set(get_versions(await collect(pool, PROMPT))) == {5}
 
 
-async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreatePool) -> None:
+async def test_pool_waits_for_weights_that_only_the_trainer_can_send(
+    create_pool: CreatePool,
+) -> None:
     latest = Policy("p", 0, Artifact("base"))
 
     async def get_newest_policy() -> Policy:
@@ -307,7 +310,7 @@ async def test_pool_waits_for_live_weights_from_the_trainer(create_pool: CreateP
 
 @asynccontextmanager
 async def serve_proxy(engine_url: str, invalid: asyncio.Event) -> AsyncIterator[str]:
-    """Run a proxy of the engine and yield its URL. The proxy returns HTML while ``invalid`` is set."""
+    """Run a proxy for the engine and yield its URL. The proxy returns HTML while ``invalid`` is set."""
 
     async def handle(request: web.Request) -> web.Response:
         if invalid.is_set():
@@ -326,16 +329,19 @@ async def serve_proxy(engine_url: str, invalid: asyncio.Event) -> AsyncIterator[
         await runner.cleanup()
 
 
-async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Path) -> None:
+async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny_model: Path) -> None:
     invalid = asyncio.Event()
-    async with serve_engine(create_scripted_engine(tiny), None) as url, serve_proxy(url, invalid) as address:
-        pool = EnginePool([RemoteEngine(address)], check_interval=0.02)
-        await pool.start(5)
+    async with (
+        serve_engine(create_scripted_engine(tiny_model), None) as url,
+        serve_proxy(url, invalid) as proxy_url,
+    ):
+        pool = EnginePool([RemoteEngine(proxy_url)], check_interval=0.02)
+        await pool.connect(5)
         (member,) = pool.members
         invalid.set()
         await wait_until(lambda: not member.is_healthy)
-        assert "did not respond like an engine" in member.unhealthy_reason
-        with pytest.raises(EngineUnavailable, match="did not respond like an engine"):
+        assert "did not send a valid engine response" in member.unhealthy_reason
+        with pytest.raises(EngineUnavailable, match="did not send a valid engine response"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
@@ -344,14 +350,14 @@ async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny: Pat
         await pool.close()
 
 
-async def test_pool_rejects_engines_with_different_contexts(tiny: Path) -> None:
-    pool = EnginePool([FlakyEngine(tiny), FlakyEngine(tiny, context=128)])
+async def test_pool_rejects_engines_with_different_max_contexts(tiny_model: Path) -> None:
+    pool = EnginePool([FlakyEngine(tiny_model), FlakyEngine(tiny_model, max_context=128)])
     with pytest.raises(ConfigError, match=r"a context of 128.* and .*a context of 256"):
-        await pool.start(5)
+        await pool.connect(5)
     await pool.close()
 
 
-async def test_pool_excludes_an_engine_that_returns_with_another_model(create_pool: CreatePool) -> None:
+async def test_pool_excludes_an_engine_that_returns_with_a_different_model(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
@@ -362,15 +368,15 @@ async def test_pool_excludes_an_engine_that_returns_with_another_model(create_po
 
 
 async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> None:
-    with pytest.raises(EngineUnavailable, match="No engine can answer"):
+    with pytest.raises(EngineUnavailable, match="No engine is available"):
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
 
 
 class EngineProcess:
-    """An engine process that can be killed and started again behind the same socket."""
+    """An engine process that can be killed and started again on the same port."""
 
-    def __init__(self, tiny: Path) -> None:
-        self._tiny = tiny
+    def __init__(self, tiny_model: Path) -> None:
+        self._tiny_model = tiny_model
         self.listener: socket.socket = bind("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.process: asyncio.subprocess.Process | None = None
@@ -381,7 +387,7 @@ class EngineProcess:
         fd = self.listener.fileno()
         self.process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", "tests.unit.engines.engine_process", str(self._tiny), str(fd), LONG_REPLY),
+            *("-m", "tests.unit.engines.engine_process", str(self._tiny_model), str(fd), LONG_REPLY),
             pass_fds=(fd,),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -397,8 +403,8 @@ class EngineProcess:
 
 
 @pytest.fixture
-async def processes(tiny: Path) -> AsyncIterator[list[EngineProcess]]:
-    started = [EngineProcess(tiny) for _ in range(3)]
+async def processes(tiny_model: Path) -> AsyncIterator[list[EngineProcess]]:
+    started = [EngineProcess(tiny_model) for _ in range(3)]
     for process in started:
         await process.start()
     yield started
@@ -411,14 +417,14 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
 ) -> None:
     remotes = [await RemoteEngine.connect(process.url, timeout=60) for process in processes]
     pool = EnginePool(remotes, check_interval=0.1, check_timeout=0.5)
-    await pool.start(60)
+    await pool.connect(60)
     await pool.load(make_policy(2))
     aborted: list[int] = []
-    done = 0
+    completed = 0
     stop = asyncio.Event()
 
     async def send_requests(session: str) -> None:
-        nonlocal done
+        nonlocal completed
         while not stop.is_set():
             received: list[TokenChunk] = []
             try:
@@ -432,7 +438,7 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
                 continue
             assert len(get_ids(received)) == 8
             assert set(get_versions(received)) == {2}
-            done += 1
+            completed += 1
 
     clients = [asyncio.create_task(send_requests(f"sess-{i}")) for i in range(12)]
     await asyncio.sleep(0.5)
@@ -440,8 +446,8 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
         member = pool.members[index]
         await processes[index].kill(close_socket=close_socket)
         await wait_until(lambda member=member: not member.is_healthy)
-        before = done
-        await wait_until(lambda before=before: done > before + 50)
+        before = completed
+        await wait_until(lambda before=before: completed > before + 50)
         await processes[index].start()
         await wait_until(lambda member=member: member.is_healthy, 60)
         served = member.total_requests
@@ -455,14 +461,14 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
     await pool.close()
 
 
-async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, tiny: Path) -> None:
+async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, tiny_model: Path) -> None:
     pool, (first, second) = await create_pool()
     first.hangs = second.hangs = True
     waiting = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
     await wait_until(lambda: first.request_count + second.request_count == 1)
     kept, removed = (first, second) if second.request_count else (second, first)
     kept.hangs = False
-    added = FlakyEngine(tiny)
+    added = FlakyEngine(tiny_model)
     added.is_reachable = False
     await pool.replace([kept, added])
     assert len(get_ids(await waiting)) == 8, "the waiting request of the removed engine is retried"
@@ -482,14 +488,14 @@ async def read_all(stream: AsyncGenerator[TokenChunk, None]) -> None:
         pass
 
 
-async def test_pool_replace_aborts_replies_of_removed_engines(tiny: Path) -> None:
+async def test_pool_replace_aborts_replies_of_removed_engines(tiny_model: Path) -> None:
     engine = ScriptedEngine(
-        ModelConfig(name=str(tiny), max_context=256),
+        ModelConfig(name=str(tiny_model), max_context=256),
         ScriptedEngineConfig(replies=["on and on " * 20], delay=0.05),
     )
     async with serve_engine(engine, "s") as url:
         pool = EnginePool([RemoteEngine(url, "s")])
-        await pool.start(10)
+        await pool.connect(10)
         stream = pool.generate(PROMPT, SamplingParams(max_tokens=100))
         await anext(stream)
         await pool.replace([])

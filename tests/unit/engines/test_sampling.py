@@ -1,4 +1,4 @@
-"""Tests for the sampler: samples follow the reported distribution."""
+"""Tests for the local engine's sampler: samples follow the reported distribution."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
     counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
     expected = probabilities.double() * len(ids)
     common = expected >= 5
-    chi = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
+    chi_square = ((counts - expected)[common] ** 2 / expected[common]).sum().item()
     degrees = int(common.sum())
-    assert chi < degrees + 6 * math.sqrt(2 * degrees)
+    assert chi_square < degrees + 6 * math.sqrt(2 * degrees)
     assert counts[probabilities == 0].sum() == 0
 
 
-@pytest.mark.parametrize("vocab", [7, 128, 300])
-def test_default_params_sample_from_the_softmax(vocab: int) -> None:
-    logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
+@pytest.mark.parametrize("vocab_size", [7, 128, 300])
+def test_default_params_sample_from_the_softmax(vocab_size: int) -> None:
+    logits = torch.randn(vocab_size, generator=torch.Generator().manual_seed(1)) * 2
     drawn = draw(logits, SamplingParams())
     assert_frequencies(drawn.ids, logits.softmax(-1))
     expected = logits.log_softmax(-1)[drawn.ids]
@@ -89,7 +89,7 @@ def compute_expected_probabilities(logits: Tensor, params: SamplingParams) -> Te
     "params", [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_p=0.5)]
 )
 def test_non_finite_logits_raise_an_error(params: SamplingParams) -> None:
-    with pytest.raises(EngineError, match="not finite"):
+    with pytest.raises(EngineError, match="non-finite"):
         draw(torch.full((200,), torch.nan), params, rows=2)
 
 

@@ -26,8 +26,8 @@ from tests.unit.engines.test_conformance import create_scripted_engine, serve_en
 
 
 @pytest.fixture
-async def url(tiny: Path) -> AsyncIterator[str]:
-    engine = create_scripted_engine(tiny)
+async def url(tiny_model: Path) -> AsyncIterator[str]:
+    engine = create_scripted_engine(tiny_model)
     async with serve_engine(engine, "secret") as url:
         yield url
     await engine.close()
@@ -89,8 +89,8 @@ async def test_load_returns_400_for_invalid_policies(url: str) -> None:
     assert (await post(url + "/load", {"policy": live}))[0] == 400
 
 
-async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -> None:
-    engine = create_scripted_engine(tiny)
+async def test_server_cancels_the_request_of_a_disconnected_client(tiny_model: Path) -> None:
+    engine = create_scripted_engine(tiny_model)
     async with serve_engine(engine, None) as url:
         async with aiohttp.ClientSession() as client:
             body = encode_request([5, 6], b'{"max_tokens":200}')
@@ -102,8 +102,8 @@ async def test_server_cancels_the_request_of_a_disconnected_client(tiny: Path) -
         assert (await engine.status()).generated_tokens < 150
 
 
-async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: Path) -> None:
-    engine = create_scripted_engine(tiny, delay=60)
+async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny_model: Path) -> None:
+    engine = create_scripted_engine(tiny_model, delay=60)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         request_task = asyncio.create_task(collect(remote, [5, 6]))
@@ -117,23 +117,23 @@ async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny: P
         await remote.close()
 
 
-async def test_server_sends_available_tokens_in_one_chunk(tiny: Path) -> None:
-    fast, slow = create_scripted_engine(tiny, delay=0), create_scripted_engine(tiny, delay=0.01)
+async def test_server_sends_available_tokens_in_one_chunk(tiny_model: Path) -> None:
+    fast, slow = create_scripted_engine(tiny_model, delay=0), create_scripted_engine(tiny_model, delay=0.01)
     params = {"max_tokens": 30, "temperature": 0}
     local_chunks = await collect(fast, [5, 6], **params)
     assert len(local_chunks) == 30
     async with serve_engine(fast, None) as url, serve_engine(slow, None) as slow_url:
-        for address, counts in ((url, range(1, 3)), (slow_url, range(8, 31))):
-            remote = await RemoteEngine.connect(address, timeout=10)
+        for engine_url, chunk_counts in ((url, range(1, 3)), (slow_url, range(8, 31))):
+            remote = await RemoteEngine.connect(engine_url, timeout=10)
             chunks = await collect(remote, [5, 6], **params)
             assert join_chunks(chunks) == join_chunks(local_chunks)
-            assert len(chunks) in counts
+            assert len(chunks) in chunk_counts
             await remote.close()
 
 
-async def test_server_accepts_a_prompt_of_120000_tokens(tiny: Path) -> None:
+async def test_server_accepts_a_prompt_of_120000_tokens(tiny_model: Path) -> None:
     prompt = np.arange(120_000, dtype=np.int32) % 300
-    engine = create_scripted_engine(tiny, max_context=130_000)
+    engine = create_scripted_engine(tiny_model, max_context=130_000)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         remote_chunks = await collect(remote, prompt, max_tokens=3)
@@ -149,8 +149,8 @@ class PartialLogprobsEngine(ScriptedEngine):
         yield TokenChunk([2], [math.nan], [0], behavior_logprobs=[-0.5], finish_reason="stop")
 
 
-async def test_remote_engine_preserves_missing_logprobs(tiny: Path) -> None:
-    model = ModelConfig(name=str(tiny), max_context=256)
+async def test_remote_engine_preserves_missing_logprobs(tiny_model: Path) -> None:
+    model = ModelConfig(name=str(tiny_model), max_context=256)
     async with serve_engine(PartialLogprobsEngine(model, ScriptedEngineConfig()), None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
         chunk = join_chunks(await collect(remote, [1]))
@@ -174,7 +174,7 @@ async def test_remote_engine_raises_unavailable_if_no_server_listens() -> None:
 
 
 class FailingEngine(ScriptedEngine):
-    """Raises ``error`` after ``after`` tokens."""
+    """Raises ``error`` from `load`, `status` and `generate`, which yields ``after`` tokens first."""
 
     def __init__(self, error: EngineError, after: int) -> None:
         self._error = error

@@ -54,22 +54,22 @@ def test_find_shared_prefixes_returns_none_if_too_little_is_shared(prompts: list
     assert find_shared_prefixes(to_arrays(*prompts), [0] * len(prompts)) is None
 
 
-async def test_shared_attention_matches_transformers(tiny: Path) -> None:
-    engine = make_engine(tiny)
+async def test_shared_attention_matches_transformers(tiny_model: Path) -> None:
+    engine = make_engine(tiny_model)
     replies = await asyncio.gather(
         *(collect(engine, prompt, max_tokens=8 + 3 * n, seed=n) for n, prompt in enumerate(PROMPTS))
     )
     await engine.close()
-    model = load_reference_model(tiny)
+    model = load_reference_model(tiny_model)
     for prompt, reply in zip(PROMPTS, replies, strict=True):
         assert get_logprobs(reply) == pytest.approx(
             compute_expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4
         )
 
 
-async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adapter: Path) -> None:
+async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny_model: Path, adapter: Path) -> None:
     """Rows with old and new weights are decoded in one batch. New rows must not use old keys."""
-    engine = make_engine(tiny)
+    engine = make_engine(tiny_model)
     streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
     for stream in streams:
         await anext(stream)
@@ -81,7 +81,7 @@ async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny: Path, adap
     for stream in streams:
         await stream.aclose()
     await engine.close()
-    model = load_reference_model(tiny, adapter)
+    model = load_reference_model(tiny_model, adapter)
     for prompt, reply in zip(PROMPTS, after, strict=True):
         assert get_logprobs(reply) == pytest.approx(
             compute_expected_logprobs(model, prompt, get_ids(reply)), abs=1e-4

@@ -7,7 +7,7 @@ from tests.unit.engines.conformance import TOKENIZER
 
 
 def find_stop(text: str, *stop: str) -> tuple[int, str] | None:
-    """Return the number of characters up to the stop and the stop string, or None if there is no stop."""
+    """Return the length of the text at which a stop string is detected, and the string, or None."""
     strings = StopStrings(TOKENIZER, stop)
     ids: list[int] = []
     for token in TOKENIZER.encode(text):

@@ -22,32 +22,32 @@ from tests.unit.engines.test_conformance import serve_engine
 
 
 class RecordingEngine(ScriptedEngine):
-    """Records the files of each folder that it loads."""
+    """Records the folders that it loads and their files."""
 
     def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
         super().__init__(model, config)
-        self.loaded: list[dict[str, bytes]] = []
-        self.paths: list[Path] = []
+        self.loaded_files: list[dict[str, bytes]] = []
+        self.loaded_folders: list[Path] = []
 
     async def load(self, policy: Policy) -> None:
         folder = Path(policy.artifact.path)
-        self.paths.append(folder)
-        self.loaded.append(read_files(folder))
+        self.loaded_folders.append(folder)
+        self.loaded_files.append(read_files(folder))
         await super().load(policy)
 
 
 class RemoteWithoutSharedDisk(RemoteEngine):
     """Simulates a client whose folders the engine cannot read."""
 
-    async def _call(self, method: str, path: str, seconds: float, body: object = None) -> bytes:
+    async def _call(self, method: str, path: str, timeout: float, body: object = None) -> bytes:
         if path == "/seen":
             return b'{"seen": false}'
-        return await super()._call(method, path, seconds, body)  # type: ignore[arg-type]
+        return await super()._call(method, path, timeout, body)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def engine(tiny: Path) -> RecordingEngine:
-    return RecordingEngine(ModelConfig(name=str(tiny)), ScriptedEngineConfig())
+def engine(tiny_model: Path) -> RecordingEngine:
+    return RecordingEngine(ModelConfig(name=str(tiny_model)), ScriptedEngineConfig())
 
 
 @pytest.fixture
@@ -74,11 +74,11 @@ async def test_push_does_not_upload_a_folder_that_the_engine_can_read(
     remote = await RemoteEngine.connect(url)
     policy = write_policy(tmp_path / "v1", 1)
     assert await FileSync().push(policy, [remote]) == [None]
-    assert engine.paths == [tmp_path / "v1"]
+    assert engine.loaded_folders == [tmp_path / "v1"]
     await remote.close()
 
 
-async def test_seen_is_false_for_a_folder_with_other_files(url: str, tmp_path: Path) -> None:
+async def test_seen_is_false_for_a_folder_with_different_files(url: str, tmp_path: Path) -> None:
     remote = await RemoteEngine.connect(url)
     policy = write_policy(tmp_path / "v1", 1)
     body = {"path": policy.artifact.path, "files": {"adapter_config.json": [8, 1]}}
@@ -95,11 +95,11 @@ async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
     for version in range(1, MAX_UPLOADS + 3):
         policy = write_policy(tmp_path / f"v{version}", version)
         assert await FileSync().push(policy, [remote]) == [None]
-        assert engine.loaded[-1] == read_files(tmp_path / f"v{version}")
-        assert not engine.paths[-1].is_relative_to(tmp_path)
+        assert engine.loaded_files[-1] == read_files(tmp_path / f"v{version}")
+        assert not engine.loaded_folders[-1].is_relative_to(tmp_path)
         assert (await engine.status()).version == version
-    assert [path.is_dir() for path in engine.paths] == [False] * 2 + [True] * MAX_UPLOADS
-    assert sorted(engine.paths[-1].parent.iterdir()) == sorted(engine.paths[-MAX_UPLOADS:])
+    assert [path.is_dir() for path in engine.loaded_folders] == [False] * 2 + [True] * MAX_UPLOADS
+    assert sorted(engine.loaded_folders[-1].parent.iterdir()) == sorted(engine.loaded_folders[-MAX_UPLOADS:])
     await remote.close()
 
 
@@ -113,11 +113,11 @@ async def test_uploads_keep_the_served_folder_until_another_is_loaded(
         await remote.upload_files(write_policy(tmp_path / f"v{version}", version))
         for version in range(2, MAX_UPLOADS + 3)
     ]
-    assert engine.loaded[0] == read_files(engine.paths[0])
-    assert len(list(engine.paths[0].parent.iterdir())) == MAX_UPLOADS
+    assert engine.loaded_files[0] == read_files(engine.loaded_folders[0])
+    assert len(list(engine.loaded_folders[0].parent.iterdir())) == MAX_UPLOADS
     await remote.load(uploaded[-1])
     await remote.upload_files(write_policy(tmp_path / "last", 9))
-    assert not engine.paths[0].exists()
+    assert not engine.loaded_folders[0].exists()
     await remote.close()
 
 

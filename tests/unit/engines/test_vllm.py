@@ -1,4 +1,7 @@
-"""Tests for the vLLM engine with fake servers; tests/integration/vllm uses real ones."""
+"""Tests for the vLLM engine, its processes and its config, with fake servers.
+
+The tests in tests/integration/vllm use real servers.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 from instar.types import SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
-from tests.unit.engines.fake_vllm import END, FakeVllm, event
+from tests.unit.engines.fake_vllm import END_EVENT, FakeVllm, make_event
 from tests.unit.engines.test_conformance import create_local_engine, create_scripted_engine
 
 TOKENIZER = make_tiny_tokenizer()
@@ -71,14 +74,14 @@ async def test_weight_change_splits_a_reply_by_version(vllm: FakeVllm, client: V
     """The first tokens arrive before the change but are read after it."""
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
-    vllm.events.put_nowait(event(5) + event(6))
+    vllm.events.put_nowait(make_event(5) + make_event(6))
     async with asyncio.timeout(5):
         while not reply.received_bytes:  # noqa: ASYNC110 - the socket has no event
             await asyncio.sleep(0.01)
     async with weights.pause_sampling() as change:
         change.start()
         change.finish(4)
-    vllm.events.put_nowait(event(7) + event(8, finish="length") + END)
+    vllm.events.put_nowait(make_event(7) + make_event(8, finish="length") + END_EVENT)
     vllm.events.put_nowait(None)
     chunks = [chunk async for chunk in reply.stream_chunks()]
     assert [t for c in chunks for t in c.token_ids] == [5, 6, 7, 8]
@@ -91,10 +94,10 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
 ) -> None:
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
-    vllm.events.put_nowait(event(5))
+    vllm.events.put_nowait(make_event(5))
     stream = reply.stream_chunks()
     await anext(stream)
-    vllm.failing.add("/collective_rpc")
+    vllm.failing_paths.add("/collective_rpc")
     with pytest.raises(EngineError, match="requested by the test"):  # noqa: PT012 - the pause must be inside
         async with weights.pause_sampling() as change:
             change.start()
@@ -126,16 +129,17 @@ async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
     vllm: FakeVllm, client: VllmClient
 ) -> None:
     weights = ServerWeights(client)
-    missing = event(5).replace(b"-1.0", b"-9999.0")
-    vllm.events.put_nowait(missing + event(6, finish="length") + END)
+    event_without_logprob = make_event(5).replace(b"-1.0", b"-9999.0")
+    vllm.events.put_nowait(event_without_logprob + make_event(6, finish="length") + END_EVENT)
     vllm.events.put_nowait(None)
     (chunk,) = [c async for c in (await start_reply(client, weights, temperature=0)).stream_chunks()]
     assert math.isnan(chunk.logprobs[0])
     assert chunk.logprobs[1] == -1.0
     assert chunk.behavior_logprobs == [0.0, 0.0]
-    vllm.events.put_nowait(event(5, finish="length", logprobs=None) + END)
+    vllm.events.put_nowait(make_event(5, finish="length", logprobs=None) + END_EVENT)
     vllm.events.put_nowait(None)
-    (chunk,) = [c async for c in (await start_reply(client, weights, top_p=0.5, score=False)).stream_chunks()]
+    reply = await start_reply(client, weights, top_p=0.5, logprobs=False)
+    (chunk,) = [c async for c in reply.stream_chunks()]
     assert np.isnan(chunk.logprobs).all()
     assert np.isnan(chunk.behavior_logprobs or []).all()
 
@@ -143,7 +147,9 @@ async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
 async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, client: VllmClient) -> None:
     ids = TOKENIZER.encode("The answer is 893")
     for fields, expected in (({}, "893"), ({"stop_reason": "answer"}, "answer")):
-        vllm.events.put_nowait(event(*ids[:-1]) + event(ids[-1], finish="stop", **fields) + END)
+        vllm.events.put_nowait(
+            make_event(*ids[:-1]) + make_event(ids[-1], finish="stop", **fields) + END_EVENT
+        )
         vllm.events.put_nowait(None)
         reply = await start_reply(client, ServerWeights(client), stop=("absent", "893"))
         last: TokenChunk = [chunk async for chunk in reply.stream_chunks()][-1]
@@ -151,7 +157,8 @@ async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, clie
 
 
 @pytest.mark.parametrize(
-    "events", [event(5), event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n']
+    "events",
+    [make_event(5), make_event(5) + b'data: {"error": {"message": "EngineCore died", "code": 500}}\n\n'],
 )
 async def test_incomplete_reply_raises_unavailable(events: bytes, vllm: FakeVllm, client: VllmClient) -> None:
     vllm.events.put_nowait(events)
@@ -161,8 +168,8 @@ async def test_incomplete_reply_raises_unavailable(events: bytes, vllm: FakeVllm
             pass
 
 
-def test_generate_request_disables_detokenize_without_stop_strings() -> None:
-    def body(**params: Any) -> dict[str, Any]:
+def test_generate_request_has_the_sampling_params_and_detokenizes_only_for_stop_strings() -> None:
+    def encode_params(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
         sampling = SamplingParams(max_tokens=50, **params)
         request = encode_generate_request(
@@ -170,34 +177,38 @@ def test_generate_request_disables_detokenize_without_stop_strings() -> None:
         )
         return json.loads(request)["sampling_params"]
 
-    plain = body(seed=-(2**70) - 1, stop_token_ids=(9,))
+    plain = encode_params(seed=-(2**70) - 1, stop_token_ids=(9,))
     assert plain["max_tokens"] == 7
     assert plain["stop_token_ids"] == [2, 9]
     assert plain["detokenize"] is False
     assert 0 <= plain["seed"] < 2**63
     assert plain["logprobs"] == 0
-    assert body(stop=("x",))["detokenize"] is True
-    assert "logprobs" not in body(score=False)
+    assert encode_params(stop=("x",))["detokenize"] is True
+    assert "logprobs" not in encode_params(logprobs=False)
 
 
-def test_merge_adapter_matches_peft(tiny: Path, adapter: Path) -> None:
-    merged = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny), adapter).merge_and_unload()
-    with merge_adapter(tiny, adapter, "fp32") as folder:
-        check_same_shapes(folder, tiny)
+def test_merge_adapter_matches_peft(tiny_model: Path, adapter: Path) -> None:
+    merged = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(tiny_model), adapter
+    ).merge_and_unload()
+    with merge_adapter(tiny_model, adapter, "fp32") as folder:
+        check_same_shapes(folder, tiny_model)
         actual = load_file(folder / "model.safetensors")
     assert not folder.exists()
     expected = merged.state_dict()
     for name, tensor in actual.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=1e-5)
-    with merge_adapter(tiny, adapter, "bf16") as folder:
+    with merge_adapter(tiny_model, adapter, "bf16") as folder:
         dtypes = {str(tensor.dtype) for tensor in load_file(folder / "model.safetensors").values()}
     assert dtypes == {"torch.float32", "torch.bfloat16"}, "weights without an adapter must keep their dtype"
 
 
-def test_check_same_shapes_rejects_another_architecture(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+def test_check_same_shapes_rejects_a_different_architecture(
+    tiny_model: Path, adapter: Path, tmp_path: Path
+) -> None:
     other = make_tiny_model(tmp_path / "other", layers=1)
     with pytest.raises(EngineError, match="architecture of the base model"):
-        check_same_shapes(other, tiny)
+        check_same_shapes(other, tiny_model)
     with pytest.raises(EngineError, match="does not have"), merge_adapter(other, adapter, "fp32"):
         pass
 
@@ -258,11 +269,11 @@ time.sleep(60)
 """
     process = subprocess.Popen([sys.executable, "-c", starter_script], stdout=subprocess.PIPE)
     assert process.stdout is not None
-    grandchild = int(process.stdout.readline())
+    grandchild_pid = int(process.stdout.readline())
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 15
-    while _is_alive(grandchild):
+    while _is_alive(grandchild_pid):
         assert time.monotonic() < deadline, "the grandchild is still running"
         time.sleep(0.05)
     process.stdout.close()
@@ -303,9 +314,9 @@ def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
     assert resolve().gpu_memory == 0.9
 
 
-async def test_pool_of_different_engine_types_is_mixed(tiny: Path) -> None:
-    pool = EnginePool([create_local_engine(tiny), create_scripted_engine(tiny)])
-    await pool.start()
+async def test_pool_of_different_engine_types_is_mixed(tiny_model: Path) -> None:
+    pool = EnginePool([create_local_engine(tiny_model), create_scripted_engine(tiny_model)])
+    await pool.connect()
     assert pool.info.kind == "mixed"
     assert set(pool.info.artifacts) == {"adapter", "weights", "base"}
     replies = [[c async for c in pool.generate([5, 6], SamplingParams(max_tokens=2))] for _ in range(4)]

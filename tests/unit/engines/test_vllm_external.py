@@ -16,15 +16,15 @@ from instar.engines.vllm.engine import VllmEngine
 from instar.engines.vllm.servers import ExternalVllm, ServerCallbacks
 from instar.errors import EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
-from tests.unit.engines.fake_vllm import END, FakeVllm, StatefulFakeVllm, event
+from tests.unit.engines.fake_vllm import END_EVENT, FakeVllm, StatefulFakeVllm, make_event
 
 
 @asynccontextmanager
-async def connect_engine(server: FakeVllm, tiny: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
-    model = ModelConfig(name=str(tiny), max_context=64, device=settings.pop("device", "auto"))
+async def connect_engine(server: FakeVllm, tiny_model: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
+    model = ModelConfig(name=str(tiny_model), max_context=64, device=settings.pop("device", "auto"))
     config = VllmEngineConfig.model_validate({"servers": [server.url], "start_timeout": 10, **settings})
     engine = VllmEngine(model, config, check_interval=0.02)
-    await engine.bring_up(Path("unused.log"), lambda _: None)
+    await engine.start(Path("unused.log"), lambda _: None)
     try:
         yield engine
     finally:
@@ -56,10 +56,10 @@ async def wait_until(condition: Callable[[], bool]) -> None:
 @asynccontextmanager
 async def server_down(server: FakeVllm, engine: VllmEngine) -> AsyncIterator[None]:
     """Make health checks fail during the block, then wait until the engine has reconnected."""
-    server.failing.add("/health")
+    server.failing_paths.add("/health")
     await wait_until(lambda: not engine._ready.is_set())
     yield
-    server.failing.clear()
+    server.failing_paths.clear()
     await wait_until(engine._ready.is_set)
 
 
@@ -67,28 +67,28 @@ async def get_served_version(engine: VllmEngine) -> int:
     return (await engine.status()).version
 
 
-async def test_engine_unloads_its_adapters_when_closed(tiny: Path, tmp_path: Path) -> None:
-    async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
+async def test_engine_unloads_its_adapters_when_closed(tiny_model: Path, tmp_path: Path) -> None:
+    async with StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server:
         for _ in range(2):
-            async with connect_engine(server, tiny) as engine:
+            async with connect_engine(server, tiny_model) as engine:
                 await engine.load(make_adapter_policy(tmp_path, 1))
                 assert await get_served_version(engine) == 1
                 assert len(server.adapters) == 1
             assert not server.adapters
-        async with connect_engine(server, tiny) as first_engine:
+        async with connect_engine(server, tiny_model) as first_engine:
             await first_engine.load(make_adapter_policy(tmp_path, 1))
-            async with connect_engine(server, tiny) as engine:
+            async with connect_engine(server, tiny_model) as engine:
                 await engine.load(make_adapter_policy(tmp_path, 1))
                 assert await get_served_version(engine) == 1
 
 
 @pytest.mark.parametrize("reports_start", [True, False])
 async def test_old_adapters_are_unloaded_after_missed_health_checks(
-    reports_start: bool, tiny: Path, tmp_path: Path
+    reports_start: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
-    async with StatefulFakeVllm(tiny, adapters=True).serving() as server:
-        server.reports_start = reports_start
-        async with connect_engine(server, tiny) as engine:
+    async with StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server:
+        server.reports_start_time = reports_start
+        async with connect_engine(server, tiny_model) as engine:
             await engine.load(make_adapter_policy(tmp_path, 1))
             for _ in range(2):
                 async with server_down(server, engine):
@@ -98,10 +98,10 @@ async def test_old_adapters_are_unloaded_after_missed_health_checks(
             await wait_until(lambda: len(server.adapters) == 1)
 
 
-async def test_restarted_server_reloads_its_adapter(tiny: Path, tmp_path: Path) -> None:
+async def test_restarted_server_reloads_its_adapter(tiny_model: Path, tmp_path: Path) -> None:
     async with (
-        StatefulFakeVllm(tiny, adapters=True).serving() as server,
-        connect_engine(server, tiny) as engine,
+        StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server,
+        connect_engine(server, tiny_model) as engine,
     ):
         await engine.load(make_adapter_policy(tmp_path, 3))
         async with server_down(server, engine):
@@ -110,97 +110,98 @@ async def test_restarted_server_reloads_its_adapter(tiny: Path, tmp_path: Path) 
         assert list(server.adapters.values()) == [str(tmp_path / "v3")]
 
 
-async def test_missed_health_checks_without_restart_keep_version_and_replies(tiny: Path) -> None:
+async def test_missed_health_checks_without_restart_keep_version_and_replies(tiny_model: Path) -> None:
     async with (
-        StatefulFakeVllm(tiny).serving() as server,
-        connect_engine(server, tiny, policy="merged") as engine,
+        StatefulFakeVllm(tiny_model).serving() as server,
+        connect_engine(server, tiny_model, policy="merged") as engine,
     ):
         await push_live(engine, make_live_policy(5))
-        server.events.put_nowait(event(7))
+        server.events.put_nowait(make_event(7))
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert (await anext(chunks)).versions == [5]
         async with server_down(server, engine):
             pass
-        server.events.put_nowait(event(8, finish="length") + END)
+        server.events.put_nowait(make_event(8, finish="length") + END_EVENT)
         server.events.put_nowait(None)
         assert [v async for chunk in chunks for v in chunk.versions] == [5]
         assert (server.weights, await get_served_version(engine)) == ("run:5", 5)
 
 
 @pytest.mark.parametrize("reports_start", [True, False])
-async def test_restarted_server_does_not_keep_the_old_version(reports_start: bool, tiny: Path) -> None:
+async def test_restarted_server_does_not_keep_the_old_version(reports_start: bool, tiny_model: Path) -> None:
     """Weights from the trainer's memory cannot be loaded again, so the base model is served and reported."""
     async with (
-        StatefulFakeVllm(tiny).serving() as server,
-        connect_engine(server, tiny, policy="merged") as engine,
+        StatefulFakeVllm(tiny_model).serving() as server,
+        connect_engine(server, tiny_model, policy="merged") as engine,
     ):
-        server.reports_start = reports_start
+        server.reports_start_time = reports_start
         await push_live(engine, make_live_policy(5))
         async with server_down(server, engine):
             server.restart()
-        assert (server.weights, await get_served_version(engine)) == (str(tiny), 0)
+        assert (server.weights, await get_served_version(engine)) == (str(tiny_model), 0)
         assert not server.paused
-        weights = Policy("run", 6, Artifact("weights", str(tiny)))
-        await engine.load(weights)
+        weights_policy = Policy("run", 6, Artifact("weights", str(tiny_model)))
+        await engine.load(weights_policy)
         async with server_down(server, engine):
             server.restart()
-        assert (server.weights, await get_served_version(engine)) == (str(tiny), 6)
+        assert (server.weights, await get_served_version(engine)) == (str(tiny_model), 6)
 
 
-async def test_replies_are_split_by_version_if_the_server_may_have_restarted(tiny: Path) -> None:
+async def test_replies_are_split_by_version_if_the_server_may_have_restarted(tiny_model: Path) -> None:
     async with (
-        StatefulFakeVllm(tiny).serving() as server,
-        connect_engine(server, tiny, policy="merged") as engine,
+        StatefulFakeVllm(tiny_model).serving() as server,
+        connect_engine(server, tiny_model, policy="merged") as engine,
     ):
-        server.reports_start = False
+        server.reports_start_time = False
         await push_live(engine, make_live_policy(5))
-        server.events.put_nowait(event(7))
+        server.events.put_nowait(make_event(7))
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert (await anext(chunks)).versions == [5]
         async with server_down(server, engine):
-            before = len(server.paths)
-            server.events.put_nowait(event(8))
+            path_count = len(server.paths)
+            server.events.put_nowait(make_event(8))
             assert (await anext(chunks)).versions == [5]
-        assert {"/pause", "/resume"} <= set(server.paths[before:])
-        server.events.put_nowait(event(9, finish="length") + END)
+        assert {"/pause", "/resume"} <= set(server.paths[path_count:])
+        server.events.put_nowait(make_event(9, finish="length") + END_EVENT)
         server.events.put_nowait(None)
         assert [v async for chunk in chunks for v in chunk.versions] == [0]
 
 
-async def test_policy_loaded_while_the_server_is_down_is_served_afterwards(tiny: Path) -> None:
+async def test_policy_loaded_while_the_server_is_down_is_served_afterwards(tiny_model: Path) -> None:
     async with (
-        StatefulFakeVllm(tiny).serving() as server,
-        connect_engine(server, tiny, policy="merged") as engine,
+        StatefulFakeVllm(tiny_model).serving() as server,
+        connect_engine(server, tiny_model, policy="merged") as engine,
     ):
         async with server_down(server, engine):
             with pytest.raises(EngineUnavailable):
-                await engine.load(Policy("run", 6, Artifact("weights", str(tiny))))
+                await engine.load(Policy("run", 6, Artifact("weights", str(tiny_model))))
         assert await get_served_version(engine) == 6
 
 
-async def test_weights_from_an_earlier_run_are_replaced_at_start(tiny: Path) -> None:
-    async with StatefulFakeVllm(tiny, has_extension=False).serving() as server:
+async def test_weights_from_an_earlier_run_are_replaced_at_start(tiny_model: Path) -> None:
+    async with StatefulFakeVllm(tiny_model, has_extension=False).serving() as server:
         server.weights = "version 7"
-        async with connect_engine(server, tiny, policy="merged", device="cpu") as engine:
-            assert (server.weights, await get_served_version(engine)) == (str(tiny), 0)
+        async with connect_engine(server, tiny_model, policy="merged", device="cpu") as engine:
+            assert (server.weights, await get_served_version(engine)) == (str(tiny_model), 0)
 
 
 async def test_watcher_retries_after_an_os_error() -> None:
-    ready: list[int] = []
+    ready_count = 0
 
     async def on_ready() -> None:
-        ready.append(1)
-        if len(ready) == 2:
+        nonlocal ready_count
+        ready_count += 1
+        if ready_count == 2:
             raise OSError(28, "No space left on device")
 
     async with FakeVllm().serving() as server:
         config = VllmEngineConfig(servers=[server.url])
-        callbacks = ServerCallbacks(on_ready, lambda _: server.failing.clear(), lambda _: None)
+        callbacks = ServerCallbacks(on_ready, lambda _: server.failing_paths.clear(), lambda _: None)
         external = ExternalVllm(config, callbacks, check_interval=0.02)
         await external.start()
-        server.failing.add("/health")
+        server.failing_paths.add("/health")
         try:
-            await wait_until(lambda: len(ready) == 3)
+            await wait_until(lambda: ready_count == 3)
         finally:
             await external.close()
 

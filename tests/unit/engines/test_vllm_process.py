@@ -22,11 +22,11 @@ from tests.unit.engines.test_vllm_external import wait_until
 
 SERVER = """
 import http.server, os, sys, time
-port, counter, failure = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-if os.path.exists(counter) and open(counter).read() == "1" and failure == "server hangs":
-    open(counter, "w").write("2")
+port, starts_file, failure = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+with open(starts_file, "a") as file:  # One character per start.
+    file.write("x")
+if failure == "server hangs" and os.path.getsize(starts_file) == 2:
     time.sleep(60)
-open(counter, "a").write("1")
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -41,19 +41,21 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @dataclass
 class FakeLaunch:
-    counter: Path
+    """Launches `SERVER`. Depending on ``failure``, the second start hangs, raises an error or succeeds."""
+
+    starts_file: Path
     failure: str
-    starts: int = 0
+    start_count: int = 0
 
     @property
     def config(self) -> VllmEngineConfig:
         return VllmEngineConfig(start_timeout=3.0)
 
     def build_command(self, port: int) -> list[str]:
-        self.starts += 1
-        if self.failure == "no memory" and self.starts == 2:
+        self.start_count += 1
+        if self.failure == "no memory" and self.start_count == 2:
             raise OSError(12, "Cannot allocate memory")
-        return [sys.executable, "-I", "-c", SERVER, str(port), str(self.counter), self.failure]
+        return [sys.executable, "-I", "-c", SERVER, str(port), str(self.starts_file), self.failure]
 
     def build_environment(self, key: str, package: Path) -> dict[str, str]:
         return {}
@@ -61,14 +63,15 @@ class FakeLaunch:
 
 @pytest.mark.parametrize("failure", ["server hangs", "no memory", "server is busy"])
 async def test_process_restarts_again_after_a_failed_restart(failure: str, tmp_path: Path) -> None:
-    ready: list[int] = []
+    ready_count = 0
 
     async def on_ready() -> None:
-        ready.append(1)
-        if failure == "server is busy" and len(ready) == 2:
+        nonlocal ready_count
+        ready_count += 1
+        if failure == "server is busy" and ready_count == 2:
             raise EngineUnavailable("vLLM responded with status 503: busy")
 
-    launch = FakeLaunch(tmp_path / "counter", failure)
+    launch = FakeLaunch(tmp_path / "starts", failure)
     child = VllmProcess(
         cast(VllmLaunch, launch),
         tmp_path / "log",
@@ -79,8 +82,8 @@ async def test_process_restarts_again_after_a_failed_restart(failure: str, tmp_p
     try:
         with contextlib.suppress(EngineError):
             await child.client.get("/die")
-        await wait_until(lambda: len(ready) == (3 if failure == "server is busy" else 2))
-        assert launch.starts == 3
+        await wait_until(lambda: ready_count == (3 if failure == "server is busy" else 2))
+        assert launch.start_count == 3
         assert child.failure is None
     finally:
         await child.close()

@@ -11,7 +11,7 @@ import pytest
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.weights import NO_VERSION, PauseTiming, ServerWeights
 from instar.errors import EngineUnavailable
-from tests.unit.engines.fake_vllm import StatefulFakeVllm, event
+from tests.unit.engines.fake_vllm import StatefulFakeVllm, make_event
 from tests.unit.engines.test_vllm import start_reply
 
 
@@ -39,7 +39,7 @@ def weights(client: VllmClient) -> ServerWeights:
     return create_weights(client)
 
 
-async def change_to(weights: ServerWeights, version: int) -> None:
+async def change_version(weights: ServerWeights, version: int) -> None:
     async with weights.pause_sampling() as change:
         change.start()
         change.finish(version)
@@ -48,15 +48,15 @@ async def change_to(weights: ServerWeights, version: int) -> None:
 async def test_weight_change_succeeds_if_the_server_does_not_store_the_version(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
-    server.failing.add("/update_weight_version")
-    await change_to(weights, 5)
+    server.failing_paths.add("/update_weight_version")
+    await change_version(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
 
 async def test_resume_is_retried_after_a_failure(server: StatefulFakeVllm, weights: ServerWeights) -> None:
-    server.failing_once.add("/resume")
-    await change_to(weights, 5)
+    server.paths_failing_once.add("/resume")
+    await change_version(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
@@ -64,12 +64,12 @@ async def test_resume_is_retried_after_a_failure(server: StatefulFakeVllm, weigh
 async def test_version_is_invalid_if_the_server_cannot_be_resumed(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
-    server.failing.add("/resume")
+    server.failing_paths.add("/resume")
     with pytest.raises(Exception, match="requested by the test"):
-        await change_to(weights, 5)
+        await change_version(weights, 5)
     assert weights.version == NO_VERSION
-    server.failing.clear()
-    await change_to(weights, 5)
+    server.failing_paths.clear()
+    await change_version(weights, 5)
     assert weights.version == 5
     assert not server.paused
 
@@ -77,9 +77,9 @@ async def test_version_is_invalid_if_the_server_cannot_be_resumed(
 async def test_server_is_resumed_if_the_pause_response_is_lost(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
-    server.failing_once.add("/pause")
+    server.paths_failing_once.add("/pause")
     with pytest.raises(EngineUnavailable):
-        await change_to(weights, 5)
+        await change_version(weights, 5)
     assert weights.version == 0
     assert not server.paused
 
@@ -90,11 +90,11 @@ async def test_replies_that_never_settle_are_aborted(server: StatefulFakeVllm, c
 
     async def send_events() -> None:
         while True:
-            server.events.put_nowait(event(7))
+            server.events.put_nowait(make_event(7))
             await asyncio.sleep(0.001)
 
     sender_task = asyncio.create_task(send_events())
-    await change_to(weights, 5)
+    await change_version(weights, 5)
     sender_task.cancel()
     assert weights.version == 5
     with pytest.raises(EngineUnavailable):
@@ -107,7 +107,7 @@ async def test_version_is_invalid_if_a_change_is_cancelled_before_it_takes_effec
 ) -> None:
     """The weights are already new and must not be served as the old version."""
     weights = create_weights(client, quiet_seconds=60.0)
-    change_task = asyncio.create_task(change_to(weights, 5))
+    change_task = asyncio.create_task(change_version(weights, 5))
     async with asyncio.timeout(5):
         while not server.paused:  # noqa: ASYNC110 - the server has no event
             await asyncio.sleep(0.01)

@@ -231,7 +231,9 @@ RESPONSE_BUILDERS = {
 PATHS = {f"/v1/{name}": name for name in RESPONSE_BUILDERS if name != "chat"} | {
     "/v1/chat/completions": "chat"
 }
-ERROR = {"error": {"message": "Slow down.", "type": "rate_limit_error", "param": None, "code": "slow"}}
+RATE_LIMIT_ERROR = {
+    "error": {"message": "Slow down.", "type": "rate_limit_error", "param": None, "code": "slow"}
+}
 STREAM_ERROR = {"type": "error", "error": {"type": "overloaded_error", "message": "Overloaded."}}
 
 
@@ -247,8 +249,14 @@ def encode_events(events: list[Any], has_event_names: bool, crlf: bool = False) 
 @dataclass
 class Provider:
     url: str = ""
+    """The server's URL without a path."""
+
     bodies: list[bytes] = field(default_factory=list[bytes])
+    """The bodies of all requests, in order."""
+
     headers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
+    """The headers of all model calls, with lower-case names."""
+
     gate: asyncio.Event | None = None
     """If set, streams wait for this event before sending their last third."""
 
@@ -259,12 +267,12 @@ class Provider:
     def last_request(self) -> Any:
         return orjson.loads(self.bodies[-1])
 
-    async def handle_call(self, request: web.Request) -> web.StreamResponse:
+    async def handle_model_call(self, request: web.Request) -> web.StreamResponse:
         self.bodies.append(await request.read())
         self.headers.append({name.lower(): value for name, value in request.headers.items()})
         model, n = self.last_request["model"], self.last_request.get("n", 1)
         if model == "limited":
-            return web.json_response(ERROR, status=429, headers={"Retry-After": "7"})
+            return web.json_response(RATE_LIMIT_ERROR, status=429, headers={"Retry-After": "7"})
         if model == "broken":
             return web.Response(status=500, text="<h1>Internal Server Error</h1>")
         if model == "malformed":
@@ -314,7 +322,7 @@ async def run_provider() -> AsyncGenerator[Provider]:
     provider = Provider()
     app = web.Application(client_max_size=1 << 30)
     for path in PATHS:
-        app.router.add_post(path, provider.handle_call)
+        app.router.add_post(path, provider.handle_model_call)
     app.router.add_post("/v1/messages/count_tokens", provider.count_tokens)
     runner = web.AppRunner(app, shutdown_timeout=1)
     await runner.setup()

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
+TOOL_CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
 
-def play(prompt: str, seed: int | None) -> str:
-    """Return a tool call for an arithmetic question, an answer for a tool result, else an echo."""
+def reply(prompt: str, seed: int | None) -> str:
+    """Reply to the last turn.
+
+    A tool result gets an answer, a text with ``*`` a tool call, "seed" the seed and "long" 200 words. Any
+    other text is echoed.
+    """
     turns = prompt.split("<|im_start|>")
     role, _, text = turns[-2].removesuffix("<|im_end|>\n").partition("\n")
     if role == "tool":
         return f"The answer is {text}."
     if "*" in text:
-        return f"Let me see.\n{CALL}"
+        return f"Let me see.\n{TOOL_CALL}"
     if text == "seed":
         return f"seed {seed}"
     if text == "long":

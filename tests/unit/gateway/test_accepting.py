@@ -1,4 +1,4 @@
-"""A busy server accepts new connections without delay."""
+"""A busy server accepts several waiting connections at once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ CONNECTIONS = 64
 
 
 async def count_iterations(listener: socket.socket) -> int:
-    """Serve the waiting connections and return how many loop iterations passed from the first to the last."""
+    """Serve the waiting connections. Return the loop iterations between the first and the last request."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     iteration = 0
-    handled_in: list[int] = []
+    request_iterations: list[int] = []
 
     def count_iteration() -> None:
         nonlocal iteration
@@ -29,18 +29,19 @@ async def count_iterations(listener: socket.socket) -> int:
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            handled_in.append(iteration)
-            if len(handled_in) == CONNECTIONS:
+            request_iterations.append(iteration)
+            if len(request_iterations) == CONNECTIONS:
                 stop.set()
             await PlainTextResponse("done")(scope, receive, send)
 
     count_iteration()
     await serve(app, listener, stop=stop, grace=1)
-    return handled_in[-1] - handled_in[0]
+    return request_iterations[-1] - request_iterations[0]
 
 
 def test_server_accepts_several_waiting_connections_per_loop_iteration() -> None:
-    # A loop iteration of a busy gateway takes tens of milliseconds. uvloop accepts one connection in each.
+    # A loop iteration of a busy gateway takes tens of milliseconds, and uvloop accepts only one connection
+    # per iteration and socket.
     listener = bind("127.0.0.1", 0)
     with contextlib.ExitStack() as stack:
         address = listener.getsockname()

@@ -14,12 +14,12 @@ from instar.cli.reference import create_app_without_engine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.registry import list_names, resolve
-from tests.unit.gateway.conftest import ADMIN, RunningGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway
 from tests.unit.gateway.wire import build_request, post
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
-HELLO = build_request("chat", "hello")
-CALL = {
+CHAT_BODY = build_request("chat", "hello")
+SUBMITTED_CALL = {
     "prompt_ids": [1, 2],
     "sampled_ids": [3],
     "logprobs": [-1.0],
@@ -27,15 +27,15 @@ CALL = {
     "finish_reason": "stop",
 }
 MODEL_BODIES = {
-    "chat/completions": HELLO,
+    "chat/completions": CHAT_BODY,
     "completions": build_request("completions", "hello"),
     "messages": build_request("messages", "hello"),
-    "messages/count_tokens": {"model": "m", "messages": HELLO["messages"]},
+    "messages/count_tokens": {"model": "m", "messages": CHAT_BODY["messages"]},
     "responses": build_request("responses", "hello"),
     "responses/input_tokens": build_request("responses", "hello"),
     "generate": {},
 }
-FIELDS: dict[str, Any] = {
+FIELD_VALUES: dict[str, Any] = {
     "channel": "train",
     "group_id": "run/train/000000",
     "slot": 1,
@@ -45,7 +45,7 @@ FIELDS: dict[str, Any] = {
     "scores": [{"scorer": "rule", "state": "scored"}],
     "echo": True,
 }
-"""The values of the fields that the matrix mentions."""
+"""Values for the request fields that the matrix names."""
 
 
 def read_tables() -> list[dict[str, dict[str, str]]]:
@@ -63,8 +63,8 @@ KEY_TABLE, OWNER_TABLE, EFFECT_TABLE = read_tables()
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A session with one call, which the request of a cell refers to."""
+class TargetSession:
+    """A session with one call, to which the requests of the matrix refer."""
 
     session: OpenedSession
     call_id: str
@@ -72,59 +72,61 @@ class Subject:
     prompt_ids: list[int]
 
 
-async def open_subject(gateway: RunningGateway, opener: str = ADMIN, **fields: Any) -> Subject:
-    opened = await gateway.control("/sessions", fields, opener)
+async def open_target(gateway: RunningGateway, key: str = ADMIN_KEY, **fields: Any) -> TargetSession:
+    opened = await gateway.post_json("/sessions", fields, key)
     assert opened.status_code == 201, opened.text
     session = OpenedSession(**opened.json())
     response = await post(gateway, build_request("responses", "hi"), "responses", session.api_key)
     assert response.status_code == 200, response.text
     (call,) = await gateway.calls(session)
-    return Subject(session, call.call_id, response.json()["id"], call.prompt_ids.tolist())
+    return TargetSession(session, call.call_id, response.json()["id"], call.prompt_ids.tolist())
 
 
-async def prepare(gateway: RunningGateway, column: str) -> tuple[str | None, Subject]:
-    """Return the column's key and a new session that belongs to the column's owner."""
+async def prepare_cell(gateway: RunningGateway, column: str) -> tuple[str | None, TargetSession]:
+    """Return the key that a column names, and a new target session with the owner that it names."""
     key_type, _, owner = column.partition(", ")
     other_key = await create_key(gateway.store, "agent", "other")
     channel = {"channel": "train"} if owner == "rollout" else {}
-    is_other = key_type in ("agent", "feedback") and owner == "other"
-    subject = await open_subject(gateway, other_key if is_other else ADMIN, **channel)
+    is_opened_by_other = key_type in ("agent", "feedback") and owner == "other"
+    target = await open_target(gateway, other_key if is_opened_by_other else ADMIN_KEY, **channel)
     match key_type:
         case "no key":
-            return None, subject
+            return None, target
         case "admin":
-            return ADMIN, subject
+            return ADMIN_KEY, target
         case "session":
-            key_session = subject if owner != "other" else await open_subject(gateway)
-            return key_session.session.api_key, subject
+            key_session = target if owner != "other" else await open_target(gateway)
+            return key_session.session.api_key, target
         case "agent":
-            return await create_key(gateway.store, "agent", "agent"), subject
+            return await create_key(gateway.store, "agent", "agent"), target
         case "feedback":
             agent_id = None if owner == "all" else "agent"
-            return await create_key(gateway.store, "feedback", agent_id), subject
+            return await create_key(gateway.store, "feedback", agent_id), target
         case _:
             raise AssertionError(f"unknown column {column!r}")
 
 
-def build_row_request(row: str, subject: Subject) -> tuple[str, str, dict[str, Any] | None, dict[str, str]]:
+def build_row_request(
+    row: str, target: TargetSession
+) -> tuple[str, str, dict[str, Any] | None, dict[str, str]]:
     """Return the method, path, body and headers of the request that a row describes."""
     parts = re.findall("`([^`]+)`", row)
     method, path = parts[0].split(" ")
     field = parts[1] if len(parts) > 1 else None
-    session_id = subject.session.session_id
+    session_id = target.session.session_id
     headers: dict[str, str] = {}
     ids = {
         "session_id": session_id,
-        "call_id": subject.call_id,
-        "response_id": subject.response_id,
-        "previous_response_id": subject.response_id,
+        "call_id": target.call_id,
+        "response_id": target.response_id,
+        "previous_response_id": target.response_id,
     }
     body: dict[str, Any] | None = None
     route = path.removeprefix("/s/{session}").removeprefix("/v1/")
     if route in MODEL_BODIES:
-        body = MODEL_BODIES[route] | ({"prompt_ids": subject.prompt_ids} if route == "generate" else {})
+        body = MODEL_BODIES[route] | ({"prompt_ids": target.prompt_ids} if route == "generate" else {})
     elif route.endswith("/calls"):
-        body = {"calls": [CALL]}
+        body = {"calls": [SUBMITTED_CALL]}
     elif route.endswith("feedback") and method == "POST":
         body = {"thumbs": "up"} if "/s/" in path or field in ids else {"session_id": session_id}
     elif method == "POST":
@@ -133,23 +135,23 @@ def build_row_request(row: str, subject: Subject) -> tuple[str, str, dict[str, A
         headers[field] = session_id
     elif field is not None:
         assert body is not None
-        value = 10.5 if "out of range" in row else ids.get(field) or FIELDS[field]
+        value = 10.5 if "out of range" in row else ids.get(field) or FIELD_VALUES[field]
         body |= {field: value} | ({"max_tokens": 0, "logprobs": 0} if field == "echo" else {})
     path = path.replace("{session}", session_id).replace("{model}", "default")
     return method, path, body, headers
 
 
-async def request_cell(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
-    """Send the request of a cell. Return "yes" or the status code, and the response text."""
-    key, subject = await prepare(gateway, column)
-    method, path, body, headers = build_row_request(row, subject)
+async def send_cell_request(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
+    """Send the request of a cell. Return "yes" or the status code, and the text of the response."""
+    key, target = await prepare_cell(gateway, column)
+    method, path, body, headers = build_row_request(row, target)
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     response = await gateway.http.request(method, path, json=body, headers=headers)
     if row in OWNER_TABLE and response.is_success:
-        session_id = subject.session.session_id
+        session_id = target.session.session_id
         assert response.headers.get("x-instar-session", session_id) == session_id, (
-            "the call belongs to another session"
+            "the call was recorded in a different session"
         )
     return ("yes" if response.is_success else str(response.status_code)), response.text
 
@@ -157,11 +159,11 @@ async def request_cell(gateway: RunningGateway, row: str, column: str) -> tuple[
 @pytest.mark.parametrize("row", [*KEY_TABLE, *OWNER_TABLE])
 async def test_route_responds_to_each_key_as_documented(gateway: RunningGateway, row: str) -> None:
     expected = KEY_TABLE.get(row) or OWNER_TABLE[row]
-    actual = {column: await request_cell(gateway, row, column) for column in expected}
+    actual = {column: await send_cell_request(gateway, row, column) for column in expected}
     assert {column: cell for column, (cell, _) in actual.items()} == expected, actual
 
 
-async def test_matrix_contains_every_route(tmp_path: Path) -> None:
+async def test_matrix_contains_every_route() -> None:
     app = await create_app_without_engine()
     routes = {
         f"{method} {route.path.replace(':path', '')}"
@@ -179,12 +181,12 @@ async def test_matrix_contains_every_route(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key_type", EFFECT_TABLE)
 async def test_feedback_has_the_documented_effects(gateway: RunningGateway, key_type: str) -> None:
     for owner in ("own",) if key_type == "agent" else ("own", "rollout"):
-        key, subject = await prepare(gateway, f"{key_type}, {owner}")
+        key, target = await prepare_cell(gateway, f"{key_type}, {owner}")
         assert key is not None
-        body = {"session_id": subject.session.session_id, "score": 1.0, "correction": "Better."}
-        response = await gateway.control("/feedback", body, key)
+        body = {"session_id": target.session.session_id, "score": 1.0, "correction": "Better."}
+        response = await gateway.post_json("/feedback", body, key)
         assert response.status_code == 201, response.text
-        (reward,) = await gateway.store.rewards(subject.session.session_id)
+        (reward,) = await gateway.store.rewards(target.session.session_id)
         assert list(EFFECT_TABLE[key_type].values()) == [
             reward.source.value,
             "yes" if response.json()["trainable"] else "no",

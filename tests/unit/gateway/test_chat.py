@@ -1,3 +1,5 @@
+"""The chat dialect: the official `openai` SDK against a running gateway."""
+
 from __future__ import annotations
 
 import asyncio
@@ -33,15 +35,15 @@ def user(text: str) -> Any:
     return {"role": "user", "content": text}
 
 
-async def ask(gateway: RunningGateway, session: OpenedSession, messages: list[Any], **options: Any) -> Any:
-    async with gateway.client(session) as client:
+async def chat(gateway: RunningGateway, session: OpenedSession, messages: list[Any], **options: Any) -> Any:
+    async with gateway.openai_client(session) as client:
         return await client.chat.completions.create(model="instar", messages=messages, **options)
 
 
-async def ask_streamed(
+async def stream_chat(
     gateway: RunningGateway, session: OpenedSession, messages: list[Any], **options: Any
 ) -> list[Any]:
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         stream = await client.chat.completions.create(
             model="instar", messages=messages, stream=True, **options
         )
@@ -51,8 +53,8 @@ async def ask_streamed(
 async def test_chat_completion_returns_and_records_the_reply(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
-    session = await gateway.open()
-    response = await ask(gateway, session, [user("hello")])
+    session = await gateway.open_session()
+    response = await chat(gateway, session, [user("hello")])
     assert response.choices[0].message.content == "You said: hello"
     assert response.choices[0].finish_reason == "stop"
     (call,) = await gateway.calls(session)
@@ -67,8 +69,8 @@ async def test_chat_completion_returns_and_records_the_reply(
 
 
 async def test_chat_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    chunks = await ask_streamed(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
+    session = await gateway.open_session()
+    chunks = await stream_chat(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
     assert "".join(text or "" for text in texts) == "You said: héllo 😀"
     assert len(texts) > 8
@@ -80,9 +82,9 @@ async def test_chat_stream_sends_one_chunk_per_token(gateway: RunningGateway) ->
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_chat_tool_turns_extend_the_recorded_tokens(gateway: RunningGateway, streamed: bool) -> None:
-    session = await gateway.open(channel="train")
+    session = await gateway.open_session(channel="train")
     messages = [user("What is 24 * 310?")]
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         if streamed:
             async with client.chat.completions.stream(model="m", messages=messages, tools=[TOOL]) as stream:
                 response = await stream.get_final_completion()
@@ -101,8 +103,8 @@ async def test_chat_tool_turns_extend_the_recorded_tokens(gateway: RunningGatewa
     for call in echoed["tool_calls"]:
         call["function"].pop("parsed_arguments", None)
     messages += [echoed, {"role": "tool", "tool_call_id": sampled_call.id, "content": "7440"}]
-    final = await ask(gateway, session, messages, tools=[TOOL])
-    assert final.choices[0].message.content == "The answer is 7440."
+    second_response = await chat(gateway, session, messages, tools=[TOOL])
+    assert second_response.choices[0].message.content == "The answer is 7440."
     first_call, second_call = await gateway.calls(session)
     assert (second_call.link, second_call.parent_id) == (Link.EXTENDS, first_call.call_id)
     assert np.array_equal(second_call.prompt_ids[: len(first_call.sequence)], first_call.sequence)
@@ -110,8 +112,8 @@ async def test_chat_tool_turns_extend_the_recorded_tokens(gateway: RunningGatewa
 
 
 async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: RunningGateway) -> None:
-    session = await gateway.open(seed=1)
-    response = await ask(gateway, session, [user("seed")], n=3)
+    session = await gateway.open_session(seed=1)
+    response = await chat(gateway, session, [user("seed")], n=3)
     calls = await gateway.calls(session)
     assert [choice.message.content for choice in response.choices] == [c.reply["content"] for c in calls]
     assert len({call.params.seed for call in calls}) == 3
@@ -120,8 +122,8 @@ async def test_chat_choices_are_recorded_as_calls_of_one_request(gateway: Runnin
 
 
 async def test_chat_stream_sends_all_choices(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    chunks = await ask_streamed(gateway, session, [user("hello")], n=2)
+    session = await gateway.open_session()
+    chunks = await stream_chat(gateway, session, [user("hello")], n=2)
     for index in (0, 1):
         own_choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
         assert "".join(choice.delta.content or "" for choice in own_choices) == "You said: hello"
@@ -130,54 +132,54 @@ async def test_chat_stream_sends_all_choices(gateway: RunningGateway) -> None:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_chat_stop_string_is_recorded_but_not_returned(gateway: RunningGateway, streamed: bool) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     if streamed:
-        chunks = await ask_streamed(gateway, session, [user("one END two")], stop=["END"])
+        chunks = await stream_chat(gateway, session, [user("one END two")], stop=["END"])
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     else:
-        text = (await ask(gateway, session, [user("one END two")], stop="END")).choices[0].message.content
+        text = (await chat(gateway, session, [user("one END two")], stop="END")).choices[0].message.content
     assert text == "You said: one "
     (call,) = await gateway.calls(session)
     assert call.finish_reason == "stop"
     continuation = [user("one END two"), {"role": "assistant", "content": "You said: one"}, user("x")]
-    await ask(gateway, session, continuation)
+    await chat(gateway, session, continuation)
     _, second_call = await gateway.calls(session)
     assert np.array_equal(second_call.prompt_ids[: len(call.sequence)], call.sequence)
 
 
 async def test_chat_max_tokens_ends_the_reply_with_length(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    response = await ask(gateway, session, [user("long")], max_completion_tokens=5)
+    session = await gateway.open_session()
+    response = await chat(gateway, session, [user("long")], max_completion_tokens=5)
     assert response.choices[0].finish_reason == "length"
     (call,) = await gateway.calls(session)
     assert len(call.sampled_ids) == 5
 
 
 async def test_chat_logprobs_match_the_recorded_ones(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    response = await ask(gateway, session, [user("hi")], logprobs=True)
-    shown = response.choices[0].logprobs.content
-    chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True)
+    session = await gateway.open_session()
+    response = await chat(gateway, session, [user("hi")], logprobs=True)
+    returned = response.choices[0].logprobs.content
+    chunks = await stream_chat(gateway, session, [user("hi")], logprobs=True)
     streamed = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
-    assert "".join(token.token for token in shown) == "You said: hi"
-    assert [token.token for token in streamed] == [token.token for token in shown]
+    assert "".join(token.token for token in returned) == "You said: hi"
+    assert [token.token for token in streamed] == [token.token for token in returned]
     first_call, second_call = await gateway.calls(session)
-    assert np.allclose([token.logprob for token in shown], first_call.logprobs[:-1])
+    assert np.allclose([token.logprob for token in returned], first_call.logprobs[:-1])
     assert np.allclose([token.logprob for token in streamed], second_call.logprobs[:-1])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
 async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    chunks = await ask_streamed(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
+    session = await gateway.open_session()
+    chunks = await stream_chat(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
 async def test_chat_sessions_sample_differently_despite_equal_agent_seeds(gateway: RunningGateway) -> None:
     seeds: list[int | None] = []
     for seed in (1, 2):
-        session = await gateway.open(channel="train", seed=seed)
-        await ask(gateway, session, [user("hi")], seed=42)
+        session = await gateway.open_session(channel="train", seed=seed)
+        await chat(gateway, session, [user("hi")], seed=42)
         seeds += [call.params.seed for call in await gateway.calls(session)]
     assert len(set(seeds)) == 2
 
@@ -185,18 +187,18 @@ async def test_chat_sessions_sample_differently_despite_equal_agent_seeds(gatewa
 async def test_chat_rewritten_history_branches_and_repeated_request_is_a_sibling(
     gateway: RunningGateway,
 ) -> None:
-    session = await gateway.open()
-    await ask(gateway, session, [user("one")])
-    await ask(gateway, session, [user("one")])
-    await ask(gateway, session, [user("zero"), {"role": "assistant", "content": "?"}, user("one")])
+    session = await gateway.open_session()
+    await chat(gateway, session, [user("one")])
+    await chat(gateway, session, [user("one")])
+    await chat(gateway, session, [user("zero"), {"role": "assistant", "content": "?"}, user("one")])
     links = [call.link for call in await gateway.calls(session)]
     assert links == [Link.ROOT, Link.SIBLING, Link.BRANCH]
 
 
 async def test_chat_retry_with_count_header_returns_the_recorded_reply(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    first = await ask(gateway, session, [user("one")])
-    retry = await ask(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
+    session = await gateway.open_session()
+    first = await chat(gateway, session, [user("one")])
+    retry = await chat(gateway, session, [user("one")], extra_headers={"x-stainless-retry-count": "1"})
     assert retry.id == first.id
     assert retry.choices[0].message.content == first.choices[0].message.content
     assert len(await gateway.calls(session)) == 1
@@ -204,10 +206,10 @@ async def test_chat_retry_with_count_header_returns_the_recorded_reply(gateway: 
 
 async def test_chat_train_channel_samples_as_configured(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
-    train, live = await gateway.open(channel="train"), await gateway.open()
-    overridden = await gateway.open(channel="val", sampling={"temperature": 0})
+    train, live = await gateway.open_session(channel="train"), await gateway.open_session()
+    overridden = await gateway.open_session(channel="val", sampling={"temperature": 0})
     for session in (train, live, overridden):
-        await ask(gateway, session, [user("hi")], temperature=0.3, top_p=0.5)
+        await chat(gateway, session, [user("hi")], temperature=0.3, top_p=0.5)
     (first_call,), (second_call,), (third_call,) = [await gateway.calls(s) for s in (train, live, overridden)]
     assert (first_call.params.temperature, first_call.params.top_p) == (1.0, 0.9)
     assert (second_call.params.temperature, second_call.params.top_p) == (0.3, 0.5)
@@ -219,10 +221,10 @@ async def test_chat_train_channel_samples_as_configured(start_gateway: StartGate
 async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> None:
     seeds: list[list[int | None]] = []
     for _ in range(2):
-        session = await gateway.open(seed=7)
-        await ask(gateway, session, [user("hi")])
-        await ask(gateway, session, [user("ho")])
-        await ask(gateway, session, [user("ha")], seed=5)
+        session = await gateway.open_session(seed=7)
+        await chat(gateway, session, [user("hi")])
+        await chat(gateway, session, [user("ho")])
+        await chat(gateway, session, [user("ha")], seed=5)
         seeds.append([call.params.seed for call in await gateway.calls(session)])
     assert seeds[0] == seeds[1]
     assert len(set(seeds[0])) == 3
@@ -232,14 +234,14 @@ async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> No
 
 
 async def test_chat_call_is_recorded_before_the_finish_reason_is_sent(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     finish_count = 0
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         stream = await client.chat.completions.create(model="m", messages=[user("hello")], stream=True)
         async for chunk in stream:
             if chunk.choices[0].finish_reason is not None:
                 finish_count += 1
-                assert _count_calls(gateway.path, session.session_id) == 1
+                assert _count_calls(gateway.store_path, session.session_id) == 1
     assert finish_count == 1
 
 
@@ -255,9 +257,9 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
     start_gateway: StartGateway, streamed: bool
 ) -> None:
     gateway = await start_gateway(delay=0.05)
-    session = await gateway.open()
+    session = await gateway.open_session()
     if streamed:
-        async with gateway.client(session) as client:
+        async with gateway.openai_client(session) as client:
             stream = await client.chat.completions.create(model="m", messages=[user("long")], stream=True)
             reply_text = ""
             async for chunk in stream:
@@ -266,7 +268,7 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
                     break
             await stream.close()
     else:
-        request_task = asyncio.create_task(ask(gateway, session, [user("long")]))
+        request_task = asyncio.create_task(chat(gateway, session, [user("long")]))
         while (await gateway.engine.status()).generated_tokens < len("word"):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.01)
         request_task.cancel()
@@ -281,12 +283,12 @@ async def test_chat_call_is_recorded_as_aborted_when_the_client_disconnects(
 
 async def test_chat_session_continues_after_a_restart(start_gateway: StartGateway) -> None:
     first = await start_gateway()
-    session = await first.open()
-    await ask(first, session, [user("one")])
+    session = await first.open_session()
+    await chat(first, session, [user("one")])
     second = await start_gateway()
     moved = OpenedSession(session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key)
     continuation = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
-    await ask(second, moved, continuation)
+    await chat(second, moved, continuation)
     first_call, second_call = await second.calls(session)
     assert (second_call.link, second_call.parent_id) == (Link.EXTENDS, first_call.call_id)
 
@@ -294,22 +296,22 @@ async def test_chat_session_continues_after_a_restart(start_gateway: StartGatewa
 async def test_chat_turns_store_only_new_tokens(start_gateway: StartGateway, model: ModelConfig) -> None:
     long_context = model.model_copy(update={"max_context": 100_000})
     gateway = await start_gateway(engine=ScriptedEngine(long_context, ScriptedEngineConfig(replies=["fine"])))
-    session = await gateway.open()
+    session = await gateway.open_session()
     messages = [user("go")]
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         for turn in range(50):
             response = await client.chat.completions.create(model="m", messages=messages)
             reply = {"role": "assistant", "content": response.choices[0].message.content}
             messages += [reply, user(f"and {turn}")]
     calls = await gateway.calls(session)
-    stored = sum(len(call.prompt_ids) - call.base_tokens + len(call.sampled_ids) for call in calls)
-    assert stored == len(calls[-1].sequence)
+    stored_tokens = sum(len(call.prompt_ids) - call.base_tokens + len(call.sampled_ids) for call in calls)
+    assert stored_tokens == len(calls[-1].sequence)
     assert [call.base_messages for call in calls[1:]] == [len(call.messages) + 1 for call in calls[:-1]]
 
 
 async def test_chat_stream_sends_arguments_as_they_arrive(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    chunks = await ask_streamed(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
+    session = await gateway.open_session()
+    chunks = await stream_chat(gateway, session, [user("What is 24 * 310?")], tools=[TOOL])
     deltas = [chunk.choices[0].delta for chunk in chunks]
     pieces = [piece for delta in deltas for piece in delta.tool_calls or ()]
     assert {piece.index for piece in pieces} == {0}
@@ -324,7 +326,7 @@ async def test_chat_stream_sends_arguments_as_they_arrive(gateway: RunningGatewa
     assert (sampled_call["id"], sampled_call["arguments"]) == (pieces[0].id, '{"expression": "24 * 310"}')
 
 
-HINTS: list[dict[str, Any]] = [
+ACCEPTED_FIELDS: list[dict[str, Any]] = [
     {"tools": [TOOL], "tool_choice": "required"},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "calc"}}},
     {"tools": [TOOL], "parallel_tool_calls": False},
@@ -337,13 +339,13 @@ HINTS: list[dict[str, Any]] = [
 
 
 async def test_chat_request_accepts_fields_that_agents_send_by_default(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    for options in HINTS:
-        response = await ask(gateway, session, [user("hello")], **options)
+    session = await gateway.open_session()
+    for options in ACCEPTED_FIELDS:
+        response = await chat(gateway, session, [user("hello")], **options)
         assert response.choices[0].message.content == "You said: hello"
 
 
-UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+UNSUPPORTED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "unknown"}}}, "tool_choice"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.type"),
     ({"modalities": ["text", "audio"], "audio": {"voice": "x", "format": "wav"}}, "modalities"),
@@ -355,16 +357,16 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_chat_request_rejects_unsupported_fields_by_name(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    for options, param in UNSUPPORTED:
+async def test_chat_unsupported_field_error_names_the_field(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
+    for options, param in UNSUPPORTED_FIELDS:
         with pytest.raises(openai.BadRequestError) as caught:
-            await ask(gateway, session, [user("hello")], **options)
+            await chat(gateway, session, [user("hello")], **options)
         assert caught.value.param == param
     assert await gateway.calls(session) == []
 
 
-PARTS: list[tuple[Any, str]] = [
+UNSUPPORTED_PARTS: list[tuple[Any, str]] = [
     ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,"}}]}, "content[0]"),
     ({"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}, "content[0]"),
     ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call"),
@@ -372,24 +374,24 @@ PARTS: list[tuple[Any, str]] = [
 ]
 
 
-async def test_chat_request_rejects_non_text_parts_with_their_path(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+async def test_chat_unsupported_message_part_error_names_its_path(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
     # The history is long enough to be cached. The second request must be rejected at the same path.
-    long = [user("word " * 50)] * 50
-    for message, path in PARTS:
+    history = [user("word " * 50)] * 50
+    for message, path in UNSUPPORTED_PARTS:
         for next_messages in ([], [user("and?")]):
             with pytest.raises(openai.BadRequestError) as caught:
-                await ask(gateway, session, [*long, message, *next_messages])
+                await chat(gateway, session, [*history, message, *next_messages])
             assert caught.value.param == f"messages[50].{path}"
 
 
 async def test_chat_request_parses_refusals_and_parts_as_text(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     text = [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]
     refusals = [{"content": None, "refusal": "no"}, {"content": [{"type": "refusal", "refusal": "no"}]}]
     for refusal in refusals:
         messages = [user("one"), {"role": "assistant", **refusal}, {"role": "user", "content": text}]
-        response = await ask(gateway, session, messages)
+        response = await chat(gateway, session, messages)
         assert response.choices[0].message.content == "You said: hello"
     calls = await gateway.calls(session)
     assert [call.messages[1]["content"] for call in calls] == ["no", "no"]

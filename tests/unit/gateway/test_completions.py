@@ -15,7 +15,7 @@ from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
 from instar.reference.completions import CompletionsReference
 from tests.unit.gateway.conftest import RunningGateway, StartGateway
-from tests.unit.gateway.scripts import CALL
+from tests.unit.gateway.scripts import TOOL_CALL
 
 PROMPT = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 REPLY = "You said: hello"
@@ -25,7 +25,7 @@ async def complete(
     gateway: RunningGateway, session: OpenedSession, prompt: Any = PROMPT, **options: Any
 ) -> Any:
     options.setdefault("max_tokens", 100)
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         return await client.completions.create(model="m", prompt=prompt, **options)
 
 
@@ -33,7 +33,7 @@ async def stream_completion(
     gateway: RunningGateway, session: OpenedSession, prompt: Any = PROMPT, **options: Any
 ) -> list[Any]:
     options.setdefault("max_tokens", 100)
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         stream = await client.completions.create(model="m", prompt=prompt, stream=True, **options)
         return [chunk async for chunk in stream]
 
@@ -41,7 +41,7 @@ async def stream_completion(
 async def test_completions_continue_text_and_token_ids_alike(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     ids = renderer.encode(PROMPT)
     for prompt in (PROMPT, [PROMPT], ids, [ids]):
         response = await complete(gateway, session, prompt)
@@ -57,21 +57,21 @@ async def test_completions_continue_text_and_token_ids_alike(
 
 
 async def test_completions_live_prompt_joins_the_session_it_continues(gateway: RunningGateway) -> None:
-    async def ask(prompt: str, key: str) -> str:
+    async def send(prompt: str, key: str) -> str:
         headers = {"Authorization": f"Bearer {key}"}
         body = {"model": "m", "prompt": prompt, "max_tokens": 100}
         response = await gateway.http.post("/v1/completions", json=body, headers=headers)
         return response.headers["x-instar-session"]
 
     first_key, second_key = [await create_key(gateway.store, "agent", name, name) for name in ("a", "b")]
-    first = await ask(PROMPT, first_key)
-    assert await ask(PROMPT + REPLY + " and more", first_key) == first
-    assert await ask(PROMPT + REPLY + " and more", second_key) != first
-    assert await ask(PROMPT, first_key) != first  # The same prompt may start another conversation.
+    first = await send(PROMPT, first_key)
+    assert await send(PROMPT + REPLY + " and more", first_key) == first
+    assert await send(PROMPT + REPLY + " and more", second_key) != first
+    assert await send(PROMPT, first_key) != first  # The same prompt may start a new conversation.
 
 
 async def test_completions_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     chunks = await stream_completion(gateway, session, stream_options={"include_usage": True})
     texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
     assert "".join(texts) == REPLY
@@ -82,27 +82,27 @@ async def test_completions_stream_sends_one_chunk_per_token(gateway: RunningGate
 
 
 async def test_completions_reply_is_plain_text(start_gateway: StartGateway, model: ModelConfig) -> None:
-    reply = f" <think>\nhm</think>\n{CALL}\n"
+    reply = f" <think>\nhm</think>\n{TOOL_CALL}\n"
     gateway = await start_gateway(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=[reply])))
-    session = await gateway.open()
+    session = await gateway.open_session()
     assert (await complete(gateway, session)).choices[0].text == reply
     assert "".join(chunk.choices[0].text for chunk in await stream_completion(gateway, session)) == reply
     replies = [call.reply for call in await gateway.calls(session)]
     assert replies == [{"role": "assistant", "content": reply}] * 2
 
 
-async def test_completions_honour_length_stop_and_n(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    long = PROMPT.replace("hello", "long")
-    async with gateway.client(session) as client:
-        response = await client.completions.create(model="m", prompt=long)
+async def test_completions_apply_default_length_stop_and_n(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
+    long_prompt = PROMPT.replace("hello", "long")
+    async with gateway.openai_client(session) as client:
+        response = await client.completions.create(model="m", prompt=long_prompt)
     assert (response.choices[0].finish_reason, response.usage.completion_tokens) == ("length", 16)
     response = await complete(gateway, session, stop=" said", n=2, best_of=2)
     assert [choice.text for choice in response.choices] == ["You", "You"]
 
 
 async def test_completions_logprobs_match_the_recorded_ones(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     logprobs = (await complete(gateway, session, logprobs=0)).choices[0].logprobs
     assert "".join(logprobs.tokens) == REPLY
     assert [
@@ -119,7 +119,7 @@ async def test_completions_logprobs_match_the_recorded_ones(gateway: RunningGate
 
 
 async def test_completions_repeated_prompt_is_a_sibling(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     for _ in range(2):
         await complete(gateway, session)
     first, second = await gateway.calls(session)
@@ -148,8 +148,8 @@ INVALID_OPTIONS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-async def test_completions_reject_invalid_fields_by_name(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+async def test_completions_invalid_field_error_names_its_path(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
     for options, param in INVALID_OPTIONS:
         with pytest.raises(openai.BadRequestError) as caught:
             await complete(gateway, session, **options)
@@ -160,7 +160,7 @@ async def test_completions_reject_invalid_fields_by_name(gateway: RunningGateway
 async def test_completions_score_a_prompt_without_recording(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     ids = renderer.encode(PROMPT)
     assert gateway.engine is not None
     expected = await gateway.engine.logprobs(ids)
@@ -187,12 +187,12 @@ async def test_completions_score_a_prompt_without_recording(
 async def test_completions_reject_echo_unless_only_scoring(
     gateway: RunningGateway, options: dict[str, Any]
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     with pytest.raises(openai.BadRequestError):
         await complete(gateway, session, **options)
 
 
-async def test_completions_score_prompts_for_another_gateway(
+async def test_completions_reference_scores_prompts_through_the_gateway(
     gateway: RunningGateway, renderer: Renderer, model: ModelConfig
 ) -> None:
     settings = {"type": "completions", "base_url": f"{gateway.url}/v1", "model": "any"}

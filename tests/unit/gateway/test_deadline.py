@@ -40,8 +40,8 @@ async def test_deadline_propagates_other_cancellations() -> None:
         await task
 
 
-@pytest.mark.parametrize(("outer", "inner"), [(5, 0.01), (0.01, 5)])
-async def test_nested_deadlines_raise_at_the_earlier_one(outer: float, inner: float) -> None:
+@pytest.mark.parametrize(("outer_seconds", "inner_seconds"), [(5, 0.01), (0.01, 5)])
+async def test_nested_deadlines_raise_at_the_earlier_one(outer_seconds: float, inner_seconds: float) -> None:
     with pytest.raises(TimeoutError):
-        with Deadline(outer), Deadline(inner):
+        with Deadline(outer_seconds), Deadline(inner_seconds):
             await asyncio.sleep(5)

@@ -1,4 +1,4 @@
-"""A drained server completes its requests; later connections wait for the next server on the socket."""
+"""A draining server finishes its requests unless it is stopped; new connections wait for the next server."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NamedServer:
 
 
 @pytest.mark.parametrize("stop_early", [False, True])
-async def test_drained_server_completes_streams_and_leaves_new_connections_waiting(stop_early: bool) -> None:
+async def test_draining_server_leaves_new_connections_to_the_next_server(stop_early: bool) -> None:
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     old, new = NamedServer("one"), NamedServer("two")
@@ -48,7 +48,7 @@ async def test_drained_server_completes_streams_and_leaves_new_connections_waiti
         request_task = asyncio.create_task(client.get(f"{url}/who"))
         await asyncio.sleep(0.1)
         assert not request_task.done()
-        assert not old_task.done(), "the server waits for its stream"
+        assert not old_task.done(), "the server must wait for its stream"
         if stop_early:
             old.stop.set()
         else:

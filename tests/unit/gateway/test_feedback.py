@@ -20,40 +20,41 @@ from instar.gateway.base import OpenedSession
 from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway, run_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway, run_gateway
 from tests.unit.gateway.provider import run_provider
+from tests.unit.gateway.scripts import TOOL_CALL
 from tests.unit.gateway.test_redaction import SECRET, contains_secret, encode_text
-from tests.unit.gateway.wire import build_request, get_session_id, post, run_scripted_gateway
+from tests.unit.gateway.wire import DIALECTS, build_request, get_session_id, post, run_scripted_gateway
 
-DIALECTS = ("chat", "completions", "responses", "messages")
 CALCULATOR = {
     "type": "function",
     "function": {"name": "calc", "description": "Computes.", "parameters": {"type": "object"}},
 }
 
 
-async def post_feedback(gateway: RunningGateway, key: str = ADMIN, **body: Any) -> httpx.Response:
-    return await gateway.control("/feedback", body, key)
+async def post_feedback(gateway: RunningGateway, key: str = ADMIN_KEY, **body: Any) -> httpx.Response:
+    return await gateway.post_json("/feedback", body, key)
 
 
-async def send_feedback(gateway: RunningGateway, key: str = ADMIN, **body: Any) -> Any:
+async def send_feedback(gateway: RunningGateway, key: str = ADMIN_KEY, **body: Any) -> Any:
+    """Post feedback that must be accepted and recorded, and return the response body."""
     response = await post_feedback(gateway, key, **body)
     assert response.status_code == 201, response.text
     return response.json()
 
 
 async def send_human_feedback(gateway: RunningGateway, session: OpenedSession, **body: Any) -> Any:
-    """Send feedback on the session with a feedback key."""
+    """Like `send_feedback`, on the session and with a feedback key."""
     key = await create_key(gateway.store, "feedback", "agent")
     return await send_feedback(gateway, key, session_id=session.session_id, **body)
 
 
 async def open_session_with_reply(
-    gateway: RunningGateway, *text: str, dialect: str = "chat", **fields: Any
+    gateway: RunningGateway, *texts: str, dialect: str = "chat", **fields: Any
 ) -> tuple[OpenedSession, Any]:
-    """Return a new session with one reply."""
-    session = await gateway.open()
-    body = build_request(dialect, *(text or ("hi",)), **fields)
+    """Open a session and send one request. Return the session and the response."""
+    session = await gateway.open_session()
+    body = build_request(dialect, *(texts or ("hi",)), **fields)
     response = await post(gateway, body, dialect, session.api_key, f"/s/{session.session_id}")
     assert response.status_code == 200, response.text
     return session, response
@@ -79,7 +80,7 @@ def get_response_id(response: httpx.Response) -> str:
     return event["id"]
 
 
-# --- what feedback refers to --------------------------------------------------------------------
+# --- targets ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
@@ -102,7 +103,7 @@ async def test_feedback_by_session_call_url_or_key_is_recorded(gateway: RunningG
         await post_feedback(gateway, session_id=session.session_id, score=0.25),
         await post_feedback(gateway, call_id=call.call_id, score=0.5),
         await post_feedback(gateway, session.api_key, score=0.75),
-        await gateway.control(f"/s/{session.session_id}/v1/feedback", {"score": 1.0}),
+        await gateway.post_json(f"/s/{session.session_id}/v1/feedback", {"score": 1.0}),
     ]
     assert [r.status_code for r in responses] == [201] * 4, [r.text for r in responses]
     rewards = await list_rewards(gateway, session)
@@ -119,7 +120,7 @@ async def test_feedback_by_session_call_url_or_key_is_recorded(gateway: RunningG
 
 async def test_feedback_after_the_session_ended_is_recorded(gateway: RunningGateway) -> None:
     session, _ = await open_session_with_reply(gateway)
-    await gateway.control(f"/sessions/{session.session_id}/complete", {})
+    await gateway.post_json(f"/sessions/{session.session_id}/complete", {})
     view = await send_feedback(gateway, session.api_key, thumbs=1, text="well done", author="Ada")
     assert (view["thumbs"], view["reward"], view["text"], view["author"]) == (1, 1.0, "well done", "Ada")
 
@@ -150,7 +151,7 @@ async def test_feedback_sent_twice_is_recorded_once(gateway: RunningGateway) -> 
     assert len(await list_rewards(gateway, session)) == 1
 
 
-async def test_feedback_id_used_for_other_feedback_is_a_conflict(gateway: RunningGateway) -> None:
+async def test_feedback_id_reused_for_different_feedback_is_a_conflict(gateway: RunningGateway) -> None:
     session, _ = await open_session_with_reply(gateway)
     other, _ = await open_session_with_reply(gateway)
     call = await get_only_call(gateway, session)
@@ -179,21 +180,21 @@ async def test_feedback_sent_concurrently_is_recorded_once(gateway: RunningGatew
     assert len(await list_rewards(gateway, session)) == 1
 
 
-@pytest.mark.parametrize("header", [{}, {"Idempotency-Key": "ticket-1"}])
+@pytest.mark.parametrize("id_header", [{}, {"Idempotency-Key": "ticket-1"}])
 async def test_agent_cannot_reserve_the_id_of_human_feedback(
-    gateway: RunningGateway, header: dict[str, str]
+    gateway: RunningGateway, id_header: dict[str, str]
 ) -> None:
     session, _ = await open_session_with_reply(gateway)
     body = {"session_id": session.session_id, "thumbs": "up"} | (
-        {} if header else {"feedback_id": "ticket-1"}
+        {} if id_header else {"feedback_id": "ticket-1"}
     )
     for key in (session.api_key, await create_key(gateway.store, "feedback", None)):
-        headers = {"Authorization": f"Bearer {key}", **header}
+        headers = {"Authorization": f"Bearer {key}", **id_header}
         responses = [await gateway.http.post("/feedback", json=body, headers=headers) for _ in range(2)]
         assert [response.status_code for response in responses] == [201, 200]
     sources = [RewardSource.AGENT, RewardSource.HUMAN]
     assert [reward.source for reward in await list_rewards(gateway, session)] == sources
-    listed = await gateway.http.get("/feedback", headers={"Authorization": f"Bearer {ADMIN}"})
+    listed = await gateway.http.get("/feedback", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     assert [feedback["source"] for feedback in listed.json()["feedback"]] == sources
 
 
@@ -224,12 +225,12 @@ async def test_feedback_access_depends_on_the_key(gateway: RunningGateway) -> No
         hidden = await post_feedback(gateway, key, response_id=get_response_id(response), thumbs="up")
         assert hidden.status_code == 404
         url = f"/s/{session.session_id}/v1/feedback"
-        assert (await gateway.control(url, {"thumbs": "up"}, key)).status_code == 403
+        assert (await gateway.post_json(url, {"thumbs": "up"}, key)).status_code == 403
     assert (await post_feedback(gateway, "sk-instar-unknown-key", thumbs="up")).status_code == 401
     assert len(await list_rewards(gateway, session)) == 1
 
 
-async def test_reward_outside_the_range_error_names_the_range(start_gateway: StartGateway) -> None:
+async def test_reward_outside_the_range_is_rejected_unless_sent_by_admin(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(reward_range=(-1.0, 2.5)))
     session, _ = await open_session_with_reply(gateway)
     feedback_key = await create_key(gateway.store, "feedback", None)
@@ -239,12 +240,12 @@ async def test_reward_outside_the_range_error_names_the_range(start_gateway: Sta
             assert (response.status_code, response.json()["error"]["param"]) == (400, "score"), response.text
             assert "between -1 and 2.5 (gateway.reward_range)" in response.json()["error"]["message"]
     path = f"/sessions/{session.session_id}/complete"
-    response = await gateway.control(path, {"reward": 3.0}, session.api_key)
+    response = await gateway.post_json(path, {"reward": 3.0}, session.api_key)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "reward"), response.text
     assert await list_rewards(gateway, session) == []
     await send_feedback(gateway, feedback_key, session_id=session.session_id, score=2.5)
     await send_feedback(gateway, session_id=session.session_id, score=1000.0)
-    assert (await gateway.control(path, {"reward": 1000.0})).status_code == 200
+    assert (await gateway.post_json(path, {"reward": 1000.0})).status_code == 200
     assert [r.value for r in await list_rewards(gateway, session)] == [2.5, 1000.0, 1000.0]
 
 
@@ -257,10 +258,10 @@ async def test_feedback_list_needs_the_admin_key(gateway: RunningGateway) -> Non
         return await gateway.http.get("/feedback", params=query, headers={"Authorization": f"Bearer {key}"})
 
     assert (await read(sessions[0].api_key)).status_code == 403
-    listed = (await read(ADMIN)).json()["feedback"]
+    listed = (await read(ADMIN_KEY)).json()["feedback"]
     assert [item["session_id"] for item in listed] == [s.session_id for s in sessions]
     assert [item["reward"] for item in listed] == [None, None], "text alone is not a reward"
-    (item,) = (await read(ADMIN, session=sessions[1].session_id)).json()["feedback"]
+    (item,) = (await read(ADMIN_KEY, session=sessions[1].session_id)).json()["feedback"]
     assert item["session_id"] == sessions[1].session_id
 
 
@@ -289,10 +290,10 @@ async def test_feedback_invalid_body_error_names_the_field(
     assert response.json()["error"]["param"] == param
 
 
-async def test_feedback_on_unknown_session_or_call_is_rejected(gateway: RunningGateway) -> None:
+async def test_feedback_without_a_known_target_is_rejected(gateway: RunningGateway) -> None:
     for field in ("session_id", "call_id", "response_id"):
         assert (await post_feedback(gateway, thumbs="up", **{field: "missing-1"})).status_code == 404
-    session = await gateway.open()
+    session = await gateway.open_session()
     response = await post_feedback(gateway, session.api_key, correction="42")
     assert response.status_code == 400, "there is no reply to correct"
 
@@ -307,7 +308,7 @@ async def test_feedback_secrets_are_redacted(gateway: RunningGateway) -> None:
     assert view["text"] == view["correction"] == "use [redacted api-key]"
     assert (view["trainable"], view["reason"]) == (False, "a secret was removed from the correction")
     assert (await post_feedback(gateway, session.api_key, text="hm", feedback_id=SECRET)).status_code == 400
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 # --- corrections --------------------------------------------------------------------------------
@@ -328,17 +329,15 @@ async def test_correction_is_encoded_like_a_sampled_reply(gateway: RunningGatewa
         gateway, session, response_id=get_response_id(response), correction="Saïd.\n\nTwice."
     )
     assert (view["trainable"], view["reason"], view["reward"]) == (True, None, None)
-    end = call.sampled_ids.tolist()[-1]
-    assert await load_correction_ids(gateway) == [*encode_text("Saïd.\n\nTwice."), end]
+    stop_token_id = call.sampled_ids.tolist()[-1]
+    assert await load_correction_ids(gateway) == [*encode_text("Saïd.\n\nTwice."), stop_token_id]
 
 
 async def test_correction_equal_to_the_reply_has_its_sampled_ids(gateway: RunningGateway) -> None:
     session, _ = await open_session_with_reply(gateway, "24 * 310", tools=[CALCULATOR])
     call = await get_only_call(gateway, session)
     assert call.reply.get("tool_calls"), "a correction may contain a tool call in the model's format"
-    from tests.unit.gateway.scripts import CALL
-
-    await send_human_feedback(gateway, session, correction=f"Let me see.\n{CALL}")
+    await send_human_feedback(gateway, session, correction=f"Let me see.\n{TOOL_CALL}")
     assert await load_correction_ids(gateway) == call.sampled_ids.tolist()
 
 
@@ -348,8 +347,8 @@ async def test_correction_of_a_truncated_reply_ends_with_the_stop_token(gateway:
     assert call.finish_reason == "length"
     complete, _ = await open_session_with_reply(gateway, "short")
     await send_human_feedback(gateway, session, correction="Short.")
-    end = (await get_only_call(gateway, complete)).sampled_ids.tolist()[-1]
-    assert await load_correction_ids(gateway) == [*encode_text("Short."), end]
+    stop_token_id = (await get_only_call(gateway, complete)).sampled_ids.tolist()[-1]
+    assert await load_correction_ids(gateway) == [*encode_text("Short."), stop_token_id]
 
 
 async def test_correction_for_a_session_applies_to_its_last_reply(gateway: RunningGateway) -> None:
@@ -379,7 +378,7 @@ async def test_correction_longer_than_the_context_is_not_trainable(gateway: Runn
     session, _ = await open_session_with_reply(gateway)
     view = await send_human_feedback(gateway, session, correction="word " * 1200)
     assert not view["trainable"]
-    assert "the context is 1024" in view["reason"]
+    assert "the context has 1024" in view["reason"]
 
 
 async def test_correction_of_a_redacted_call_is_not_trainable(gateway: RunningGateway) -> None:
@@ -390,7 +389,7 @@ async def test_correction_of_a_redacted_call_is_not_trainable(gateway: RunningGa
 
 
 async def test_correction_on_the_val_channel_is_not_trainable(gateway: RunningGateway) -> None:
-    session = await gateway.open(channel="val")
+    session = await gateway.open_session(channel="val")
     await post(gateway, build_request("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
     view = await send_feedback(gateway, session_id=session.session_id, correction="Hello.")
     assert (view["trainable"], view["correction"]) == (False, "Hello.")
@@ -398,7 +397,7 @@ async def test_correction_on_the_val_channel_is_not_trainable(gateway: RunningGa
 
 
 async def test_feedback_with_a_rollout_session_key_has_source_agent(gateway: RunningGateway) -> None:
-    session = await gateway.open(channel="train")
+    session = await gateway.open_session(channel="train")
     await post(gateway, build_request("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
     view = await send_feedback(gateway, session.api_key, thumbs="up", correction="Hello.")
     assert not view["trainable"]
@@ -408,10 +407,10 @@ async def test_feedback_with_a_rollout_session_key_has_source_agent(gateway: Run
     assert view["trainable"], view
 
 
-async def test_correction_of_an_untrainable_model_is_not_trainable(
+async def test_correction_on_an_untrainable_route_is_not_trainable(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
-    engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
+    engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
     routes = {"m": ModelRoute(trainable=False)}
     async with run_gateway(tmp_path / "s.db", engine, renderer, GatewayConfig(), models=routes) as gateway:
         session, _ = await open_session_with_reply(gateway)
@@ -425,8 +424,8 @@ async def test_correction_of_an_untrainable_model_is_not_trainable(
 @asynccontextmanager
 async def run_provider_gateway(folder: Path, dialect: Any) -> AsyncGenerator[RunningGateway]:
     async with run_provider() as provider:
-        base = provider.url + ("" if dialect == "messages" else "/v1")
-        upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect))
+        base_url = provider.url + ("" if dialect == "messages" else "/v1")
+        upstream = HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect))
         try:
             async with run_gateway(
                 folder / "s.db", None, None, GatewayConfig(), upstream=upstream
@@ -452,7 +451,7 @@ async def run_provider_gateway(folder: Path, dialect: Any) -> AsyncGenerator[Run
 async def test_correction_of_a_provider_reply_is_not_trainable(
     tmp_path: Path, dialect: str, provider_dialect: str, stream: bool
 ) -> None:
-    """A forwarded response has the provider's id, a translated one has the gateway's."""
+    """A forwarded response has the provider's id. A translated response has the gateway's."""
     async with run_provider_gateway(tmp_path, provider_dialect) as gateway:
         response = await post(gateway, build_request(dialect, "hi", stream=stream), dialect)
         view = await send_feedback(
@@ -465,15 +464,15 @@ async def test_correction_of_a_provider_reply_is_not_trainable(
 
 async def test_feedback_on_a_repeated_provider_id_needs_the_call_id(tmp_path: Path) -> None:
     async with run_provider_gateway(tmp_path, "chat") as gateway:
-        sessions = [await gateway.open() for _ in range(2)]
+        sessions = [await gateway.open_session() for _ in range(2)]
         for session in (*sessions, sessions[0]):
             await post(gateway, build_request("chat", "hi"), key=session.api_key)
         response = await post_feedback(gateway, response_id="chatcmpl-9", thumbs="up")
         assert response.status_code == 400, "the id belongs to two sessions"
         view = await send_feedback(gateway, sessions[1].api_key, response_id="chatcmpl-9", thumbs="up")
         assert view["session_id"] == sessions[1].session_id
-        requests = [call.request_id for call in await gateway.calls(sessions[0])]
-        assert requests[0] == "chatcmpl-9" != requests[1], "each request has its own id"
+        request_ids = [call.request_id for call in await gateway.calls(sessions[0])]
+        assert request_ids[0] == "chatcmpl-9" != request_ids[1], "each request has its own id"
 
 
 async def test_feedback_sent_again_after_a_restart_is_recorded_once(

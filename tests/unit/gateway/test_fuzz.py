@@ -1,4 +1,4 @@
-"""Thousands of malformed requests: each gets an error in its dialect, and none leaves a partial record."""
+"""Randomly mutated requests: each succeeds or gets an error in its dialect, and leaves no partial record."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import pytest
 
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, wait_for_in_flight
 
 TRAFFIC = Path(__file__).parents[1] / "record" / "fixtures" / "traffic"
-COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
-"""The number of requests per dialect."""
+REQUEST_COUNT = int(os.environ.get("INSTAR_FUZZ", "800"))
+"""The number of requests per dialect. `INSTAR_FUZZ` overrides it."""
 CONCURRENCY = 16
-DEEP = "@deep@"
+DEEP_PLACEHOLDER = "@deep@"
 """Placeholder for a hundred thousand nested lists."""
 SCHEMA = {"type": "object", "properties": {"x": {"type": "string"}}, "required": ["x"]}
 
@@ -33,7 +33,8 @@ UNUSUAL_VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 7, 10**30, -(10**30), 1 << 31, 1 << 63, 0.5, 1e308, -1e308, float("nan"),
     float("inf"), "", " ", "x", "\x00", "\ud800", "\udfff\ud83d", "🌍" * 50, "a" * 5000, "<|im_end|>", "null",
     [], {}, [[]], [None], [{}], {"": ""}, {"type": "text"}, {"type": "text", "text": None}, ["a", 1, None],
-    {"a": {"b": {"c": [1, 2, {"d": None}]}}}, DEEP, {"x": DEEP}, "assistant", "tool", "system", "user",
+    {"a": {"b": {"c": [1, 2, {"d": None}]}}}, DEEP_PLACEHOLDER, {"x": DEEP_PLACEHOLDER},
+    "assistant", "tool", "system", "user",
     "function", "developer", {"role": "user", "content": "x"}, [{"role": "assistant", "content": None}],
     {"type": "function", "function": {"name": "f"}}, "required", "none", {"type": "any"}, [0, 5, 10**9, -3],
 ]  # fmt: skip
@@ -48,7 +49,7 @@ KEYS = [
 
 
 def build_complete_bodies(dialect: str) -> list[Any]:
-    """Return bodies with every field of the dialect."""
+    """Return bodies that use most fields of the dialect."""
     match dialect:
         case "chat":
             call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": "1"}'}}
@@ -145,18 +146,24 @@ def list_locations(value: Any, into: list[tuple[Any, Any]]) -> list[tuple[Any, A
 
 
 class BodyFuzzer:
-    def __init__(self, seeds: list[Any], rng: random.Random) -> None:
-        self.seeds = seeds
+    """Generates random mutations of the seed bodies."""
+
+    def __init__(self, seed_bodies: list[Any], rng: random.Random) -> None:
+        self.seed_bodies = seed_bodies
         self.rng = rng
 
-    def bodies(self, count: int) -> Iterator[bytes]:
+    def generate_bodies(self, count: int) -> Iterator[bytes]:
         for _ in range(count):
-            body = copy.deepcopy(self.rng.choice(self.seeds))
+            body = copy.deepcopy(self.rng.choice(self.seed_bodies))
             if isinstance(body, dict) and self.rng.random() < 0.5:
                 body["stream"] = self.rng.random() < 0.5
             for _ in range(self.rng.choice([0, 1, 1, 1, 2, 3, 6])):
                 body = self.mutate(body)
-            raw = json.dumps(body).encode().replace(f'"{DEEP}"'.encode(), b"[" * 100_000 + b"]" * 100_000)
+            raw = (
+                json.dumps(body)
+                .encode()
+                .replace(f'"{DEEP_PLACEHOLDER}"'.encode(), b"[" * 100_000 + b"]" * 100_000)
+            )
             yield self.corrupt(raw) if self.rng.random() < 0.15 else raw
 
     def mutate(self, body: Any) -> Any:
@@ -222,18 +229,20 @@ async def fuzzed_gateway(start_gateway: StartGateway, model: ModelConfig) -> Run
     return await start_gateway(engine=engine, config=GatewayConfig(request_timeout=20))
 
 
-class Sender:
+class CheckedSender:
+    """Sends requests, and checks that each succeeds or gets a valid 4xx error."""
+
     def __init__(self, gateway: RunningGateway, http: aiohttp.ClientSession, dialect: str) -> None:
         self.gateway = gateway
         self.http = http
         self.dialect = dialect
-        self.codes: Counter[int] = Counter()
+        self.status_counts: Counter[int] = Counter()
 
     async def send(self, path: str, body: bytes, **headers: str) -> tuple[int, bytes]:
-        headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json", **headers}
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Content-Type": "application/json", **headers}
         async with self.http.post(self.gateway.url + path, data=body, headers=headers) as response:
             content = await response.read()
-        self.codes[response.status] += 1
+        self.status_counts[response.status] += 1
         assert 200 <= response.status < 500, (response.status, content[:500], shorten_body(body))
         if response.status >= 400:
             assert is_valid_error(self.dialect, json.loads(content)), (content[:500], shorten_body(body))
@@ -258,23 +267,23 @@ def open_http_session() -> aiohttp.ClientSession:
 
 
 @pytest.mark.parametrize("dialect", list(PATHS))
-async def test_malformed_requests_get_errors_and_leave_no_record(
+async def test_mutated_requests_cause_no_server_errors_or_partial_records(
     fuzzed_gateway: RunningGateway, dialect: str
 ) -> None:
-    seeds = (
+    seed_bodies = (
         build_complete_bodies(dialect) * 4
         + [build_request(dialect, "hi")] * 4
         + load_recorded_bodies(dialect)
     )
-    fuzzer = BodyFuzzer(seeds, random.Random(dialect))
+    fuzzer = BodyFuzzer(seed_bodies, random.Random(dialect))
     async with open_http_session() as http:
-        sender = Sender(fuzzed_gateway, http, dialect)
-        await sender.send_all(PATHS[dialect], fuzzer.bodies(COUNT))
-        assert sender.codes[200] > COUNT / 20, sender.codes
-        assert sender.codes[400] > COUNT / 20, sender.codes
+        sender = CheckedSender(fuzzed_gateway, http, dialect)
+        await sender.send_all(PATHS[dialect], fuzzer.generate_bodies(REQUEST_COUNT))
+        assert sender.status_counts[200] > REQUEST_COUNT / 20, sender.status_counts
+        assert sender.status_counts[400] > REQUEST_COUNT / 20, sender.status_counts
         await wait_for_in_flight(fuzzed_gateway, 0)
         calls = await list_all_calls(fuzzed_gateway)
-        assert len({call.request_id for call in calls}) == sender.codes[200]
+        assert len({call.request_id for call in calls}) == sender.status_counts[200]
         sessions = await fuzzed_gateway.store.sessions("run")
         assert {row.session.session_id for row in sessions} == {call.session_id for call in calls}
         assert (await sender.send(PATHS[dialect], json.dumps(build_request(dialect, "hi")).encode()))[
@@ -283,11 +292,13 @@ async def test_malformed_requests_get_errors_and_leave_no_record(
 
 
 @pytest.mark.parametrize("dialect", ["messages"])
-async def test_malformed_count_requests_get_errors(fuzzed_gateway: RunningGateway, dialect: str) -> None:
+async def test_mutated_count_requests_cause_no_server_errors(
+    fuzzed_gateway: RunningGateway, dialect: str
+) -> None:
     fuzzer = BodyFuzzer(build_complete_bodies(dialect), random.Random(1))
     async with open_http_session() as http:
-        sender = Sender(fuzzed_gateway, http, dialect)
-        await sender.send_all("/v1/messages/count_tokens", fuzzer.bodies(COUNT // 4))
+        sender = CheckedSender(fuzzed_gateway, http, dialect)
+        await sender.send_all("/v1/messages/count_tokens", fuzzer.generate_bodies(REQUEST_COUNT // 4))
     assert await list_all_calls(fuzzed_gateway) == []
 
 
@@ -296,7 +307,7 @@ SUBMITTED_CALL = {
     "finish_reason": "stop", "messages": [{"role": "user", "content": "x"}], "params": {"temperature": 1},
     "reply": {"role": "assistant", "content": "y"}, "client_key": "k",
 }  # fmt: skip
-CONTROL: list[tuple[str, Any]] = [
+OTHER_ROUTES: list[tuple[str, Any]] = [
     (
         "/v1/generate",
         {"prompt_ids": [1, 2, 3], "max_tokens": 5, "n": 2, "stop": ["x"], "stop_token_ids": [2]},
@@ -313,23 +324,23 @@ CONTROL: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "seed"), CONTROL)
-async def test_malformed_control_requests_get_errors(
-    fuzzed_gateway: RunningGateway, path: str, seed: Any
+@pytest.mark.parametrize(("path", "seed_body"), OTHER_ROUTES)
+async def test_mutated_requests_to_other_routes_cause_no_server_errors(
+    fuzzed_gateway: RunningGateway, path: str, seed_body: Any
 ) -> None:
-    fuzzer = BodyFuzzer([seed], random.Random(path))
+    fuzzer = BodyFuzzer([seed_body], random.Random(path))
     async with open_http_session() as http:
-        sender = Sender(fuzzed_gateway, http, "chat")
-        for body in fuzzer.bodies(COUNT // 8):
-            session = (await fuzzed_gateway.open()).session_id if "{}" in path else ""
-            await sender.send(path.format(session), body)
+        sender = CheckedSender(fuzzed_gateway, http, "chat")
+        for body in fuzzer.generate_bodies(REQUEST_COUNT // 8):
+            session_id = (await fuzzed_gateway.open_session()).session_id if "{}" in path else ""
+            await sender.send(path.format(session_id), body)
     await wait_for_in_flight(fuzzed_gateway, 0)
 
 
-async def test_unusual_headers_and_paths_get_errors(fuzzed_gateway: RunningGateway) -> None:
+async def test_unusual_headers_and_paths_cause_no_server_errors(fuzzed_gateway: RunningGateway) -> None:
     body = json.dumps(build_request("chat", "hi")).encode()
     async with open_http_session() as http:
-        sender = Sender(fuzzed_gateway, http, "chat")
+        sender = CheckedSender(fuzzed_gateway, http, "chat")
         for name, value in [
             ("X-Instar-Session", "nö\t"),
             ("X-Instar-Session", "%00../"),

@@ -13,7 +13,7 @@ from instar.gateway.auth import create_key
 from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Link, Session, SessionStatus
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import (
     PATHS,
     build_request,
@@ -26,7 +26,7 @@ from tests.unit.gateway.wire import (
 
 MESSAGE_DIALECTS = ("chat", "responses", "messages")
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
-UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
+SESSION_UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
 
 
 async def get_error_code(gateway: RunningGateway, body: Any, **options: Any) -> tuple[int, str | None]:
@@ -41,18 +41,20 @@ async def get_error_code(gateway: RunningGateway, body: Any, **options: Any) -> 
 async def test_session_by_url_key_or_header_precedes_the_agents_id(
     gateway: RunningGateway, dialect: str
 ) -> None:
-    agent_ids = {"session_id": "other", "x_session_id": "another"}
+    session_id_headers = {"session_id": "other", "x_session_id": "another"}
     body = build_request(dialect, "hi")
-    live = get_session_id(await post(gateway, body, dialect, **agent_ids))
+    live = get_session_id(await post(gateway, body, dialect, **session_id_headers))
     for make_options in (
         lambda s: {"prefix": f"/s/{s.session_id}"},
         lambda s: {"key": s.api_key},
         lambda s: {"x_instar_session": s.session_id},
     ):
-        session = await gateway.open()
-        session_id = get_session_id(await post(gateway, body, dialect, **agent_ids, **make_options(session)))
+        session = await gateway.open_session()
+        session_id = get_session_id(
+            await post(gateway, body, dialect, **session_id_headers, **make_options(session))
+        )
         assert session_id == session.session_id != live
-    assert get_session_id(await post(gateway, body, dialect, **agent_ids)) == live
+    assert get_session_id(await post(gateway, body, dialect, **session_id_headers)) == live
 
 
 async def test_session_by_agent_id_precedes_content(gateway: RunningGateway) -> None:
@@ -63,7 +65,7 @@ async def test_session_by_agent_id_precedes_content(gateway: RunningGateway) -> 
 
 
 async def test_conflicting_session_ids_are_rejected(gateway: RunningGateway) -> None:
-    session, other_session = await gateway.open(), await gateway.open()
+    session, other_session = await gateway.open_session(), await gateway.open_session()
     body, url = build_request("chat", "hi"), f"/s/{session.session_id}"
     conflict = (403, "session_conflict")
     assert await get_error_code(gateway, body, prefix=url, key=other_session.api_key) == conflict
@@ -83,7 +85,7 @@ async def test_conflicting_session_ids_are_rejected(gateway: RunningGateway) -> 
 
 # --- ids that agents send -----------------------------------------------------------------------
 
-IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
+AGENT_SESSION_IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("chat", {"user": "ann"}, {}),
     ("chat", {"metadata": {"session_id": "s"}}, {}),
     ("chat", {"prompt_cache_key": "k"}, {}),
@@ -94,35 +96,35 @@ IDS: list[tuple[str, dict[str, Any], dict[str, str]]] = [
     ("responses", {"prompt_cache_key": "k"}, {}),
     ("responses", {"safety_identifier": "ann"}, {}),
     ("messages", {"metadata": {"user_id": "ann"}}, {}),
-    ("messages", {"metadata": {"user_id": f"user_abc_account__session_{UUID}"}}, {}),
-    ("messages", {"metadata": {"user_id": '{"device_id":"d","session_id":"%s"}' % UUID}}, {}),  # noqa: UP031
-    ("messages", {}, {"x-claude-code-session-id": UUID}),
-    ("responses", {}, {"session-id": UUID}),
-    ("responses", {}, {"session_id": UUID}),
+    ("messages", {"metadata": {"user_id": f"user_abc_account__session_{SESSION_UUID}"}}, {}),
+    ("messages", {"metadata": {"user_id": '{"device_id":"d","session_id":"%s"}' % SESSION_UUID}}, {}),  # noqa: UP031
+    ("messages", {}, {"x-claude-code-session-id": SESSION_UUID}),
+    ("responses", {}, {"session-id": SESSION_UUID}),
+    ("responses", {}, {"session_id": SESSION_UUID}),
     ("chat", {}, {"x-session-affinity": "ses_1"}),
     ("chat", {}, {"x-session-id": "ses_1"}),
 ]
 
 
 def change_session_id(value: Any) -> Any:
-    """Return the headers or fields with the id of another session."""
+    """Return the headers or fields with a different session id."""
     if isinstance(value, dict):
         return {name: change_session_id(item) for name, item in value.items()}
-    return value.replace(UUID, UUID[:-1] + "2") if UUID in value else value + "2"
+    return value.replace(SESSION_UUID, SESSION_UUID[:-1] + "2") if SESSION_UUID in value else value + "2"
 
 
-@pytest.mark.parametrize(("dialect", "body", "headers"), IDS)
+@pytest.mark.parametrize(("dialect", "body", "headers"), AGENT_SESSION_IDS)
 async def test_session_ids_of_known_agents_are_recognized(
     gateway: RunningGateway, dialect: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    async def ask(id_fields: dict[str, Any], id_headers: dict[str, str]) -> str:
+    async def find_session(id_fields: dict[str, Any], id_headers: dict[str, str]) -> str:
         body = {**build_request(dialect, "hi"), **id_fields}
-        headers = {"Authorization": f"Bearer {ADMIN}", **id_headers}
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}", **id_headers}
         return get_session_id(await gateway.http.post(PATHS[dialect], json=body, headers=headers))
 
-    first = await ask(body, headers)
-    assert await ask(body, headers) == first
-    assert await ask(change_session_id(body), change_session_id(headers)) != first
+    first = await find_session(body, headers)
+    assert await find_session(body, headers) == first
+    assert await find_session(change_session_id(body), change_session_id(headers)) != first
     session = await gateway.store.session(first)
     assert session is not None
     assert session.external_id
@@ -131,17 +133,19 @@ async def test_session_ids_of_known_agents_are_recognized(
 
 
 async def test_session_id_in_claude_code_header_and_body_is_the_same(gateway: RunningGateway) -> None:
-    body = build_request("messages", "hi", metadata={"user_id": f"user_abc_account__session_{UUID}"})
+    body = build_request("messages", "hi", metadata={"user_id": f"user_abc_account__session_{SESSION_UUID}"})
     by_body = get_session_id(await post(gateway, body, "messages"))
     assert (
         get_session_id(
-            await post(gateway, build_request("messages", "x"), "messages", x_claude_code_session_id=UUID)
+            await post(
+                gateway, build_request("messages", "x"), "messages", x_claude_code_session_id=SESSION_UUID
+            )
         )
         == by_body
     )
 
 
-async def test_session_id_equal_to_a_user_id_is_another_session(gateway: RunningGateway) -> None:
+async def test_session_id_equal_to_a_user_id_is_a_different_session(gateway: RunningGateway) -> None:
     by_user = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     by_session = get_session_id(
         await post(gateway, build_request("chat", "hi", metadata={"session_id": "ann"}))
@@ -157,7 +161,7 @@ async def test_session_id_of_any_length_is_accepted(gateway: RunningGateway) -> 
     assert len(session.external_id or "") <= 512
 
 
-async def test_session_ids_that_differ_at_their_end_are_different(gateway: RunningGateway) -> None:
+async def test_long_session_ids_that_differ_at_the_end_are_different(gateway: RunningGateway) -> None:
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 2000 + "1")))
     assert get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 2000 + "2"))) != first
 
@@ -175,7 +179,7 @@ class SlowLookupStore(SqliteStore):
 
 
 async def test_concurrent_first_calls_with_one_id_open_one_session(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(store=SlowLookupStore)
+    gateway = await start_gateway(store_class=SlowLookupStore)
     responses = await asyncio.gather(
         *(post(gateway, build_request("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
@@ -185,9 +189,9 @@ async def test_concurrent_first_calls_with_one_id_open_one_session(start_gateway
 
 
 async def test_concurrent_calls_after_session_end_open_one_new_session(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(store=SlowLookupStore)
+    gateway = await start_gateway(store_class=SlowLookupStore)
     old = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
-    await gateway.control(f"/sessions/{old}/complete", {})
+    await gateway.post_json(f"/sessions/{old}/complete", {})
     responses = await asyncio.gather(
         *(post(gateway, build_request("chat", f"hi {i}", user="ann")) for i in range(12)),
     )
@@ -221,7 +225,7 @@ async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: RunningG
 async def test_session_with_id_is_not_matched_by_content(gateway: RunningGateway) -> None:
     opening, continuation = build_request("chat", "hi"), build_request("chat", "hi", "You said: hi", "more")
     by_content = get_session_id(await post(gateway, opening))
-    opened = await gateway.open()
+    opened = await gateway.open_session()
     await post(gateway, opening, key=opened.api_key)
     await post(gateway, opening, x_session_id="s")
     assert get_session_id(await post(gateway, continuation)) == by_content
@@ -314,8 +318,8 @@ async def test_call_that_matches_two_sessions_opens_a_new_session(
         sessions = [get_session_id(await post(gateway, opening, dialect)) for _ in range(2)]
         third = get_session_id(await post(gateway, continuation, dialect))
         assert third not in sessions
-        await gateway.control(f"/sessions/{sessions[1]}/complete", {})
-        await gateway.control(f"/sessions/{third}/complete", {})
+        await gateway.post_json(f"/sessions/{sessions[1]}/complete", {})
+        await gateway.post_json(f"/sessions/{third}/complete", {})
         assert get_session_id(await post(gateway, continuation, dialect)) == sessions[0]
 
 
@@ -330,9 +334,6 @@ async def test_call_that_matches_two_stored_sessions_opens_a_new_session(
         assert get_session_id(await post(gateway, continuation)) not in sessions
 
 
-# --- isolation ----------------------------------------------------------------------------------
-
-
 async def test_session_is_found_by_an_extended_reply(gateway: RunningGateway) -> None:
     first = await post(gateway, build_request("chat", "hello"))
     reply_text = first.json()["choices"][0]["message"]["content"]
@@ -341,6 +342,9 @@ async def test_session_is_found_by_an_extended_reply(gateway: RunningGateway) ->
     )
     other = await post(gateway, build_request("chat", "hello", "Something else", "more"))
     assert get_session_id(extended) == get_session_id(first) != get_session_id(other)
+
+
+# --- isolation ----------------------------------------------------------------------------------
 
 
 async def test_response_of_another_agent_cannot_be_continued(gateway: RunningGateway) -> None:
@@ -354,7 +358,7 @@ async def test_response_of_another_agent_cannot_be_continued(gateway: RunningGat
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "previous_response_id"
     assert "plan" not in response.text
-    session = await gateway.open()
+    session = await gateway.open_session()
     assert (await post(gateway, continuation, "responses", key=session.api_key)).status_code == 404
     assert get_session_id(await post(gateway, continuation, "responses", key=ann)) == get_session_id(first)
     assert len(await list_all_calls(gateway)) == 2
@@ -379,13 +383,13 @@ async def test_agent_cannot_use_sessions_of_another_agent(gateway: RunningGatewa
     path = f"/sessions/{session}"
     responses = [
         await gateway.http.get(path, headers=ben_headers),
-        await gateway.control(f"{path}/complete", {"reward": 1}, ben),
-        await gateway.control(f"{path}/fail", {"reason": "x"}, ben),
-        await gateway.control(f"{path}/calls", {"calls": []}, ben),
+        await gateway.post_json(f"{path}/complete", {"reward": 1}, ben),
+        await gateway.post_json(f"{path}/fail", {"reason": "x"}, ben),
+        await gateway.post_json(f"{path}/calls", {"calls": []}, ben),
         await post(gateway, build_request("chat", "hi"), key=ben, prefix=f"/s/{session}"),
         await post(gateway, build_request("chat", "hi"), key=ben, x_instar_session=session),
         await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=ben_headers),
-        await gateway.control(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
+        await gateway.post_json(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
         await gateway.http.get("/stats", headers=ben_headers),
     ]
     assert [response.status_code for response in responses] == [403] * len(responses)
@@ -397,15 +401,15 @@ async def test_agent_cannot_use_sessions_of_another_agent(gateway: RunningGatewa
 
 
 async def test_session_key_cannot_use_other_sessions(gateway: RunningGateway) -> None:
-    session, other_session = await gateway.open(), await gateway.open()
+    session, other_session = await gateway.open_session(), await gateway.open_session()
     key = session.api_key
     path = f"/sessions/{other_session.session_id}"
     responses = [
-        await gateway.control("/sessions", {}, key),
+        await gateway.post_json("/sessions", {}, key),
         await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"}),
         await gateway.http.get("/stats", headers={"Authorization": f"Bearer {key}"}),
-        await gateway.control(f"{path}/complete", {}, key),
-        await gateway.control(f"{path}/calls", {"calls": []}, key),
+        await gateway.post_json(f"{path}/complete", {}, key),
+        await gateway.post_json(f"{path}/calls", {"calls": []}, key),
         await post(gateway, build_request("chat", "hi"), key=key, prefix=f"/s/{other_session.session_id}"),
     ]
     assert [response.status_code for response in responses] == [403] * len(responses)
@@ -431,7 +435,7 @@ async def test_rejected_first_call_stores_no_session(gateway: RunningGateway) ->
         unsupported = build_request("chat", "hi", user="ann", store=True)
         assert (await post(gateway, unsupported)).status_code == 400
     assert await gateway.store.sessions("run") == []
-    stats = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    stats = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     assert stats.json()["sessions_in_memory"] == 0
     assert get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     assert len(await gateway.store.sessions("run")) == 1

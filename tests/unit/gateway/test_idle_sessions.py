@@ -1,4 +1,4 @@
-"""Idle live sessions are closed."""
+"""Live sessions are closed when they are idle for too long; active and rollout sessions are not."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.unit.gateway.wire import (
     wait_for_in_flight,
 )
 
-SHORT_TIMEOUT = GatewayConfig(idle_timeout=0.4)
+SHORT_TIMEOUT_CONFIG = GatewayConfig(idle_timeout=0.4)
 
 
-async def wait_until_ended(gateway: RunningGateway, session_id: str, seconds: float = 10) -> Session:
-    async with asyncio.timeout(seconds):
+async def wait_until_closed(gateway: RunningGateway, session_id: str, timeout_seconds: float = 10) -> Session:
+    async with asyncio.timeout(timeout_seconds):
         while True:
             session = await gateway.store.session(session_id)
             assert session is not None
@@ -34,10 +34,10 @@ async def wait_until_ended(gateway: RunningGateway, session_id: str, seconds: fl
             await asyncio.sleep(0.02)
 
 
-async def test_idle_session_is_completed_and_its_id_can_be_reused(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT)
+async def test_idle_session_is_closed_and_its_id_can_be_reused(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
-    session = await wait_until_ended(gateway, first)
+    session = await wait_until_closed(gateway, first)
     assert session.status is SessionStatus.COMPLETED
     assert session.reason == "the session had no call for 0.4 seconds"
     assert session.ended_at
@@ -46,18 +46,18 @@ async def test_idle_session_is_completed_and_its_id_can_be_reused(start_gateway:
 
 
 async def test_closed_session_is_not_found_by_content(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT)
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG)
     first = get_session_id(await post(gateway, build_request("chat", "hi")))
-    await wait_until_ended(gateway, first)
+    await wait_until_closed(gateway, first)
     retry = await post(gateway, build_request("chat", "hi"), x_stainless_retry_count="1")
     assert get_session_id(retry) != first
     continuation = build_request("chat", "hi", "You said: hi", "more")
-    await wait_until_ended(gateway, get_session_id(retry))
+    await wait_until_closed(gateway, get_session_id(retry))
     assert get_session_id(await post(gateway, continuation)) not in (first, get_session_id(retry))
 
 
 async def test_active_session_stays_open(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT)
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG)
     texts = ["hi"]
     session_ids: set[str] = set()
     for _ in range(8):
@@ -69,7 +69,7 @@ async def test_active_session_stays_open(start_gateway: StartGateway) -> None:
 
 
 async def test_call_in_flight_keeps_its_session_open(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT, delay=0.12)
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG, delay=0.12)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann", max_tokens=1)))
     pending_call = asyncio.create_task(post(gateway, build_request("chat", "hello there", user="ann")))
     await wait_for_in_flight(gateway, 1)
@@ -90,10 +90,10 @@ class SlowEndStore(SqliteStore):
 
 
 @pytest.mark.parametrize("has_session_id", [True, False])
-async def test_call_during_session_close_opens_another_session(
+async def test_call_during_session_close_opens_a_new_session(
     start_gateway: StartGateway, has_session_id: bool
 ) -> None:
-    gateway = await start_gateway(config=SHORT_TIMEOUT, store=SlowEndStore)
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG, store_class=SlowEndStore)
     headers = {"x_session_id": "s"} if has_session_id else {}
     first = get_session_id(await post(gateway, build_request("chat", "hi"), **headers))
     # The gateway looks for idle sessions every 0.1 s, and closing one takes 0.5 s.
@@ -125,16 +125,16 @@ async def test_idle_sessions_are_closed_after_a_restart(
     gateway_args = (tmp_path / "store.db", model, renderer)
     async with run_scripted_gateway(*gateway_args) as gateway:
         first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
-        opened_session = await gateway.open()
-    async with run_scripted_gateway(*gateway_args, config=SHORT_TIMEOUT) as gateway:
-        await wait_until_ended(gateway, first)
-        await wait_until_ended(gateway, opened_session.session_id)
+        opened_session = await gateway.open_session()
+    async with run_scripted_gateway(*gateway_args, config=SHORT_TIMEOUT_CONFIG) as gateway:
+        await wait_until_closed(gateway, first)
+        await wait_until_closed(gateway, opened_session.session_id)
 
 
 async def test_idle_rollout_sessions_stay_open(start_gateway: StartGateway) -> None:
-    """The rollout completes the sessions that it opened."""
+    """The rollout itself ends the sessions that it opens."""
     gateway = await start_gateway(config=GatewayConfig(idle_timeout=0.1))
-    session = await gateway.open(channel="train")
+    session = await gateway.open_session(channel="train")
     assert (await post(gateway, build_request("chat", "hi"), key=session.api_key)).status_code == 200
     await asyncio.sleep(0.5)
     stored = await gateway.store.session(session.session_id)

@@ -1,4 +1,4 @@
-"""The permissions of each kind of key, and the admin keys that are accepted."""
+"""API keys: their permissions, headers, caching and revocation, and the checks on the admin key."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from instar.gateway.base import ApiError
 from instar.http.auth import hash_key
 from instar.store.sqlite import SqliteStore
 from instar.types import Channel, Session
-from tests.unit.gateway.conftest import ADMIN, RunningGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway
 
-BODY = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
+CHAT_BODY = {"model": "default", "messages": [{"role": "user", "content": "hello"}]}
 
 
 def auth_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def ask(
+async def chat(
     gateway: RunningGateway, key: str, path: str = "/v1/chat/completions", **options: Any
 ) -> httpx.Response:
-    return await gateway.http.post(path, json=BODY, headers=auth_headers(key), **options)
+    return await gateway.http.post(path, json=CHAT_BODY, headers=auth_headers(key), **options)
 
 
 async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder")
-    opened = await gateway.control("/sessions", {"channel": "live"}, key)
+    opened = await gateway.post_json("/sessions", {"channel": "live"}, key)
     assert opened.status_code == 201, opened.text
     session_id = opened.json()["session_id"]
     session = await gateway.store.session(session_id)
     assert session is not None
     assert session.agent_id == "coder"
-    assert (await ask(gateway, key, f"/s/{session_id}/v1/chat/completions")).status_code == 200
+    assert (await chat(gateway, key, f"/s/{session_id}/v1/chat/completions")).status_code == 200
     read = await gateway.http.get(f"/sessions/{session_id}", headers=auth_headers(key))
     assert (read.status_code, len(read.json()["calls"])) == (200, 1)
-    ended = await gateway.control(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
+    ended = await gateway.post_json(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
     assert ended.status_code == 200, ended.text
     assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
 
@@ -55,7 +55,7 @@ async def test_agent_key_with_rollout_field_error_names_the_field(
 ) -> None:
     key = await create_key(gateway.store, "agent", "coder")
     (name,) = field
-    response = await gateway.control("/sessions", field, key)
+    response = await gateway.post_json("/sessions", field, key)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (403, name)
     assert f"'{name}'" in error["message"]
@@ -65,12 +65,12 @@ async def test_agent_key_with_rollout_field_error_names_the_field(
 
 async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder")
-    other = await gateway.open()
+    other = await gateway.open_session()
     for response in (
-        await ask(gateway, key, f"/s/{other.session_id}/v1/chat/completions"),
+        await chat(gateway, key, f"/s/{other.session_id}/v1/chat/completions"),
         await gateway.http.get(f"/sessions/{other.session_id}", headers=auth_headers(key)),
-        await gateway.control(f"/sessions/{other.session_id}/complete", {"reward": 9.0}, key),
-        await gateway.control(f"/sessions/{other.session_id}/fail", {"reason": "x"}, key),
+        await gateway.post_json(f"/sessions/{other.session_id}/complete", {"reward": 9.0}, key),
+        await gateway.post_json(f"/sessions/{other.session_id}/fail", {"reason": "x"}, key),
     ):
         assert response.status_code == 403, response.text
     assert await gateway.store.rewards(other.session_id) == []
@@ -80,20 +80,20 @@ async def test_agent_key_cannot_use_sessions_of_other_agents(gateway: RunningGat
 async def test_agents_with_equal_content_have_different_sessions(gateway: RunningGateway) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("one", "two")]
     for key in keys:
-        assert (await ask(gateway, key)).status_code == 200
+        assert (await chat(gateway, key)).status_code == 200
     rows = await gateway.store.sessions(channel=Channel.LIVE)
     assert sorted((row.session.agent_id, row.call_count) for row in rows) == [("one", 1), ("two", 1)]
 
 
 async def test_session_key_is_limited_to_its_session(gateway: RunningGateway) -> None:
-    session, other = await gateway.open(), await gateway.open()
-    assert (await ask(gateway, session.api_key)).status_code == 200
+    session, other = await gateway.open_session(), await gateway.open_session()
+    assert (await chat(gateway, session.api_key)).status_code == 200
     assert len(await gateway.calls(session)) == 1
     responses = [
-        await ask(gateway, session.api_key, f"/s/{other.session_id}/v1/chat/completions"),
+        await chat(gateway, session.api_key, f"/s/{other.session_id}/v1/chat/completions"),
         await gateway.http.get(f"/sessions/{other.session_id}", headers=auth_headers(session.api_key)),
-        await gateway.control(f"/sessions/{other.session_id}/complete", {}, session.api_key),
-        await gateway.control("/sessions", {}, session.api_key),
+        await gateway.post_json(f"/sessions/{other.session_id}/complete", {}, session.api_key),
+        await gateway.post_json("/sessions", {}, session.api_key),
     ]
     assert [response.status_code for response in responses] == [403] * 4
     assert await gateway.calls(other) == []
@@ -101,19 +101,19 @@ async def test_session_key_is_limited_to_its_session(gateway: RunningGateway) ->
 
 async def test_second_admin_key_has_full_access(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "admin", None)
-    session = await gateway.open()
-    assert (await gateway.control("/sessions", {}, key)).status_code == 201
+    session = await gateway.open_session()
+    assert (await gateway.post_json("/sessions", {}, key)).status_code == 201
     body = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    ended = await gateway.control(f"/sessions/{session.session_id}/complete", body, key)
+    ended = await gateway.post_json(f"/sessions/{session.session_id}/complete", body, key)
     assert ended.status_code == 200, ended.text
 
 
 async def test_revoked_key_is_rejected_within_five_seconds(gateway: RunningGateway) -> None:
     key = await create_key(gateway.store, "agent", "coder", "laptop")
-    assert (await ask(gateway, key)).status_code == 200
+    assert (await chat(gateway, key)).status_code == 200
     assert await gateway.store.revoke_key("laptop") == 1
     deadline = time.monotonic() + 5
-    while (response := await ask(gateway, key)).status_code == 200:
+    while (response := await chat(gateway, key)).status_code == 200:
         assert time.monotonic() < deadline, "the revoked key still works"
         await asyncio.sleep(0.2)
     assert response.status_code == 401
@@ -122,8 +122,8 @@ async def test_revoked_key_is_rejected_within_five_seconds(gateway: RunningGatew
 
 @pytest.mark.parametrize("header", ["Authorization", "x-api-key", "api-key"])
 async def test_key_is_accepted_in_three_headers(gateway: RunningGateway, header: str) -> None:
-    value = f"Bearer {ADMIN}" if header == "Authorization" else ADMIN
-    response = await gateway.http.post("/v1/chat/completions", json=BODY, headers={header: value})
+    value = f"Bearer {ADMIN_KEY}" if header == "Authorization" else ADMIN_KEY
+    response = await gateway.http.post("/v1/chat/completions", json=CHAT_BODY, headers={header: value})
     assert response.status_code == 200, response.text
 
 
@@ -134,7 +134,7 @@ async def test_request_without_a_known_key_is_rejected(
     gateway: RunningGateway, headers: dict[str, str]
 ) -> None:
     for response in (
-        await gateway.http.post("/v1/chat/completions", json=BODY, headers=headers),
+        await gateway.http.post("/v1/chat/completions", json=CHAT_BODY, headers=headers),
         await gateway.http.post("/sessions", json={}, headers=headers),
         await gateway.http.get("/v1/models", headers=headers),
     ):
@@ -143,29 +143,29 @@ async def test_request_without_a_known_key_is_rejected(
 
 
 async def test_known_keys_are_cached(tmp_path: Path) -> None:
-    """A cached key still works after the store was closed."""
+    """The keys are still accepted after the store has been closed."""
     store = SqliteStore(tmp_path / "store.db")
     await store.open_session(Session("s", "run", "coder", "policy", Channel.LIVE), hash_key("session-key"))
     await store.open_session(
         Session("t", "other-run", "coder", "policy", Channel.LIVE), hash_key("other-run-key")
     )
-    agent = await create_key(store, "agent", "coder")
-    keys = Authenticator(store, ADMIN, "run")
-    for key in (agent, "session-key"):
-        await keys.identify(key)
+    agent_key = await create_key(store, "agent", "coder")
+    authenticator = Authenticator(store, ADMIN_KEY, "run")
+    for key in (agent_key, "session-key"):
+        await authenticator.identify(key)
     with pytest.raises(ApiError, match="not valid for this run"):
-        await keys.identify("other-run-key")
+        await authenticator.identify("other-run-key")
     await store.close()
-    assert (await keys.identify(agent)).kind == "agent"
-    assert (await keys.identify("session-key")).session_id == "s"
+    assert (await authenticator.identify(agent_key)).kind == "agent"
+    assert (await authenticator.identify("session-key")).session_id == "s"
 
 
 async def test_agent_can_have_several_keys(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     first, second = [await create_key(store, "agent", "coder", name) for name in ("one", "two")]
-    keys = Authenticator(store, ADMIN, "run")
+    authenticator = Authenticator(store, ADMIN_KEY, "run")
     for key in (first, second):
-        caller = await keys.identify(key)
+        caller = await authenticator.identify(key)
         assert (caller.kind, caller.agent_id, caller.session_id) == ("agent", "coder", None)
     await store.close()
 
@@ -188,7 +188,7 @@ VARIABLE = "INSTAR_ADMIN_KEY"
         ("localhost", "x" * 40 + "\n", "not printable ASCII"),
     ],
 )
-def test_weak_admin_key_is_rejected(host: str, key: str, message: str) -> None:
+def test_weak_or_unprintable_admin_key_is_rejected(host: str, key: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve_admin_key({VARIABLE: key}, VARIABLE, host)
     assert VARIABLE in str(caught.value)

@@ -1,4 +1,4 @@
-"""Requests that are too large, too slow or incomplete are rejected and leave no record."""
+"""Requests that are too large, too many, too slow or incomplete are rejected and leave no record."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import (
+    DIALECTS,
     PATHS,
     build_request,
     count_in_flight,
@@ -25,14 +26,13 @@ from tests.unit.gateway.wire import (
     wait_for_in_flight,
 )
 
-DIALECTS = ("chat", "completions", "responses", "messages")
-
 
 async def assert_nothing_recorded(gateway: RunningGateway) -> None:
+    """Check that no session was stored and that the gateway still serves requests."""
     await wait_for_in_flight(gateway, 0)
     assert await gateway.store.sessions("run") == []
     response = await post(gateway, build_request("chat", "hi"))
-    assert response.status_code == 200, "the gateway no longer responds"
+    assert response.status_code == 200, "the gateway no longer serves requests"
 
 
 async def connect(gateway: RunningGateway) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -44,7 +44,7 @@ def build_head(path: str, length: int, *headers: str) -> bytes:
     lines = [
         f"POST {path} HTTP/1.1",
         "Host: gateway",
-        f"Authorization: Bearer {ADMIN}",
+        f"Authorization: Bearer {ADMIN_KEY}",
         f"Content-Length: {length}",
         "Content-Type: application/json",
         *headers,
@@ -85,7 +85,7 @@ async def test_chunked_body_larger_than_the_limit_is_rejected(start_gateway: Sta
         for _ in range(100):
             yield b"x" * 1000
 
-    headers = {"Authorization": f"Bearer {ADMIN}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     response = await gateway.http.post(PATHS["chat"], content=generate_body(), headers=headers)
     assert response.status_code == 413
     await assert_nothing_recorded(gateway)
@@ -100,12 +100,14 @@ async def test_too_many_messages_or_tools_are_rejected(start_gateway: StartGatew
         assert response.json()["error"]["param"] == ("input" if dialect == "responses" else "messages")
     assert "5" in response.json()["error"]["message"]
     schema = {"type": "object", "properties": {}}
-    tools: dict[str, Any] = {
+    tool_by_dialect: dict[str, Any] = {
         "chat": {"type": "function", "function": {"name": "f", "parameters": schema}},
         "responses": {"type": "function", "name": "f", "parameters": schema},
         "messages": {"name": "f", "input_schema": schema},
     }
-    response = await post(gateway, build_request(dialect, "hi", tools=[tools[dialect]] * 3), dialect)
+    response = await post(
+        gateway, build_request(dialect, "hi", tools=[tool_by_dialect[dialect]] * 3), dialect
+    )
     assert response.status_code == 400
     assert "tools" in response.json()["error"]["message"]
     await assert_nothing_recorded(gateway)
@@ -119,7 +121,7 @@ async def test_headers_larger_than_the_limit_are_rejected(start_gateway: StartGa
 
 @pytest.mark.parametrize("piece", [b"X-Long: " + b"x" * 60_000 + b"\r\n", b"x" * 60_000])
 async def test_endless_headers_are_rejected(gateway: RunningGateway, piece: bytes) -> None:
-    """The gateway buffers neither many headers nor one long header without a limit."""
+    """The gateway limits the total size of many headers and the size of a single header."""
     reader, writer = await connect(gateway)
     writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: gateway\r\nX-Long: x")
     if piece.startswith(b"X"):
@@ -168,8 +170,8 @@ async def test_requests_beyond_max_in_flight_are_rejected(start_gateway: StartGa
     responses = await asyncio.gather(
         *(post(gateway, build_request(dialect, f"hi {i}"), dialect) for i in range(10))
     )
-    codes = sorted(response.status_code for response in responses)
-    assert codes == [200] * 3 + [429] * 7
+    statuses = sorted(response.status_code for response in responses)
+    assert statuses == [200] * 3 + [429] * 7
     rejected = next(response for response in responses if response.status_code == 429)
     assert int(rejected.headers["retry-after"]) >= 1
     assert rejected.json()["error"]["message"]
@@ -181,7 +183,9 @@ async def test_requests_beyond_max_in_flight_are_rejected(start_gateway: StartGa
 async def test_incomplete_bodies_from_one_key_do_not_block_other_keys(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=2))
     key = await create_key(gateway.store, "agent", "ann")
-    incomplete = build_head(PATHS["chat"], 1000, "Expect: 100-continue").replace(ADMIN.encode(), key.encode())
+    incomplete = build_head(PATHS["chat"], 1000, "Expect: 100-continue").replace(
+        ADMIN_KEY.encode(), key.encode()
+    )
     connections = [await connect(gateway) for _ in range(3)]
     statuses: list[int] = []
     for reader, writer in connections:
@@ -268,9 +272,9 @@ async def test_disconnect_after_the_request_leaves_no_call_in_flight(
 async def test_client_that_does_not_read_is_disconnected(
     start_gateway: StartGateway, model: ModelConfig, dialect: str
 ) -> None:
-    """The stream ends at the deadline, and the call is no longer in flight."""
-    long = model.model_copy(update={"max_context": 400_000})
-    engine = ScriptedEngine(long, ScriptedEngineConfig(replies=["word " * 60_000]))
+    """The call is aborted at the request timeout and is then no longer in flight."""
+    long_context = model.model_copy(update={"max_context": 400_000})
+    engine = ScriptedEngine(long_context, ScriptedEngineConfig(replies=["word " * 60_000]))
     gateway = await start_gateway(engine=engine, config=GatewayConfig(request_timeout=3, read_timeout=0.5))
     host, port = gateway.url.removeprefix("http://").split(":")
     with socket.socket() as client:
@@ -283,7 +287,7 @@ async def test_client_that_does_not_read_is_disconnected(
         ).encode()
         await loop.sock_sendall(client, build_head(PATHS[dialect], len(body)) + body)
         await wait_for_in_flight(gateway, 1)
-        await wait_for_in_flight(gateway, 0, seconds=15)
+        await wait_for_in_flight(gateway, 0, timeout_seconds=15)
         (call,) = await list_all_calls(gateway)
         assert (call.status, call.trainable) == (CallStatus.ABORTED, False)
         assert (await post(gateway, build_request(dialect, "hi", max_tokens=20), dialect)).status_code in (
@@ -298,7 +302,7 @@ def build_max_tokens_field(dialect: str) -> dict[str, Any]:
 
 
 async def test_stats_require_the_admin_key(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {session.api_key}"})
     assert response.status_code == 403
     assert await count_in_flight(gateway) == 0

@@ -1,3 +1,5 @@
+"""The Messages dialect without a gateway: requests, token counts, errors and replies."""
+
 from __future__ import annotations
 
 import json
@@ -14,7 +16,7 @@ from instar.types import Message, ToolCall
 
 DIALECT = MessagesDialect()
 REQUEST: dict[str, Any] = {"model": "m", "max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
-SESSION = "6a05e087-8870-4876-a543-7e6f03946a05"
+SESSION_ID = "6a05e087-8870-4876-a543-7e6f03946a05"
 
 
 def parse_request(**fields: Any) -> ModelRequest:
@@ -29,7 +31,7 @@ def text(value: str, **fields: Any) -> dict[str, Any]:
     return {"type": "text", "text": value, **fields}
 
 
-def choice(message: Message, **options: Any) -> ReplyChoice:
+def make_choice(message: Message, **options: Any) -> ReplyChoice:
     return ReplyChoice(
         **{"message": message, "finish_reason": "stop", "prompt_tokens": 9, "sampled_tokens": 5, **options}
     )
@@ -38,7 +40,7 @@ def choice(message: Message, **options: Any) -> ReplyChoice:
 def format_reply(
     message: Message, *, request: ModelRequest | None = None, **options: Any
 ) -> AnthropicMessage:
-    body = DIALECT.format_response("msg_1", request or parse_request(), [choice(message, **options)])
+    body = DIALECT.format_response("msg_1", request or parse_request(), [make_choice(message, **options)])
     return AnthropicMessage.model_validate_json(body, strict=True)
 
 
@@ -46,7 +48,7 @@ def format_reply(
 
 
 def test_messages_request_from_claude_code_is_parsed() -> None:
-    """Claude Code 2.1.197 sends content blocks, cache markers, hints and a changing billing line."""
+    """Claude Code 2.1.197 sends content blocks, cache markers, settings and a billing line that changes."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     request = parse_request(
         system=[
@@ -85,7 +87,7 @@ def test_messages_request_from_claude_code_is_parsed() -> None:
             },
             {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"},
         ],
-        metadata={"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION})},
+        metadata={"user_id": json.dumps({"device_id": "d", "account_uuid": "", "session_id": SESSION_ID})},
         thinking={"type": "adaptive"},
         context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         output_config={"effort": "high"},
@@ -106,7 +108,7 @@ def test_messages_request_from_claude_code_is_parsed() -> None:
         {"role": "user", "content": "Go on."},
     )
     assert [tool["name"] for tool in request.tools] == ["Read"]
-    assert request.session_hints == (f"claude-session:{SESSION}",)
+    assert request.session_hints == (f"claude-session:{SESSION_ID}",)
     assert request.stream
     assert request.max_tokens == 64
 
@@ -133,8 +135,8 @@ def test_messages_request_keeps_text_before_tool_results() -> None:
 @pytest.mark.parametrize(
     ("user_id", "session_hints"),
     [
-        (f"user_ab_account_cd_session_{SESSION}", (f"claude-session:{SESSION}",)),
-        (json.dumps({"session_id": SESSION}), (f"claude-session:{SESSION}",)),
+        (f"user_ab_account_cd_session_{SESSION_ID}", (f"claude-session:{SESSION_ID}",)),
+        (json.dumps({"session_id": SESSION_ID}), (f"claude-session:{SESSION_ID}",)),
         ("bob", ("user_id:bob",)),
         ("{bob", ("user_id:{bob",)),
         ('{"session_id": 3}', ('user_id:{"session_id": 3}',)),
@@ -150,7 +152,7 @@ def test_messages_user_id_is_parsed_as_session_hint(
 
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 TOOL = {"name": "a", "input_schema": {}}
-SEARCH = {"type": "web_search_20250305", "name": "web_search"}
+SEARCH_TOOL = {"type": "web_search_20250305", "name": "web_search"}
 
 
 def user(*blocks: Any) -> dict[str, Any]:
@@ -161,11 +163,11 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": list(blocks)}
 
 
-def result(content: Any) -> dict[str, Any]:
+def tool_result(content: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": "a", "content": content}
 
 
-MALFORMED: list[tuple[dict[str, Any], str]] = [
+INVALID_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"temperature": 1.5}, "temperature"),
@@ -190,7 +192,7 @@ MALFORMED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
     ({"messages": [user(IMAGE, {"type": "text"})]}, "messages[0].content[1].text"),
     ({"messages": [user({"type": "tool_result", "content": "x"})]}, "messages[0].content[0].tool_use_id"),
-    ({"messages": [user(result({"type": "text"}))]}, "messages[0].content[0].content"),
+    ({"messages": [user(tool_result({"type": "text"}))]}, "messages[0].content[0].content"),
     ({"messages": [assistant({"type": "tool_use", "input": {}})]}, "messages[0].content[0].name"),
     (
         {"messages": [assistant({"type": "tool_use", "name": "a", "input": "x"})]},
@@ -209,8 +211,8 @@ PROVIDER_FEATURES: list[tuple[dict[str, Any], str]] = [
         {"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}},
         "context_management.edits[0].type",
     ),
-    ({"tools": [TOOL, SEARCH]}, "tools[1].type"),
-    ({"tools": [SEARCH], "tool_choice": {"type": "tool", "name": "web_search"}}, "tools[0].type"),
+    ({"tools": [TOOL, SEARCH_TOOL]}, "tools[1].type"),
+    ({"tools": [SEARCH_TOOL], "tool_choice": {"type": "tool", "name": "web_search"}}, "tools[0].type"),
     (
         {"tools": [{"type": "mcp_toolset"}], "tool_choice": {"type": "tool", "name": "remote"}},
         "tools[0].type",
@@ -218,7 +220,7 @@ PROVIDER_FEATURES: list[tuple[dict[str, Any], str]] = [
     ({"system": [IMAGE]}, "system[0]"),
     ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
     ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0]"),
-    ({"messages": [user(result([IMAGE]))]}, "messages[0].content[0].content[0]"),
+    ({"messages": [user(tool_result([IMAGE]))]}, "messages[0].content[0].content[0]"),
     ({"messages": [*REQUEST["messages"], {"role": "assistant", "content": "So"}]}, "messages[1]"),
     (
         {"messages": [assistant({"type": "server_tool_use", "name": "x", "input": {}}), user(text("b"))]},
@@ -227,8 +229,8 @@ PROVIDER_FEATURES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "path"), MALFORMED, ids=[path for _, path in MALFORMED])
-def test_messages_request_rejects_invalid_fields_by_path(fields: dict[str, Any], path: str) -> None:
+@pytest.mark.parametrize(("fields", "path"), INVALID_FIELDS, ids=[path for _, path in INVALID_FIELDS])
+def test_messages_invalid_field_error_names_its_path(fields: dict[str, Any], path: str) -> None:
     with pytest.raises(ApiError) as caught:
         parse_request(**fields)
     assert_error_names_path(caught.value, path)
@@ -287,7 +289,7 @@ def test_messages_request_drops_provider_tool_blocks() -> None:
     assert request.unsupported_error.param == "messages[0].content[1]"
 
 
-HINTS: list[dict[str, Any]] = [
+ACCEPTED_FIELDS: list[dict[str, Any]] = [
     {"tool_choice": {"type": "any"}},
     {"tool_choice": {"type": "tool", "name": "a"}},
     {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
@@ -296,8 +298,8 @@ HINTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("fields", HINTS)
-def test_messages_request_accepts_hints(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize("fields", ACCEPTED_FIELDS)
+def test_messages_request_accepts_fields_that_only_guide_the_model(fields: dict[str, Any]) -> None:
     request = parse_request(tools=[TOOL], **fields)
     assert request.unsupported_error is None
     assert [tool["name"] for tool in request.tools] == ["a"]
@@ -401,7 +403,7 @@ def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -
 def test_messages_response_encodes_large_integers_and_surrogates() -> None:
     call = ToolCall(id="t", name="calc", arguments='{"a": 123456789012345678901234567890, "b": "\\ud800"}')
     body = DIALECT.format_response(
-        "msg_1", parse_request(), [choice(Message(role="assistant", content="", tool_calls=[call]))]
+        "msg_1", parse_request(), [make_choice(Message(role="assistant", content="", tool_calls=[call]))]
     )
     assert json.loads(body)["content"][0]["input"]["a"] == 123456789012345678901234567890
 

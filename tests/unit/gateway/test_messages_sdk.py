@@ -1,4 +1,4 @@
-"""The official `anthropic` SDK against a live gateway."""
+"""The official `anthropic` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.config import GatewayConfig, UpstreamEngineConfig
 from instar.gateway.base import OpenedSession
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Link
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, run_gateway
 from tests.unit.gateway.provider import TEXT, run_provider
 
 TOOL: Any = {
@@ -31,47 +31,47 @@ def user(content: Any) -> Any:
     return {"role": "user", "content": content}
 
 
-def client_options(gateway: RunningGateway, session: OpenedSession) -> dict[str, Any]:
+def client_options(session: OpenedSession) -> dict[str, Any]:
     """Return the client's options. The URL has no `/v1`, because the SDK adds it."""
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 
-async def ask_async(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+async def create_async(session: OpenedSession, **parameters: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         return await client.messages.create(**parameters)
 
 
-async def ask_async_streamed(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+async def stream_async(session: OpenedSession, **parameters: Any) -> Any:
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         async with client.messages.stream(**parameters) as stream:
             return await stream.get_final_message()
 
 
-async def ask_sync(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
-    def ask() -> Any:
-        with anthropic.Anthropic(**client_options(gateway, session)) as client:
+async def create_sync(session: OpenedSession, **parameters: Any) -> Any:
+    def create() -> Any:
+        with anthropic.Anthropic(**client_options(session)) as client:
             return client.messages.create(**parameters)
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(create)
 
 
-async def ask_sync_streamed(gateway: RunningGateway, session: OpenedSession, **parameters: Any) -> Any:
-    def ask() -> Any:
-        with anthropic.Anthropic(**client_options(gateway, session)) as client:
+async def stream_sync(session: OpenedSession, **parameters: Any) -> Any:
+    def create() -> Any:
+        with anthropic.Anthropic(**client_options(session)) as client:
             with client.messages.stream(**parameters) as stream:
                 return stream.get_final_message()
 
-    return await asyncio.to_thread(ask)
+    return await asyncio.to_thread(create)
 
 
-ASK_FUNCTIONS = [ask_async, ask_async_streamed, ask_sync, ask_sync_streamed]
+CREATE_FUNCTIONS = [create_async, stream_async, create_sync, stream_sync]
 
 
-@pytest.mark.parametrize("ask", ASK_FUNCTIONS)
+@pytest.mark.parametrize("create_message", CREATE_FUNCTIONS)
 async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
-    gateway: RunningGateway, ask: Callable[..., Any]
+    gateway: RunningGateway, create_message: Callable[..., Any]
 ) -> None:
-    session = await gateway.open(channel="train")
+    session = await gateway.open_session(channel="train")
     parameters: dict[str, Any] = {
         "model": "instar",
         "max_tokens": 200,
@@ -79,7 +79,7 @@ async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
         "tools": [TOOL],
     }
     messages = [user("What is 24 * 310?")]
-    first = await ask(gateway, session, messages=messages, **parameters)
+    first = await create_message(session, messages=messages, **parameters)
     reply_text, tool_use = first.content
     assert reply_text.text.strip() == "Let me see."
     assert (tool_use.name, tool_use.input) == ("calc", {"expression": "24 * 310"})
@@ -91,11 +91,11 @@ async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
         "content": [{"type": "text", "text": "7440"}],
     }
     messages += [first.to_param(), user([result])]
-    second = await ask(gateway, session, messages=messages, **parameters)
+    second = await create_message(session, messages=messages, **parameters)
     assert second.content[0].text == "The answer is 7440."
     assert second.stop_reason == "end_turn"
     messages += [second.to_param(), user([{"type": "text", "text": "thanks"}])]
-    third = await ask(gateway, session, messages=messages, **parameters)
+    third = await create_message(session, messages=messages, **parameters)
     assert third.content[0].text == "You said: thanks"
     calls = await gateway.calls(session)
     assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
@@ -110,8 +110,8 @@ async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
 
 
 async def test_anthropic_sdk_streams_token_by_token(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+    session = await gateway.open_session()
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         stream = await client.messages.create(
             model="instar", max_tokens=200, messages=[user("What is 24 * 310?")], tools=[TOOL], stream=True
         )
@@ -125,31 +125,31 @@ async def test_anthropic_sdk_streams_token_by_token(gateway: RunningGateway) -> 
 
 
 async def test_anthropic_sdk_receives_the_stop_reason(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     parameters: dict[str, Any] = {"model": "instar", "messages": [user("long")]}
-    truncated = await ask_async(gateway, session, max_tokens=3, **parameters)
+    truncated = await create_async(session, max_tokens=3, **parameters)
     assert truncated.stop_reason == "max_tokens"
-    stopped = await ask_async_streamed(gateway, session, max_tokens=99, stop_sequences=["rd w"], **parameters)
+    stopped = await stream_async(session, max_tokens=99, stop_sequences=["rd w"], **parameters)
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rd w")
     assert stopped.content[0].text == "wo"
 
 
 async def test_anthropic_sdk_raises_its_own_errors(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     parameters: dict[str, Any] = {"model": "instar", "max_tokens": 8}
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]") as caught:
-        await ask_async(gateway, session, messages=[user([image])], **parameters)
+        await create_async(session, messages=[user([image])], **parameters)
     assert caught.value.body["error"]["type"] == "invalid_request_error"  # type: ignore[index]
     session.api_key = "sk-wrong"
     with pytest.raises(anthropic.AuthenticationError) as caught:
-        await ask_async(gateway, session, messages=[user("hi")], **parameters)
+        await create_async(session, messages=[user("hi")], **parameters)
     assert caught.value.body["error"]["type"] == "authentication_error"  # type: ignore[index]
     assert await gateway.calls(session) == []
 
 
-async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+async def test_anthropic_sdk_tool_choice_is_accepted_but_not_enforced(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
     parameters: dict[str, Any] = {
         "model": "instar",
         "max_tokens": 64,
@@ -161,18 +161,18 @@ async def test_anthropic_sdk_forced_tool_is_a_hint(gateway: RunningGateway) -> N
         {"type": "tool", "name": "calc", "disable_parallel_tool_use": True},
     ]
     for choice in choices:
-        response = await ask_async(gateway, session, tool_choice=choice, **parameters)
+        response = await create_async(session, tool_choice=choice, **parameters)
         assert response.stop_reason == "end_turn"
         assert response.content[0].text == "You said: hi"
     with pytest.raises(anthropic.BadRequestError, match=r"'other' is not in 'tools'"):
-        await ask_async(gateway, session, tool_choice={"type": "tool", "name": "other"}, **parameters)
+        await create_async(session, tool_choice={"type": "tool", "name": "other"}, **parameters)
 
 
 @pytest.mark.parametrize("dialect", ["messages", "chat"])
 async def test_anthropic_sdk_provider_features_need_an_anthropic_provider(
     tmp_path: Path, dialect: str
 ) -> None:
-    """A provider with the same dialect gets the request unchanged; with another dialect it is rejected."""
+    """A Messages provider gets the request unchanged. With a chat provider, the gateway rejects it."""
     image = {"type": "image", "source": {"type": "url", "url": "http://x/y.png"}}
     parameters: dict[str, Any] = {
         "model": "plain",
@@ -181,20 +181,19 @@ async def test_anthropic_sdk_provider_features_need_an_anthropic_provider(
         "tools": [{"type": "web_search_20250305", "name": "web_search"}],
         "tool_choice": {"type": "tool", "name": "web_search"},
     }
-    none: Any = None
     async with run_provider() as provider, AsyncExitStack() as stack:
-        base = provider.url + ("" if dialect == "messages" else "/v1")
-        upstream = HttpUpstream(UpstreamEngineConfig(base_url=base, dialect=dialect))
+        base_url = provider.url + ("" if dialect == "messages" else "/v1")
+        upstream = HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect))
         stack.push_async_callback(upstream.close)
-        context = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
+        context = run_gateway(tmp_path / "store.db", None, None, GatewayConfig(), upstream=upstream)
         gateway = await stack.enter_async_context(context)
-        session = await gateway.open()
+        session = await gateway.open_session()
         if dialect == "chat":
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
-                await ask_async(gateway, session, **parameters)
+                await create_async(session, **parameters)
             assert provider.bodies == []
             return
-        response = await ask_async(gateway, session, **parameters)
+        response = await create_async(session, **parameters)
         assert response.content[0].text == TEXT
         assert orjson.loads(provider.bodies[0]) == parameters
         (call,) = await gateway.calls(session)
@@ -202,14 +201,14 @@ async def test_anthropic_sdk_provider_features_need_an_anthropic_provider(
 
 
 async def test_anthropic_sdk_counts_tokens(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     parameters: dict[str, Any] = {
         "model": "instar",
         "system": "Be exact.",
         "messages": [user("hi")],
         "tools": [TOOL],
     }
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         count = await client.messages.count_tokens(**parameters)
         response = await client.messages.create(max_tokens=8, **parameters)
     assert count.input_tokens == response.usage.input_tokens + response.usage.cache_read_input_tokens
@@ -217,16 +216,16 @@ async def test_anthropic_sdk_counts_tokens(gateway: RunningGateway) -> None:
 
 
 async def test_anthropic_sdk_lists_models(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+    session = await gateway.open_session()
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         models = [model async for model in client.models.list()]
     assert [model.type for model in models] == ["model"]
 
 
-async def test_anthropic_sdk_beta_route_and_headers_work(gateway: RunningGateway) -> None:
-    """Claude Code sends `?beta=true`, betas in a header and hints in the body."""
-    session = await gateway.open()
-    async with anthropic.AsyncAnthropic(**client_options(gateway, session)) as client:
+async def test_anthropic_sdk_beta_request_is_accepted(gateway: RunningGateway) -> None:
+    """Claude Code sends `?beta=true`, a header with the names of betas, and their settings in the body."""
+    session = await gateway.open_session()
+    async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         response = await client.beta.messages.create(
             model="instar",
             max_tokens=64,
@@ -238,16 +237,16 @@ async def test_anthropic_sdk_beta_route_and_headers_work(gateway: RunningGateway
     assert response.content[0].text == "You said: hi"  # type: ignore[union-attr]
 
 
-async def test_anthropic_sdk_session_is_found_by_claude_code_id(gateway: RunningGateway) -> None:
+async def test_messages_session_is_found_by_claude_code_id(gateway: RunningGateway) -> None:
     body = {"model": "instar", "max_tokens": 8, "messages": [user("hi")]}
-    headers = {"x-api-key": ADMIN}
+    headers = {"x-api-key": ADMIN_KEY}
 
-    async def ask(session: str) -> httpx.Response:
-        metadata = {"user_id": f"user_1_account_2_session_{session}"}
+    async def send(name: str) -> httpx.Response:
+        metadata = {"user_id": f"user_1_account_2_session_{name}"}
         return await gateway.http.post("/v1/messages", json={**body, "metadata": metadata}, headers=headers)
 
-    for session in ("a-1", "b-2", "a-1"):
-        assert (await ask(session)).status_code == 200
+    for name in ("a-1", "b-2", "a-1"):
+        assert (await send(name)).status_code == 200
     sessions = {
         name: await gateway.store.session_by_external_id("run", "agent", f"claude-session:{name}")
         for name in ("a-1", "b-2")

@@ -1,3 +1,5 @@
+"""The Messages dialect without a gateway: streams, and replies that agents send back."""
+
 from __future__ import annotations
 
 import json
@@ -14,9 +16,9 @@ from instar.gateway.dialects.base import ModelRequest
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
-from tests.unit.gateway.test_messages import DIALECT, REQUEST, choice, parse_request, read_messages, text
+from tests.unit.gateway.test_messages import DIALECT, REQUEST, make_choice, parse_request, read_messages, text
 
-EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+EVENT_ADAPTER: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def parse_events(body: bytes) -> Iterator[Any]:
@@ -26,7 +28,7 @@ def parse_events(body: bytes) -> Iterator[Any]:
         value = json.loads(data.removeprefix("data: "))
         assert head == f"event: {value['type']}"
         if value["type"] != "ping":
-            EVENT.validate_json(data.removeprefix("data: "), strict=True)
+            EVENT_ADAPTER.validate_json(data.removeprefix("data: "), strict=True)
             yield value
 
 
@@ -64,7 +66,7 @@ def stream_reply(deltas: Sequence[ReplyDelta], message: Message, request: ModelR
     writer = DIALECT.stream_writer_class("msg_1", request)
     body = writer.begin(0) + b"".join(writer.write_deltas(0, [delta], ()) for delta in deltas)
     assert not {e["type"] for e in parse_events(body)} & {"message_delta", "message_stop"}
-    return assemble_message(list(parse_events(body + writer.finish([choice(message)]))))
+    return assemble_message(list(parse_events(body + writer.finish([make_choice(message)]))))
 
 
 def test_messages_stream_sends_arguments_as_they_arrive() -> None:
@@ -90,17 +92,17 @@ def test_messages_stream_sends_arguments_as_they_arrive() -> None:
     assert response["usage"]["input_tokens"] == 9
 
 
-@pytest.mark.parametrize(("display", "shown"), [("summarized", "Hm."), ("omitted", "")])
-def test_messages_stream_signs_omitted_thinking(display: str, shown: str) -> None:
+@pytest.mark.parametrize(("display", "expected_thinking"), [("summarized", "Hm."), ("omitted", "")])
+def test_messages_stream_signs_thinking_even_if_omitted(display: str, expected_thinking: str) -> None:
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
     response = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive", "display": display}))
     thought, reply_text = response["content"]
-    assert (thought["thinking"], reply_text["text"]) == (shown, "Yes.")
+    assert (thought["thinking"], reply_text["text"]) == (expected_thinking, "Yes.")
     assert thought["signature"]
 
 
-def test_messages_stream_ends_with_an_error_event() -> None:
+def test_messages_stream_error_is_an_error_event() -> None:
     body = DIALECT.stream_writer_class("msg_1", parse_request()).write_error(ApiError(503, "No engine."))
     assert body.startswith(b"event: error\ndata: {")
     assert json.loads(body.decode().split("data: ")[1])["error"]["type"] == "overloaded_error"
@@ -159,13 +161,15 @@ def echo_reply(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[st
     return echoed
 
 
-@pytest.mark.parametrize("shown", [True, False])
-def test_messages_reply_sent_back_matches_the_recorded_one(shown: bool) -> None:
-    request = parse_request(thinking={"type": "enabled" if shown else "disabled", "budget_tokens": 1024})
+@pytest.mark.parametrize("has_thinking", [True, False])
+def test_messages_reply_sent_back_matches_the_recorded_one(has_thinking: bool) -> None:
+    request = parse_request(
+        thinking={"type": "enabled" if has_thinking else "disabled", "budget_tokens": 1024}
+    )
     for seed in range(400):
         rng = random.Random(seed)
         deltas, message = make_random_reply(rng)
-        body = DIALECT.format_response("msg_1", request, [choice(message)])
+        body = DIALECT.format_response("msg_1", request, [make_choice(message)])
         for response in (json.loads(body), stream_reply(deltas, message, request)):
             message_param = {"role": "assistant", "content": echo_reply(response["content"], rng)}
             (parsed,) = read_messages(message_param, *REQUEST["messages"])[:-1]

@@ -43,7 +43,7 @@ async def test_session_with_mixed_prompts_continues_after_a_restart(
     gateway_args = (tmp_path / "store.db", model, renderer)
     texts = ("hi", "You said: hi", "more")
     async with run_scripted_gateway(*gateway_args) as gateway:
-        session = await gateway.open()
+        session = await gateway.open_session()
         for prompt_type in prompt_types * 2:
             response = await send_prompt(gateway, session, prompt_type, renderer, "hi", n=2)
             assert response.status_code == 200, (prompt_type, response.text)
@@ -62,7 +62,7 @@ async def test_session_with_mixed_prompts_continues_after_eviction(
     start_gateway: StartGateway, renderer: Renderer
 ) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
-    sessions = [await gateway.open() for _ in range(2)]
+    sessions = [await gateway.open_session() for _ in range(2)]
     for prompt_type in PROMPT_TYPES[::-1] * 2:
         for session in sessions:
             response = await send_prompt(gateway, session, prompt_type, renderer, "hi")

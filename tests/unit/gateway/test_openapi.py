@@ -13,25 +13,25 @@ from starlette.routing import Route
 
 from instar.cli.reference import create_app_without_engine, render_api
 from instar.registry import list_names, resolve
-from tests.unit.gateway.conftest import ADMIN, RunningGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway
 from tests.unit.gateway.wire import PATHS, build_request
 
-PAGE = Path(__file__).parents[3] / "docs" / "openapi.json"
-CALL = {
+OPENAPI_FILE = Path(__file__).parents[3] / "docs" / "openapi.json"
+SUBMITTED_CALL = {
     "prompt_ids": [1, 2],
     "sampled_ids": [3],
     "logprobs": [-1.0],
     "versions": [0],
     "finish_reason": "stop",
 }
-CONTROL: list[tuple[str, str, dict[str, Any] | None]] = [
+CONTROL_REQUESTS: list[tuple[str, str, dict[str, Any] | None]] = [
     ("GET", "/healthz", None),
     ("GET", "/stats", None),
     ("GET", "/v1/models", None),
     ("GET", "/v1/models/{model}", None),
     ("GET", "/openapi.json", None),
     ("POST", "/sessions", {"metadata": {"a": 1}, "sampling": {"top_k": 1}}),
-    ("POST", "/sessions/{session}/calls", {"calls": [CALL]}),
+    ("POST", "/sessions/{session}/calls", {"calls": [SUBMITTED_CALL]}),
     ("POST", "/feedback", {"thumbs": "up"}),
     ("GET", "/feedback", None),
     ("GET", "/sessions/{session}", None),
@@ -44,8 +44,8 @@ def list_described_routes(description: dict[str, Any]) -> set[str]:
     return {f"{method.upper()} {path}" for path, item in description["paths"].items() for method in item}
 
 
-def resolve_references(value: Any, description: dict[str, Any]) -> Any:
-    """Return a schema that contains the components it refers to."""
+def embed_components(value: Any, description: dict[str, Any]) -> Any:
+    """Return the schema with the component schemas as `$defs`, so that its references can be resolved."""
     text = json.dumps(value).replace("#/components/schemas/", "#/$defs/")
     schemas = json.dumps(description["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/")
     return {**json.loads(text), "$defs": json.loads(schemas)}
@@ -59,17 +59,17 @@ async def check_exchange(
     operation = description["paths"][path][method.lower()]
     if body is not None:
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
-        Draft202012Validator(resolve_references(schema, description)).validate(body)
+        Draft202012Validator(embed_components(schema, description)).validate(body)
     url = path.replace("{session}", session_id).replace("{model}", "default")
-    headers = {"Authorization": f"Bearer {ADMIN}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     response = await gateway.http.request(method, url, json=body, headers=headers)
     assert response.is_success, response.text
     success = operation["responses"].get("2XX") or operation["responses"]["200"]
     schema = success["content"][response.headers["content-type"]]["schema"]
-    Draft202012Validator(resolve_references(schema, description)).validate(response.json())
+    Draft202012Validator(embed_components(schema, description)).validate(response.json())
 
 
-async def test_description_lists_exactly_the_routes(tmp_path: Path) -> None:
+async def test_description_lists_exactly_the_routes() -> None:
     app = await create_app_without_engine()
     routes = {
         f"{method} {route.path.replace(':path', '')}"
@@ -93,10 +93,10 @@ async def test_described_routes_exist_and_need_a_key_unless_public(gateway: Runn
 
 
 async def test_description_in_docs_is_current() -> None:
-    assert PAGE.read_text() == await render_api(), "run `make docs`"
+    assert OPENAPI_FILE.read_text() == await render_api(), "run `make docs`"
 
 
-async def test_description_has_valid_schemas_and_unique_ids(tmp_path: Path) -> None:
+async def test_description_has_valid_schemas_and_unique_ids() -> None:
     description = (await create_app_without_engine()).description
     for schema in description["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
@@ -114,9 +114,9 @@ async def test_description_has_valid_schemas_and_unique_ids(tmp_path: Path) -> N
 async def test_model_call_matches_its_description(gateway: RunningGateway, dialect: str) -> None:
     body = build_request(dialect, "hello")
     await check_exchange(gateway, "POST", PATHS[dialect], body)
-    count_path = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
-    if dialect in count_path:
-        await check_exchange(gateway, "POST", count_path[dialect], body)
+    count_paths = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
+    if dialect in count_paths:
+        await check_exchange(gateway, "POST", count_paths[dialect], body)
 
 
 async def test_token_call_matches_its_description(gateway: RunningGateway) -> None:
@@ -124,7 +124,7 @@ async def test_token_call_matches_its_description(gateway: RunningGateway) -> No
 
 
 async def test_control_requests_match_their_descriptions(gateway: RunningGateway) -> None:
-    session_id = (await gateway.open()).session_id
-    for method, path, body in CONTROL:
+    session_id = (await gateway.open_session()).session_id
+    for method, path, body in CONTROL_REQUESTS:
         fields = {**body, "session_id": session_id} if body and path == "/feedback" else body
         await check_exchange(gateway, method, path, fields, session_id)

@@ -10,17 +10,18 @@ import pytest
 
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.test_limits import build_head, connect
 from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, post, wait_for_in_flight
 
 
-def encode(path: str, body: Any, *headers: str) -> bytes:
+def encode_request(path: str, body: Any, *headers: str) -> bytes:
     content = json.dumps(body).encode()
     return build_head(path, len(content), *headers) + content
 
 
 async def read_response(reader: asyncio.StreamReader) -> tuple[int, str]:
+    """Return the status and the body of the next response."""
     async with asyncio.timeout(30):
         lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
         headers = dict(line.split(": ", 1) for line in lines[1:] if line)
@@ -43,7 +44,7 @@ async def test_pipelined_calls_get_their_responses_in_order(
     reader, writer = await connect(gateway)
     texts = [f"text-{i}" for i in range(5)]
     bodies = [build_request(dialect, text, stream=stream and i % 2 == 0) for i, text in enumerate(texts)]
-    writer.write(b"".join(encode(PATHS[dialect], body) for body in bodies))
+    writer.write(b"".join(encode_request(PATHS[dialect], body) for body in bodies))
     for text in texts:
         status, content = await read_response(reader)
         number = text.removeprefix("text-")
@@ -52,19 +53,19 @@ async def test_pipelined_calls_get_their_responses_in_order(
     assert len(await list_all_calls(gateway)) == 5
 
 
-async def test_pipelined_requests_to_several_routes_are_answered_in_order(
+async def test_pipelined_requests_to_several_routes_get_their_responses_in_order(
     gateway: RunningGateway,
 ) -> None:
     reader, writer = await connect(gateway)
-    long_text = build_request("chat", "x" * 300_000)
+    too_long_body = build_request("chat", "x" * 300_000)
     requests = [
-        (200, encode(PATHS["chat"], build_request("chat", "one"))),
+        (200, encode_request(PATHS["chat"], build_request("chat", "one"))),
         (200, b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n"),
-        (400, encode(PATHS["chat"], {"model": "m"})),
-        (400, encode(PATHS["chat"], long_text)),
-        (404, encode("/missing", {})),
-        (201, encode("/sessions", {})),
-        (200, encode(PATHS["chat"], build_request("chat", "two"), "Connection: close")),
+        (400, encode_request(PATHS["chat"], {"model": "m"})),
+        (400, encode_request(PATHS["chat"], too_long_body)),
+        (404, encode_request("/missing", {})),
+        (201, encode_request("/sessions", {})),
+        (200, encode_request(PATHS["chat"], build_request("chat", "two"), "Connection: close")),
     ]
     writer.write(b"".join(request for _, request in requests))
     assert [(await read_response(reader))[0] for _ in requests] == [status for status, _ in requests]
@@ -77,7 +78,7 @@ async def test_malformed_pipelined_request_is_rejected_after_the_earlier_respons
 ) -> None:
     gateway = await start_gateway(delay=0.01)
     reader, writer = await connect(gateway)
-    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 2 + b"invalid\r\n\r\n")
+    writer.write(encode_request(PATHS["chat"], build_request("chat", "one")) * 2 + b"invalid\r\n\r\n")
     assert [(await read_response(reader))[0] for _ in range(3)] == [200, 200, 400]
     assert await reader.read() == b""
     writer.close()
@@ -86,7 +87,7 @@ async def test_malformed_pipelined_request_is_rejected_after_the_earlier_respons
 async def test_disconnect_cancels_pipelined_calls(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(delay=60)
     _, writer = await connect(gateway)
-    writer.write(encode(PATHS["chat"], build_request("chat", "one")) * 3)
+    writer.write(encode_request(PATHS["chat"], build_request("chat", "one")) * 3)
     await wait_for_in_flight(gateway, 1)
     writer.close()
     await wait_for_in_flight(gateway, 0)
@@ -120,9 +121,9 @@ async def test_incomplete_pipelined_headers_time_out_after_the_earlier_response(
 
 async def test_pipelined_request_after_connection_close_is_ignored(gateway: RunningGateway) -> None:
     reader, writer = await connect(gateway)
-    writer.write(encode(PATHS["chat"], build_request("chat", "one"), "Connection: close") * 2)
+    writer.write(encode_request(PATHS["chat"], build_request("chat", "one"), "Connection: close") * 2)
     assert (await read_response(reader))[0] == 200
     assert await reader.read() == b""
     writer.close()
-    response = await post(gateway, build_request("chat", "two"), key=ADMIN)
+    response = await post(gateway, build_request("chat", "two"), key=ADMIN_KEY)
     assert response.status_code == 200

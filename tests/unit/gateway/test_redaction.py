@@ -14,11 +14,17 @@ from instar.engines.scripted import ScriptedEngine
 from instar.record.base import Renderer
 from instar.types import Call, Link
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
-from tests.unit.gateway.wire import PATHS, build_request, get_session_id, post, run_scripted_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
+from tests.unit.gateway.wire import (
+    DIALECTS,
+    PATHS,
+    build_request,
+    get_session_id,
+    post,
+    run_scripted_gateway,
+)
 
 SECRET = "sk-proj-" + "Zq8xW3vN" * 5
-DIALECTS = ("chat", "completions", "responses", "messages")
 
 
 def read_stored_bytes(path: Path) -> bytes:
@@ -27,7 +33,7 @@ def read_stored_bytes(path: Path) -> bytes:
 
 
 def contains_secret(path: Path, secret: str, ids: list[int] | None = None) -> bool:
-    """Return True if the store contains the secret as text, or as the token ids ``ids``."""
+    """Return True if the store contains the secret, a part of it, or its token ids ``ids``."""
     encodings = [secret.encode(), secret[8:24].encode()]
     if ids:
         encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
@@ -69,12 +75,12 @@ async def test_secret_in_prompt_and_reply_is_redacted(
     assert_redacted(call)
     assert "[redacted api-key]" in call.messages[0]["content"]
     assert "[redacted api-key]" in call.reply["content"]
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 async def test_secret_in_token_id_prompt_is_redacted(gateway: RunningGateway) -> None:
     ids = encode_text(f"<|im_start|>user\nmy key is {SECRET}<|im_end|>\n<|im_start|>assistant\n")
-    headers = {"Authorization": f"Bearer {ADMIN}"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     body = {"prompt_ids": ids, "max_tokens": 3}
     responses = [
         await gateway.http.post("/v1/generate", json=body, headers=headers),
@@ -83,7 +89,7 @@ async def test_secret_in_token_id_prompt_is_redacted(gateway: RunningGateway) ->
     for response in responses:
         (call,) = await list_calls(gateway, get_session_id(response))
         assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 @pytest.mark.parametrize(
@@ -129,7 +135,7 @@ async def test_secret_in_any_part_of_a_message_is_redacted(
     response = await post(gateway, {"model": "m", "messages": messages})
     (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 async def test_secret_in_tools_is_redacted(gateway: RunningGateway) -> None:
@@ -139,11 +145,11 @@ async def test_secret_in_tools_is_redacted(gateway: RunningGateway) -> None:
     response = await post(gateway, body)
     (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 async def test_secret_in_tools_of_a_submission_without_messages_is_redacted(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     ids = encode_text("hi")
     call = {
         "prompt_ids": ids,
@@ -153,36 +159,36 @@ async def test_secret_in_tools_of_a_submission_without_messages_is_redacted(gate
         "finish_reason": "stop",
         "tools": [{"name": "f", "description": SECRET, "parameters": {}}],
     }
-    response = await gateway.control(f"/sessions/{session.session_id}/calls", {"calls": [call]})
+    response = await gateway.post_json(f"/sessions/{session.session_id}/calls", {"calls": [call]})
     assert response.status_code == 201, response.text
     assert_redacted((await gateway.calls(session))[0])
-    assert not contains_secret(gateway.path, SECRET)
+    assert not contains_secret(gateway.store_path, SECRET)
 
 
 async def test_secret_in_session_fields_is_redacted(gateway: RunningGateway) -> None:
-    opened = await gateway.open(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
+    opened = await gateway.open_session(metadata={"env": {"KEY": SECRET}}, task={"prompt": f"use {SECRET}"})
     path = f"/sessions/{opened.session_id}"
-    detail = {"rewards": [{"value": 1.0, "source": "judge", "detail": {"said": [f"it leaked {SECRET}"]}}]}
-    await gateway.control(f"{path}/complete", {"metadata": {"log": SECRET}, **detail})
-    failed = await gateway.open()
-    await gateway.control(f"/sessions/{failed.session_id}/fail", {"reason": f"401 for {SECRET}"})
-    assert not contains_secret(gateway.path, SECRET)
+    rewards = {"rewards": [{"value": 1.0, "source": "judge", "detail": {"said": [f"it leaked {SECRET}"]}}]}
+    await gateway.post_json(f"{path}/complete", {"metadata": {"log": SECRET}, **rewards})
+    failed = await gateway.open_session()
+    await gateway.post_json(f"/sessions/{failed.session_id}/fail", {"reason": f"401 for {SECRET}"})
+    assert not contains_secret(gateway.store_path, SECRET)
 
 
 @pytest.mark.parametrize("id_source", ["user", "header"])
 async def test_secret_in_external_id_is_hashed(gateway: RunningGateway, id_source: str) -> None:
-    async def ask(key: str) -> str:
+    async def find_session(external_id: str) -> str:
         if id_source == "user":
-            return get_session_id(await post(gateway, build_request("chat", "hi", user=key)))
-        return get_session_id(await post(gateway, build_request("chat", "hi"), x_session_id=key))
+            return get_session_id(await post(gateway, build_request("chat", "hi", user=external_id)))
+        return get_session_id(await post(gateway, build_request("chat", "hi"), x_session_id=external_id))
 
-    first = await ask(SECRET)
-    assert await ask(SECRET) == first
-    assert await ask(SECRET + "x") != first, "different secrets have different hashes"
-    assert not contains_secret(gateway.path, SECRET)
+    first = await find_session(SECRET)
+    assert await find_session(SECRET) == first
+    assert await find_session(SECRET + "x") != first, "different secrets have different hashes"
+    assert not contains_secret(gateway.store_path, SECRET)
 
 
-async def test_secret_in_provider_error_is_redacted(start_gateway: StartGateway, model: ModelConfig) -> None:
+async def test_secret_in_engine_error_is_redacted(start_gateway: StartGateway, model: ModelConfig) -> None:
     class LeakingEngine(ScriptedEngine):
         async def generate(self, prompt_ids: Any, params: Any) -> Any:
             async for chunk in super().generate(prompt_ids, params):
@@ -193,7 +199,7 @@ async def test_secret_in_provider_error_is_redacted(start_gateway: StartGateway,
     response = await post(gateway, build_request("chat", "hi", user="u"))
     assert response.status_code == 500
     assert SECRET not in response.text
-    assert not contains_secret(gateway.path, SECRET)
+    assert not contains_secret(gateway.store_path, SECRET)
 
 
 async def test_configured_patterns_are_redacted(start_gateway: StartGateway) -> None:
@@ -202,7 +208,7 @@ async def test_configured_patterns_are_redacted(start_gateway: StartGateway) -> 
     (call,) = await list_calls(gateway, get_session_id(response))
     assert_redacted(call)
     assert call.reply["content"] == "You said: about [redacted]"
-    assert b"Aurora" not in read_stored_bytes(gateway.path)
+    assert b"Aurora" not in read_stored_bytes(gateway.store_path)
 
 
 async def test_call_without_a_secret_is_stored_unchanged(gateway: RunningGateway) -> None:
@@ -227,7 +233,7 @@ async def test_only_calls_after_a_secret_are_untrainable(
     gateway_args = (tmp_path / "store.db", model, renderer)
     with_secret = ["hi", "You said: hi", f"key {SECRET}", f"You said: key {SECRET}", "go on"]
     async with run_scripted_gateway(*gateway_args) as gateway:
-        session = await gateway.open()
+        session = await gateway.open_session()
         request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
         first = await send_request(gateway, with_secret[:1], **request_options)
         second = await send_request(gateway, with_secret[:3], **request_options)
@@ -262,7 +268,7 @@ async def test_only_calls_after_a_secret_are_untrainable(
 
 
 class PromptRecordingEngine(ScriptedEngine):
-    """Records the prompts that it receives."""
+    """Keeps the prompts that it receives."""
 
     prompts: list[list[int]]
 
@@ -275,7 +281,7 @@ class PromptRecordingEngine(ScriptedEngine):
 async def test_redacted_conversation_continues_with_exact_tokens(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    engine = PromptRecordingEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"))
+    engine = PromptRecordingEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
     gateway = await start_gateway(engine=engine)
     messages = [f"key {SECRET}"]
     for turn in range(4):
@@ -295,7 +301,7 @@ async def test_repeated_redacted_completion_is_a_sibling_after_a_restart(
     gateway_args = (tmp_path / "store.db", model, renderer)
     body = build_request("completions", f"key {SECRET}")
     async with run_scripted_gateway(*gateway_args) as gateway:
-        session = await gateway.open()
+        session = await gateway.open_session()
         first = await post(gateway, body, "completions", key=session.api_key)
     async with run_scripted_gateway(*gateway_args) as gateway:
         repeated = await post(gateway, body, "completions", key=session.api_key)
@@ -310,7 +316,7 @@ async def test_secret_in_one_of_several_replies_redacts_only_that_reply(
 ) -> None:
     script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
     gateway = await start_gateway(engine=ScriptedEngine(model, script))
-    session = await gateway.open(seed=7)
+    session = await gateway.open_session(seed=7)
     response = await post(gateway, build_request("chat", "hi", n=8), key=session.api_key)
     leaked = [SECRET in choice["message"]["content"] for choice in response.json()["choices"]]
     assert 0 < sum(leaked) < 8
@@ -327,8 +333,8 @@ async def test_secret_in_one_of_several_replies_redacts_only_that_reply(
     )
     assert after.status_code == 200
     last = (await gateway.calls(session))[-1]
-    assert (last.link, last.parent_id, last.trainable) == (Link.EXTENDS, clean.call_id, last.trainable)
-    assert not contains_secret(gateway.path, SECRET, encode_text(SECRET))
+    assert (last.link, last.parent_id) == (Link.EXTENDS, clean.call_id)
+    assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
 def leak_sometimes(prompt: str, seed: int | None) -> str:
@@ -337,7 +343,7 @@ def leak_sometimes(prompt: str, seed: int | None) -> str:
 
 async def test_redacted_reply_is_sampled_again_on_retry(gateway: RunningGateway) -> None:
     """The redacted text must not be replayed to the agent, and the original text is not stored."""
-    session = await gateway.open()
+    session = await gateway.open_session()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
     retry = await post(gateway, body, key=session.api_key, idempotency_key="k")
@@ -346,9 +352,11 @@ async def test_redacted_reply_is_sampled_again_on_retry(gateway: RunningGateway)
     assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.SIBLING]
 
 
-async def test_reply_without_a_secret_is_replayed(start_gateway: StartGateway, model: ModelConfig) -> None:
+async def test_reply_without_a_secret_to_a_redacted_prompt_is_replayed(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
     gateway = await start_gateway(engine=ScriptedEngine(model, ScriptedEngineConfig(replies=["fine"])))
-    session = await gateway.open()
+    session = await gateway.open_session()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
     retry = await post(gateway, body, key=session.api_key, idempotency_key="k")
@@ -373,13 +381,13 @@ async def test_message_hashes_are_keyed(
             stored_hashes.append(db.execute("SELECT digests, tail_key FROM calls").fetchone())
     for first, second in zip(*stored_hashes, strict=True):
         chunks = {first[i : i + 16] for i in range(0, len(first or b"") - 15, 16)}
-        assert not any(chunk_bytes in second for chunk_bytes in chunks)
+        assert not any(chunk in second for chunk in chunks)
     assert all(digests for digests, _ in stored_hashes)
 
 
 @pytest.mark.parametrize("path", [PATHS["chat"], PATHS["messages"]])
 async def test_gateway_keys_are_not_stored(gateway: RunningGateway, path: str) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     headers = {"x-api-key": session.api_key}
     await gateway.http.post(path, json=build_request("messages", "hi"), headers=headers)
-    assert session.api_key.encode() not in read_stored_bytes(gateway.path)
+    assert session.api_key.encode() not in read_stored_bytes(gateway.store_path)

@@ -1,4 +1,4 @@
-"""Parsing with the cache gives the same result as parsing without it, for every body."""
+"""The request cache does not change results, parses only new messages, and stays within its size limit."""
 
 from __future__ import annotations
 
@@ -59,48 +59,52 @@ def parse_uncached(dialect: Dialect, body: bytes) -> ParseOutcome:
 
 
 class BodyGenerator:
-    """Generates the bodies of an agent whose history grows and is sometimes edited or malformed."""
+    """Generates the request bodies of an agent whose history grows, and sometimes edits or corrupts them."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.ascii = rng.random() < 0.5
+        self.ensure_ascii = rng.random() < 0.5
         self.separators = rng.choice([(",", ":"), (", ", ": "), (" ,  ", " :\n")])
         self.fields: dict[str, Any] = {"model": "m", "temperature": 1}
         self.messages_first = rng.random() < 0.7
-        self.messages = [self.message() for _ in range(20)]
+        self.messages = [self.make_message() for _ in range(20)]
 
-    def text(self) -> str:
+    def make_text(self) -> str:
         return " ".join(self.rng.choices(WORDS, k=self.rng.randint(1, 12)))
 
-    def message(self) -> Any:
+    def make_message(self) -> Any:
         match self.rng.randrange(6):
             case 0:
-                return {"role": "assistant", "content": self.text(), "tool_calls": [self.call()]}
+                return {
+                    "role": "assistant",
+                    "content": self.make_text(),
+                    "tool_calls": [self.make_tool_call()],
+                }
             case 1:
-                return {"content": self.text(), "role": "tool", "tool_call_id": "c"}
+                return {"content": self.make_text(), "role": "tool", "tool_call_id": "c"}
             case 2:
-                return {"role": "user", "content": [{"type": "text", "text": self.text()}]}
+                return {"role": "user", "content": [{"type": "text", "text": self.make_text()}]}
             case 3:
-                return {"role": "assistant", "content": None, "reasoning_content": self.text()}
+                return {"role": "assistant", "content": None, "reasoning_content": self.make_text()}
             case _:
-                return {"role": self.rng.choice(["user", "system"]), "content": self.text()}
+                return {"role": self.rng.choice(["user", "system"]), "content": self.make_text()}
 
-    def call(self) -> Any:
+    def make_tool_call(self) -> Any:
         return {
             "id": "c",
             "type": "function",
-            "function": {"name": "f", "arguments": json.dumps([self.text()])},
+            "function": {"name": "f", "arguments": json.dumps([self.make_text()])},
         }
 
-    def step(self) -> bytes:
-        """Return the next body, usually with more messages, sometimes edited, truncated or invalid."""
+    def next_body(self) -> bytes:
+        """Return the next body, usually with more messages, sometimes with edited, fewer or invalid ones."""
         rng = self.rng
         index = rng.randrange(len(self.messages)) if self.messages else 0
         match rng.randrange(14):
             case 0 if self.messages:
-                self.messages[index] = self.message()
+                self.messages[index] = self.make_message()
             case 1 if self.messages:
-                self.messages.insert(index, self.message())
+                self.messages.insert(index, self.make_message())
             case 2 if len(self.messages) > 1:
                 del self.messages[index]
             case 3 if len(self.messages) > 2:
@@ -108,34 +112,35 @@ class BodyGenerator:
             case 4:
                 self.fields["temperature"] = rng.random()
             case 5:
-                function = {"name": self.text(), "parameters": {}}
+                function = {"name": self.make_text(), "parameters": {}}
                 self.fields["tools"] = [{"type": "function", "function": function}]
             case 6:
                 self.messages_first = not self.messages_first
             case 7:
                 self.messages.append(rng.choice([5, None, {"role": "robot"}, {"role": "user", "content": 5}]))
-                return self.body(drop_last=True)
+                return self.encode_body(drop_last=True)
             case 8:
                 self.messages.append({"role": "user", "content": [{"type": "image_url", "image_url": "x"}]})
-                return self.body(drop_last=True)
+                return self.encode_body(drop_last=True)
             case 9:
-                return self.malformed_body()
+                return self.make_unusual_body()
             case _:
-                self.messages += [self.message() for _ in range(rng.randint(1, 3))]
-        return self.body()
+                self.messages += [self.make_message() for _ in range(rng.randint(1, 3))]
+        return self.encode_body()
 
-    def body(self, drop_last: bool = False) -> bytes:
+    def encode_body(self, drop_last: bool = False) -> bytes:
         messages = {"messages": self.messages}
         fields = {**messages, **self.fields} if self.messages_first else {**self.fields, **messages}
-        text = json.dumps(fields, ensure_ascii=self.ascii, separators=self.separators)
+        text = json.dumps(fields, ensure_ascii=self.ensure_ascii, separators=self.separators)
         if drop_last:
             self.messages.pop()
         return text.encode()
 
-    def malformed_body(self) -> bytes:
-        """Return a body with repeated keys, a trailing comma, spaces or invalid UTF-8, or a truncated one."""
-        body = self.body()
-        other = json.dumps([self.message()]).encode()
+    def make_unusual_body(self) -> bytes:
+        """Return a body that is truncated, or has a repeated or unknown key, a trailing comma, extra spaces,
+        a surplus brace, or invalid UTF-8."""
+        body = self.encode_body()
+        other = json.dumps([self.make_message()]).encode()
         match self.rng.randrange(8):
             case 0:
                 return body[:-1] + b',"messages":' + other + b"}"
@@ -161,7 +166,7 @@ def test_parser_random_bodies_match_uncached_result(seed: int) -> None:
     parser = new_parser()
     generators = [BodyGenerator(rng) for _ in range(3)]
     for _ in range(40):
-        body = rng.choice(generators).step()
+        body = rng.choice(generators).next_body()
         # All generators use the same caller, because agents that share a key must not affect each other.
         assert parse(parser, CHAT, "caller", body) == parse_uncached(CHAT, body), body
 
@@ -187,7 +192,7 @@ def test_parser_growing_history_matches_uncached_result(name: str) -> None:
         assert parse(parser, dialect, "c", raw) == parse_uncached(dialect, raw)
 
 
-def growing_bodies(count: int, size: int = 2000) -> list[bytes]:
+def make_growing_bodies(count: int, size: int = 2000) -> list[bytes]:
     turns = [{"role": "user", "content": f"{i} " + "w" * size} for i in range(count)]
     return [json.dumps({"model": "m", "messages": turns[: i + 1]}).encode() for i in range(count)]
 
@@ -201,14 +206,14 @@ def test_cache_long_history_parses_new_messages_only() -> None:
             return super().parse_request(body)
 
     cache, dialect = RequestCache(HASHER), MeasuringDialect()
-    for body in growing_bodies(60):
+    for body in make_growing_bodies(60):
         cache.parse(dialect, "c", body)
     assert max(parsed_sizes[20:]) < 3 * 2100
 
 
 def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
     cache = RequestCache(HASHER)
-    valid = growing_bodies(8)[-1]
+    valid = make_growing_bodies(8)[-1]
     part = b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
     unsupported = valid[:-2] + part
     for _ in range(2):
@@ -227,19 +232,19 @@ def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
 
 def test_cache_other_caller_matches_uncached_result() -> None:
     parser = new_parser()
-    bodies = growing_bodies(12)
+    bodies = make_growing_bodies(12)
     for body in bodies:
         parse(parser, CHAT, "ann", body)
     assert parse(parser, CHAT, "ben", bodies[-1]) == parse_uncached(CHAT, bodies[-1])
 
 
-@pytest.mark.parametrize("callers", [1, 50])
-def test_cache_size_with_many_bodies_is_bounded(callers: int) -> None:
+@pytest.mark.parametrize("caller_count", [1, 50])
+def test_cache_size_with_many_bodies_is_bounded(caller_count: int) -> None:
     max_bytes = 400_000
     cache = RequestCache(HASHER, max_bytes)
     for i in range(300):
         body = json.dumps({"model": "m", "messages": [{"role": "user", "content": f"{i}" + "w" * 20_000}]})
-        cache.parse(CHAT, i % callers, body.encode())
+        cache.parse(CHAT, i % caller_count, body.encode())
         assert cache.size <= max_bytes
-    cache.parse(CHAT, "huge", growing_bodies(1, 2 * max_bytes)[0])
+    cache.parse(CHAT, "huge", make_growing_bodies(1, 2 * max_bytes)[0])
     assert cache.size <= max_bytes

@@ -21,36 +21,36 @@ from instar.record.hashing import canonical_content
 from instar.types import FinishReason, Json, Message, ToolCall
 
 DIALECT = ResponsesDialect()
-EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+EVENT_ADAPTER: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 TRAFFIC = Path(__file__).parent.parent / "record" / "fixtures" / "traffic"
-ID = "resp-0123456789abcdef0123"
+RESPONSE_ID = "resp-0123456789abcdef0123"
 
-CALC = {
+CALC_TOOL = {
     "type": "function",
     "name": "calc",
     "parameters": {"type": "object", "properties": {}},
     "strict": True,
 }
-PATCH = {
+PATCH_TOOL = {
     "type": "custom",
     "name": "apply_patch",
     "description": "Edits files.",
     "format": {"type": "grammar", "syntax": "lark", "definition": "start: patch"},
 }
-AGENTS = {
+AGENTS_NAMESPACE = {
     "type": "namespace",
     "name": "agents",
     "description": "Sub-agents.",
     "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {}}}],
 }
-TOOLS = [CALC, PATCH, AGENTS]
+TOOLS = [CALC_TOOL, PATCH_TOOL, AGENTS_NAMESPACE]
 
 
 def parse_request(**body: Any) -> ModelRequest:
     return DIALECT.parse_request(json.dumps({"model": "m", "input": "Hi", **body}).encode())
 
 
-def choice(message: Message, finish_reason: FinishReason = "stop", **fields: Any) -> ReplyChoice:
+def make_choice(message: Message, finish_reason: FinishReason = "stop", **fields: Any) -> ReplyChoice:
     return ReplyChoice(message, finish_reason, prompt_tokens=7, sampled_tokens=3, **fields)
 
 
@@ -58,7 +58,9 @@ def format_reply(
     request: ModelRequest, message: Message, finish_reason: FinishReason = "stop", **fields: Any
 ) -> Json:
     """Return the response, validated by the SDK."""
-    body = json.loads(DIALECT.format_response(ID, request, [choice(message, finish_reason, **fields)]))
+    body = json.loads(
+        DIALECT.format_response(RESPONSE_ID, request, [make_choice(message, finish_reason, **fields)])
+    )
     Response.model_validate(body)
     return body
 
@@ -70,16 +72,16 @@ def stream_events(
     finish: FinishReason = "stop",
 ) -> list[Json]:
     """Return the events of a stream, validated by the SDK."""
-    writer = DIALECT.stream_writer_class(ID, request)
+    writer = DIALECT.stream_writer_class(RESPONSE_ID, request)
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
-    raw += writer.finish([choice(message, finish)])
+    raw += writer.finish([make_choice(message, finish)])
     events: list[Json] = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"
-        EVENT.validate_python(event)
+        EVENT_ADAPTER.validate_python(event)
         events.append(event)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
@@ -145,7 +147,7 @@ def test_responses_request_joins_items_of_one_turn() -> None:
     )
 
 
-def test_responses_request_joins_calls_around_results() -> None:
+def test_responses_request_joins_calls_separated_by_results() -> None:
     request = parse_request(tools=TOOLS)
     reply = assistant("", call("calc", '{"x": 1}', "a"), call("calc", '{"x": 2}', "b"))
     first, second = format_reply(request, reply)["output"]
@@ -163,9 +165,9 @@ def test_responses_request_keeps_adjacent_replies_separate() -> None:
     items = [
         item
         for i, message in enumerate((first, second))
-        for item in json.loads(DIALECT.format_response(f"resp-{i}{ID[6:]}", request, [choice(message)]))[
-            "output"
-        ]
+        for item in json.loads(
+            DIALECT.format_response(f"resp-{i}{RESPONSE_ID[6:]}", request, [make_choice(message)])
+        )["output"]
     ]
     assert parse_request(input=items).messages == (first, second)
     without_ids = [{"role": "assistant", "content": "One."}, {"role": "assistant", "content": "Two."}]
@@ -202,7 +204,7 @@ def test_responses_request_parses_other_fields() -> None:
     assert parse_request(input=[], previous_response_id="resp-1").messages == ()
 
 
-CODEX = {
+CODEX_FIELDS = {
     "tool_choice": "auto",
     "parallel_tool_calls": True,
     "reasoning": {"summary": "auto"},
@@ -217,13 +219,15 @@ CODEX = {
 
 
 def test_responses_request_from_codex_is_accepted() -> None:
-    request = parse_request(**CODEX, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}])
+    request = parse_request(
+        **CODEX_FIELDS, tools=[*TOOLS, {"type": "web_search", "external_web_access": True}]
+    )
     assert request.unsupported_error is None
     assert request.session_hints[0] == "session_id:01a1df40"
 
 
 def test_responses_request_distinguishes_unsupported_content() -> None:
-    """A provider may support what our engines reject."""
+    """A provider may support content that the engines reject, so different images must not be equal."""
     pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
     first, second = (parse_request(input=[{"role": "user", "content": [part]}]) for part in pictures)
     assert first.messages != second.messages
@@ -256,10 +260,10 @@ def test_responses_request_distinguishes_unsupported_content() -> None:
             {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]},
             "tools[0].tools[0].type",
         ),
-        ({"tools": [{**CALC, "parameters": {"properties": 3}}]}, "tools[0].parameters.properties"),
-        ({"tools": [CALC, {"type": "custom", "name": "calc"}]}, "tools[1].name"),
-        ({"tools": [CALC], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"tools": [CALC], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
+        ({"tools": [{**CALC_TOOL, "parameters": {"properties": 3}}]}, "tools[0].parameters.properties"),
+        ({"tools": [CALC_TOOL, {"type": "custom", "name": "calc"}]}, "tools[1].name"),
+        ({"tools": [CALC_TOOL], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+        ({"tools": [CALC_TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
@@ -277,7 +281,7 @@ def test_responses_request_distinguishes_unsupported_content() -> None:
         ({"n": 2}, "n"),
     ],
 )
-def test_responses_request_rejects_unsupported_fields_by_path(body: Json, param: str) -> None:
+def test_responses_invalid_or_unsupported_field_error_names_its_path(body: Json, param: str) -> None:
     try:
         error = parse_request(**body).unsupported_error
     except ApiError as raised:
@@ -299,9 +303,9 @@ def test_responses_request_rejects_invalid_bodies(body: bytes) -> None:
 
 
 def test_responses_echo_keeps_large_integers_in_schemas() -> None:
-    huge = {**CALC, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
+    huge = {**CALC_TOOL, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
     assert str(10**30).encode() in DIALECT.format_response(
-        ID, parse_request(tools=[huge]), [choice(assistant("Hi"))]
+        RESPONSE_ID, parse_request(tools=[huge]), [make_choice(assistant("Hi"))]
     )
 
 
@@ -312,7 +316,7 @@ def test_responses_response_has_all_fields() -> None:
     request = parse_request(instructions="Be brief.", tools=TOOLS, metadata={"a": "b"}, max_output_tokens=50)
     reply = assistant("So.", call("agents__spawn", "{}"), reasoning="Hmm.")
     body = format_reply(request, reply, cached_tokens=5)
-    assert (body["status"], body["id"], body["metadata"]) == ("completed", ID, {"a": "b"})
+    assert (body["status"], body["id"], body["metadata"]) == ("completed", RESPONSE_ID, {"a": "b"})
     assert [item["type"] for item in body["output"]] == ["reasoning", "message", "function_call"]
     assert (body["output"][2]["name"], body["output"][2]["namespace"]) == ("spawn", "agents")
     assert body["usage"]["input_tokens_details"]["cached_tokens"] == 5
@@ -340,24 +344,24 @@ def test_responses_logprobs_cover_only_the_text() -> None:
     tokens = [TokenLogprob(text, -1.0) for text in ("<think>", "Hm", "</think>", "So", ".")]
     body = format_reply(request, assistant("So.", reasoning="Hm"), logprobs=tokens)
     assert [token["token"] for token in body["output"][1]["content"][0]["logprobs"]] == ["So", "."]
-    writer = DIALECT.stream_writer_class(ID, request)
+    writer = DIALECT.stream_writer_class(RESPONSE_ID, request)
     deltas = ([], [ReplyDelta(reasoning="Hm")], [], [ReplyDelta(text="So")], [ReplyDelta(text=".")])
     raw = b"".join(
         writer.write_deltas(0, token_deltas, [token])
         for token_deltas, token in zip(deltas, tokens, strict=True)
     )
-    raw += writer.finish([choice(assistant("So.", reasoning="Hm"))])
+    raw += writer.finish([make_choice(assistant("So.", reasoning="Hm"))])
     last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
     assert last == {**body["output"][1]}
 
 
 def test_responses_stream_ends_with_response_failed() -> None:
-    writer = DIALECT.stream_writer_class(ID, parse_request())
+    writer = DIALECT.stream_writer_class(RESPONSE_ID, parse_request())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
     raw = writer.write_error(ApiError(503, "gone")).decode()
     event = json.loads(raw.split("data: ")[1])
-    EVENT.validate_python(event)
+    EVENT_ADAPTER.validate_python(event)
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
 
 
@@ -470,7 +474,7 @@ def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
 @pytest.mark.parametrize(
     "arguments", ['{"input": "x", "more": 1}', '{"input": 3}', '{"input": "\\ud83d"}', "[]"]
 )
-def test_responses_custom_call_with_other_arguments_is_a_function_call(arguments: str) -> None:
+def test_responses_custom_call_with_unexpected_arguments_is_a_function_call(arguments: str) -> None:
     reply = assistant("", call("apply_patch", arguments))
     (item,) = format_reply(parse_request(tools=TOOLS), reply)["output"]
     assert (item["type"], item["arguments"]) == ("function_call", arguments)

@@ -1,4 +1,4 @@
-"""Repeated requests are replayed if they are known to be retries, and sampled as siblings otherwise."""
+"""Retries and requests for undelivered replies are replayed; other repeated requests become siblings."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Call, CallStatus, Link
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway, run_gateway
+from tests.tiny import make_tiny_tokenizer
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway, run_gateway
 from tests.unit.gateway.provider import TEXT, run_provider
 from tests.unit.gateway.wire import (
+    DIALECTS,
     PATHS,
     build_request,
     get_session_id,
@@ -29,9 +31,8 @@ from tests.unit.gateway.wire import (
     wait_for_in_flight,
 )
 
-DIALECTS = ("chat", "completions", "responses", "messages")
-RETRY = {"x_stainless_retry_count": "1"}
-KEYED = {"idempotency_key": "one"}
+RETRY_HEADERS = {"x_stainless_retry_count": "1"}
+KEY_HEADERS = {"idempotency_key": "one"}
 
 
 def drop_timestamps(response: httpx.Response) -> Any:
@@ -52,14 +53,14 @@ async def list_links(gateway: RunningGateway) -> list[Link]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("retry_headers", [RETRY, KEYED])
+@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, KEY_HEADERS])
 async def test_retry_of_a_recorded_call_is_replayed(
     gateway: RunningGateway, dialect: str, retry_headers: dict[str, str]
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     body = build_request(dialect, "hi")
-    first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    headers = retry_headers if retry_headers is KEYED else {**retry_headers, **KEYED}
+    first = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
+    headers = retry_headers if retry_headers is KEY_HEADERS else {**retry_headers, **KEY_HEADERS}
     retry = await post(gateway, body, dialect, key=session.api_key, **headers)
     assert drop_timestamps(retry) == drop_timestamps(first)
     assert len(await gateway.calls(session)) == 1
@@ -69,7 +70,7 @@ async def test_retry_of_a_recorded_call_is_replayed(
 async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, dialect: str) -> None:
     """The requests have no session id, so only their content identifies the session."""
     first = await post(gateway, build_request(dialect, "hi"), dialect)
-    retry = await post(gateway, build_request(dialect, "hi"), dialect, **RETRY)
+    retry = await post(gateway, build_request(dialect, "hi"), dialect, **RETRY_HEADERS)
     assert drop_timestamps(retry) == drop_timestamps(first)
     assert get_session_id(retry) == get_session_id(first)
     assert await list_links(gateway) == [Link.ROOT]
@@ -78,10 +79,10 @@ async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, 
 
 
 async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: RunningGateway) -> None:
-    first = await post(gateway, build_request("chat", "hi"), **KEYED)
-    assert drop_timestamps(await post(gateway, build_request("chat", "hi"), **KEYED)) == drop_timestamps(
-        first
-    )
+    first = await post(gateway, build_request("chat", "hi"), **KEY_HEADERS)
+    assert drop_timestamps(
+        await post(gateway, build_request("chat", "hi"), **KEY_HEADERS)
+    ) == drop_timestamps(first)
     assert get_session_id(
         await post(gateway, build_request("chat", "hi"), idempotency_key="two")
     ) != get_session_id(first)
@@ -90,10 +91,10 @@ async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: Run
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_replay_of_a_stream_request_is_streamed(gateway: RunningGateway, dialect: str) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     body = build_request(dialect, "hi", stream=True)
-    first = await post(gateway, body, dialect, key=session.api_key, **KEYED)
-    retry = await post(gateway, body, dialect, key=session.api_key, **KEYED)
+    first = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
+    retry = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
     assert retry.headers["content-type"].startswith("text/event-stream")
     (call,) = await gateway.calls(session)
     assert call.request_id in first.text
@@ -102,37 +103,41 @@ async def test_replay_of_a_stream_request_is_streamed(gateway: RunningGateway, d
 
 
 async def test_replay_keeps_tool_call_ids(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     function = {"name": "calc", "parameters": {"type": "object", "properties": {}}}
     body = build_request("chat", "24 * 310", tools=[{"type": "function", "function": function}])
     first = await post(gateway, body, key=session.api_key)
     assert first.json()["choices"][0]["message"]["tool_calls"]
-    assert drop_timestamps(await post(gateway, body, key=session.api_key, **RETRY)) == drop_timestamps(first)
+    assert drop_timestamps(
+        await post(gateway, body, key=session.api_key, **RETRY_HEADERS)
+    ) == drop_timestamps(first)
 
 
 async def test_replay_returns_all_choices(gateway: RunningGateway) -> None:
-    session = await gateway.open(seed=1)
+    session = await gateway.open_session(seed=1)
     body = build_request("chat", "seed", n=3)
     first = await post(gateway, body, key=session.api_key)
-    assert drop_timestamps(await post(gateway, body, key=session.api_key, **RETRY)) == drop_timestamps(first)
-    fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **RETRY)
+    assert drop_timestamps(
+        await post(gateway, body, key=session.api_key, **RETRY_HEADERS)
+    ) == drop_timestamps(first)
+    fewer = await post(gateway, {**body, "n": 2}, key=session.api_key, **RETRY_HEADERS)
     assert len(fewer.json()["choices"]) == 2
     assert len(await gateway.calls(session)) == 5
 
 
 async def test_replay_of_generate_returns_the_tokens(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     headers = {"Authorization": f"Bearer {session.api_key}", "Idempotency-Key": "one"}
-    prompt = {"prompt_ids": encode_prompt(), "temperature": 0.5}
-    first = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
-    retry = await gateway.http.post("/v1/generate", json=prompt, headers=headers)
+    body = {"prompt_ids": encode_prompt(), "temperature": 0.5}
+    first = await gateway.http.post("/v1/generate", json=body, headers=headers)
+    retry = await gateway.http.post("/v1/generate", json=body, headers=headers)
     assert first.status_code == 200, first.text
     (first_choice,), (retried_choice,) = first.json()["choices"], retry.json()["choices"]
     for name in ("logprobs", "behavior_logprobs"):  # Stored as 32-bit floats.
         assert retried_choice.pop(name) == pytest.approx(first_choice.pop(name))
     assert retry.json()["id"] == first.json()["id"]
     assert retried_choice == first_choice
-    streamed = await gateway.http.post("/v1/generate", json={**prompt, "stream": True}, headers=headers)
+    streamed = await gateway.http.post("/v1/generate", json={**body, "stream": True}, headers=headers)
     lines = [httpx.Response(200, content=line).json() for line in streamed.text.splitlines()]
     tokens = [token for line in lines for token in line["token_ids"]]
     assert tokens == first.json()["choices"][0]["token_ids"]
@@ -141,30 +146,28 @@ async def test_replay_of_generate_returns_the_tokens(gateway: RunningGateway) ->
 
 
 def encode_prompt() -> list[int]:
-    from tests.tiny import make_tiny_tokenizer
-
     return make_tiny_tokenizer().encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-async def test_request_with_another_idempotency_key_is_sampled(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+async def test_request_with_a_different_idempotency_key_is_sampled(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
     body = build_request("chat", "hi")
-    first = await post(gateway, body, key=session.api_key, **KEYED)
-    other = await post(gateway, body, key=session.api_key, idempotency_key="two", **RETRY)
+    first = await post(gateway, body, key=session.api_key, **KEY_HEADERS)
+    other = await post(gateway, body, key=session.api_key, idempotency_key="two", **RETRY_HEADERS)
     assert other.json()["id"] != first.json()["id"]
     assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
 
 
-async def test_idempotency_key_with_another_body_is_sampled(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **KEYED)
-    other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **KEYED)
+async def test_idempotency_key_with_a_different_body_is_sampled(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
+    first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **KEY_HEADERS)
+    other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **KEY_HEADERS)
     assert other.json()["choices"][0]["message"]["content"] == "You said: ho"
     assert other.json()["id"] != first.json()["id"]
 
 
 async def test_repeated_request_without_retry_headers_is_a_sibling(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     responses = [await post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(3)]
     assert len({response.json()["id"] for response in responses}) == 3
     assert await list_links(gateway) == [Link.ROOT, Link.SIBLING, Link.SIBLING]
@@ -177,15 +180,15 @@ async def test_retry_after_a_restart_is_replayed(
     gateway_args = (tmp_path / "store.db", model, renderer)
     body = build_request(dialect, "hi")
     async with run_scripted_gateway(*gateway_args) as gateway:
-        session = await gateway.open()
+        session = await gateway.open_session()
         request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
-        first = await post(gateway, body, dialect, **request_options, **KEYED)
+        first = await post(gateway, body, dialect, **request_options, **KEY_HEADERS)
     async with run_scripted_gateway(*gateway_args) as gateway:
         assert drop_timestamps(
-            await post(gateway, body, dialect, **request_options, **KEYED)
+            await post(gateway, body, dialect, **request_options, **KEY_HEADERS)
         ) == drop_timestamps(first)
         assert drop_timestamps(
-            await post(gateway, body, dialect, **request_options, **RETRY)
+            await post(gateway, body, dialect, **request_options, **RETRY_HEADERS)
         ) == drop_timestamps(first)
         other = await post(gateway, body, dialect, **request_options, idempotency_key="two")
         assert other.json()["id"] != first.json()["id"]
@@ -195,13 +198,15 @@ async def test_retry_after_a_restart_is_replayed(
 # --- in flight ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retry_headers", [RETRY, KEYED])
+@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, KEY_HEADERS])
 async def test_retry_waits_for_the_request_in_progress(
     start_gateway: StartGateway, retry_headers: dict[str, str]
 ) -> None:
     gateway = await start_gateway(delay=0.01)
     body = build_request("chat", "hi there")
-    first = asyncio.create_task(post(gateway, body, **({} if retry_headers is RETRY else KEYED)))
+    first = asyncio.create_task(
+        post(gateway, body, **({} if retry_headers is RETRY_HEADERS else KEY_HEADERS))
+    )
     await wait_for_in_flight(gateway, 1)
     retries = await asyncio.gather(*(post(gateway, body, **retry_headers) for _ in range(3)))
     for response in retries:
@@ -211,7 +216,7 @@ async def test_retry_waits_for_the_request_in_progress(
 
 async def test_retry_waits_for_the_request_with_its_key(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(delay=0.01)
-    session = await gateway.open(seed=3)
+    session = await gateway.open_session(seed=3)
     body = build_request("chat", "seed")
     tasks: list[asyncio.Task[httpx.Response]] = []
     for i, name in enumerate(("one", "two")):
@@ -226,7 +231,7 @@ async def test_retry_waits_for_the_request_with_its_key(start_gateway: StartGate
 
 async def test_concurrent_identical_requests_are_siblings(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(delay=0.005)
-    session = await gateway.open()
+    session = await gateway.open_session()
     responses = await asyncio.gather(
         *(post(gateway, build_request("chat", "hi"), key=session.api_key) for _ in range(5))
     )
@@ -239,7 +244,7 @@ async def test_concurrent_identical_requests_are_siblings(start_gateway: StartGa
 
 @asynccontextmanager
 async def read_partial_stream(
-    gateway: RunningGateway, dialect: str, key: str = ADMIN, **headers: str
+    gateway: RunningGateway, dialect: str, key: str = ADMIN_KEY, **headers: str
 ) -> AsyncGenerator[httpx.Response]:
     """Yield a streamed response after part of it has arrived."""
     body = build_request(dialect, "long", stream=True)
@@ -267,7 +272,7 @@ async def get_aborted_call(gateway: RunningGateway, session: OpenedSession) -> C
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_aborted_stream_is_recorded_with_its_tokens(start_gateway: StartGateway, dialect: str) -> None:
     gateway = await start_gateway(delay=0.005)
-    session = await gateway.open()
+    session = await gateway.open_session()
     async with read_partial_stream(gateway, dialect, session.api_key, idempotency_key="one"):
         pass
     aborted = await get_aborted_call(gateway, session)
@@ -287,21 +292,23 @@ async def test_aborted_stream_is_recorded_with_its_tokens(start_gateway: StartGa
 
 async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(delay=0.002)
-    session = await gateway.open()
+    session = await gateway.open_session()
     async with read_partial_stream(gateway, "chat", session.api_key):
-        waiting = [
-            asyncio.create_task(post(gateway, build_request("chat", "long"), key=session.api_key, **RETRY))
+        retries = [
+            asyncio.create_task(
+                post(gateway, build_request("chat", "long"), key=session.api_key, **RETRY_HEADERS)
+            )
             for _ in range(3)
         ]
         await wait_for_in_flight(gateway, 4)
-    ids = {(await task).json()["id"] for task in waiting}
+    ids = {(await task).json()["id"] for task in retries}
     calls = await gateway.calls(session)
     assert len(ids) == 1
     assert [call.status for call in calls] == [CallStatus.ABORTED, CallStatus.OK]
 
 
 class GatedStore(SqliteStore):
-    """Sets ``adding`` when calls are to be added, and adds them after ``released`` is set."""
+    """Sets ``adding`` when calls are about to be added, and waits for ``released`` before it adds them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -318,13 +325,13 @@ class GatedStore(SqliteStore):
 async def test_undelivered_reply_is_replayed_to_the_next_request(
     start_gateway: StartGateway, recorded: bool
 ) -> None:
-    gateway = await start_gateway(store=GatedStore)
+    gateway = await start_gateway(store_class=GatedStore)
     store = gateway.store
     assert isinstance(store, GatedStore)
-    for request_options in ({"key": (await gateway.open()).api_key}, {}):
+    for request_options in ({"key": (await gateway.open_session()).api_key}, {}):
         body = build_request("chat", "hi")
         async with httpx.AsyncClient(base_url=gateway.url) as http:
-            headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN)}"}
+            headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN_KEY)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
             await store.adding.wait()
             first.cancel()
@@ -332,7 +339,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
         if recorded:
             store.released.set()
             await wait_for_in_flight(gateway, 0)
-        before = len(await list_all_calls(gateway))
+        previous_count = len(await list_all_calls(gateway))
         retry = asyncio.create_task(post(gateway, body, **request_options))
         if not recorded:
             await wait_for_in_flight(gateway, 2)
@@ -341,7 +348,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
         calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
-        assert len(await list_all_calls(gateway)) == before + (0 if recorded else 1)
+        assert len(await list_all_calls(gateway)) == previous_count + (0 if recorded else 1)
         third = await post(gateway, body, **request_options)
         assert third.json()["id"] != response.json()["id"]
         store.adding.clear()
@@ -353,7 +360,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
 
 @pytest.fixture
 async def provider_gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
-    """Run a gateway in front of a provider."""
+    """Run a gateway that forwards calls to a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
             UpstreamEngineConfig(
@@ -375,9 +382,9 @@ async def test_retry_of_a_provider_call_is_replayed(
     provider_gateway: RunningGateway, dialect: str, stream: bool
 ) -> None:
     body = build_request(dialect, "hi", stream=stream) | {"model": "plain"}
-    first = await post(provider_gateway, body, dialect, user_agent="x", **KEYED)
+    first = await post(provider_gateway, body, dialect, user_agent="x", **KEY_HEADERS)
     assert first.status_code == 200, first.text
-    retry = await post(provider_gateway, body, dialect, **KEYED)
+    retry = await post(provider_gateway, body, dialect, **KEY_HEADERS)
     assert retry.status_code == 200, retry.text
     assert retry.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
     (call,) = await list_all_calls(provider_gateway)

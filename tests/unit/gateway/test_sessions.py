@@ -1,3 +1,5 @@
+"""Sessions: access, opening and ending them, eviction from memory, and their URLs."""
+
 from __future__ import annotations
 
 import asyncio
@@ -13,14 +15,14 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.http.auth import hash_key
 from instar.types import Channel, Link, RewardSource, SessionStatus
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import build_request
 
-CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def chat(
-    gateway: RunningGateway, key: str | None, prefix: str = "", body: Any = CHAT, **headers: str
+    gateway: RunningGateway, key: str | None, prefix: str = "", body: Any = CHAT_BODY, **headers: str
 ) -> httpx.Response:
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
@@ -28,28 +30,29 @@ async def chat(
 
 
 def get_error(response: httpx.Response) -> tuple[int, str | None]:
+    """Return the status and the error code."""
     error_body = response.json()["error"]
     assert error_body["message"]
     return response.status_code, error_body["code"]
 
 
 async def test_session_is_selected_by_url_key_or_header(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     url = f"/s/{session.session_id}"
     session_header = {"X-Instar-Session": session.session_id}
     for response in [
         await chat(gateway, session.api_key, url),
         await chat(gateway, session.api_key),
         await chat(gateway, session.api_key, url, **session_header),
-        await chat(gateway, ADMIN, url),
-        await chat(gateway, ADMIN, **session_header),
+        await chat(gateway, ADMIN_KEY, url),
+        await chat(gateway, ADMIN_KEY, **session_header),
     ]:
         assert response.status_code == 200
     assert len(await gateway.calls(session)) == 5
 
 
 async def test_session_requests_without_access_are_rejected(gateway: RunningGateway) -> None:
-    session, other = await gateway.open(), await gateway.open()
+    session, other = await gateway.open_session(), await gateway.open_session()
     assert get_error(await chat(gateway, None)) == (401, "missing_api_key")
     assert get_error(await chat(gateway, "sk-instar-wrong")) == (401, "invalid_api_key")
     assert get_error(await chat(gateway, session.api_key, f"/s/{other.session_id}")) == (
@@ -58,40 +61,43 @@ async def test_session_requests_without_access_are_rejected(gateway: RunningGate
     )
     session_header = {"X-Instar-Session": other.session_id}
     assert get_error(await chat(gateway, session.api_key, **session_header)) == (403, "session_conflict")
-    assert get_error(await chat(gateway, ADMIN, f"/s/{session.session_id}", **session_header)) == (
+    assert get_error(await chat(gateway, ADMIN_KEY, f"/s/{session.session_id}", **session_header)) == (
         403,
         "session_conflict",
     )
-    assert get_error(await chat(gateway, ADMIN, "/s/sess-missing")) == (404, "session_not_found")
+    assert get_error(await chat(gateway, ADMIN_KEY, "/s/sess-missing")) == (404, "session_not_found")
     assert await gateway.calls(session) == await gateway.calls(other) == []
 
 
 async def test_session_key_is_limited_to_its_session(gateway: RunningGateway) -> None:
-    session, other = await gateway.open(), await gateway.open()
+    session, other = await gateway.open_session(), await gateway.open_session()
     key = session.api_key
-    assert get_error(await gateway.control("/sessions", {}, key)) == (403, "not_allowed")
+    assert get_error(await gateway.post_json("/sessions", {}, key)) == (403, "not_allowed")
     path = f"/sessions/{other.session_id}"
-    assert get_error(await gateway.control(f"{path}/complete", {"reward": 1}, key)) == (403, "wrong_session")
-    assert get_error(await gateway.control(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
+    assert get_error(await gateway.post_json(f"{path}/complete", {"reward": 1}, key)) == (
+        403,
+        "wrong_session",
+    )
+    assert get_error(await gateway.post_json(f"{path}/fail", {"reason": "x"}, key)) == (403, "wrong_session")
     read = await gateway.http.get(path, headers={"Authorization": f"Bearer {key}"})
     assert get_error(read) == (403, "wrong_session")
     own_path = f"/sessions/{session.session_id}/complete"
     body = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    assert get_error(await gateway.control(own_path, body, key)) == (403, "not_allowed")
+    assert get_error(await gateway.post_json(own_path, body, key)) == (403, "not_allowed")
 
 
 async def test_session_key_is_stored_as_a_hash(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     stored = await gateway.store.session_by_key(hash_key(session.api_key))
     assert stored is not None
     assert stored.session_id == session.session_id
     await gateway.store.close()
-    files = gateway.path.parent.glob("store.db*")
+    files = gateway.store_path.parent.glob("store.db*")
     assert all(session.api_key.encode() not in file.read_bytes() for file in files)
 
 
 async def test_session_is_opened_completed_and_read(gateway: RunningGateway) -> None:
-    session = await gateway.open(
+    session = await gateway.open_session(
         channel="train",
         group_id="g",
         slot=3,
@@ -104,9 +110,9 @@ async def test_session_is_opened_completed_and_read(gateway: RunningGateway) -> 
     await chat(gateway, session.api_key)
     path = f"/sessions/{session.session_id}"
     body = {"reward": 0.5, "metadata": {"b": 2}}
-    response = (await gateway.control(f"{path}/complete", body, session.api_key)).json()
+    response = (await gateway.post_json(f"{path}/complete", body, session.api_key)).json()
     assert response == {"session_id": session.session_id, "status": "completed", "changed": True}
-    repeated = (await gateway.control(f"{path}/fail", {"reason": "late"})).json()
+    repeated = (await gateway.post_json(f"{path}/fail", {"reason": "late"})).json()
     assert repeated == {"session_id": session.session_id, "status": "completed", "changed": False}
     view = (await gateway.http.get(path, headers={"Authorization": f"Bearer {session.api_key}"})).json()
     assert (view["status"], view["slot"], view["attempt"], view["task_id"]) == ("completed", 3, 1, "t")
@@ -119,10 +125,10 @@ async def test_session_is_opened_completed_and_read(gateway: RunningGateway) -> 
     assert (stored.channel, stored.group_id, stored.seed) == (Channel.TRAIN, "g", 9)
 
 
-async def test_failed_session_keeps_rewards_from_other_sources(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+async def test_failed_session_has_its_reason_and_rewards(gateway: RunningGateway) -> None:
+    session = await gateway.open_session()
     body = {"reason": "crashed", "rewards": [{"value": -1.0, "source": "fallback", "scorer": "runner"}]}
-    response = (await gateway.control(f"/sessions/{session.session_id}/fail", body)).json()
+    response = (await gateway.post_json(f"/sessions/{session.session_id}/fail", body)).json()
     assert response["status"] == "failed"
     stored = await gateway.store.session(session.session_id)
     assert stored is not None
@@ -132,13 +138,13 @@ async def test_failed_session_keeps_rewards_from_other_sources(gateway: RunningG
 
 
 async def test_ended_session_rejects_calls(gateway: RunningGateway) -> None:
-    session = await gateway.open()
-    await gateway.control(f"/sessions/{session.session_id}/complete", {})
+    session = await gateway.open_session()
+    await gateway.post_json(f"/sessions/{session.session_id}/complete", {})
     assert get_error(await chat(gateway, session.api_key)) == (410, "session_ended")
 
 
 async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None:
-    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN, max_retries=0) as client:
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key=ADMIN_KEY, max_retries=0) as client:
         messages: list[Any] = [{"role": "user", "content": "one"}]
         response = await client.chat.completions.create(model="m", messages=messages)
         messages += [{"role": "assistant", "content": response.choices[0].message.content}]
@@ -153,11 +159,11 @@ async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None
 
 async def test_evicted_session_is_loaded_again(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
-    sessions = [await gateway.open() for _ in range(3)]
+    sessions = [await gateway.open_session() for _ in range(3)]
     for session in sessions:
         await chat(gateway, session.api_key)
     messages = [
-        *CHAT["messages"],
+        *CHAT_BODY["messages"],
         {"role": "assistant", "content": "You said: hi"},
         {"role": "user", "content": "x"},
     ]
@@ -168,7 +174,7 @@ async def test_evicted_session_is_loaded_again(start_gateway: StartGateway) -> N
 
 async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
-    sessions = [await gateway.open() for _ in range(6)]
+    sessions = [await gateway.open_session() for _ in range(6)]
     responses = await asyncio.gather(*(chat(gateway, session.api_key) for session in sessions))
     assert [response.status_code for response in responses] == [200] * 6
 
@@ -176,15 +182,17 @@ async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -
 async def test_session_can_be_read_but_not_ended_during_its_first_call(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    config = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=0.05)
+    config = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=0.05)
     gateway = await start_gateway(engine=ScriptedEngine(model, config))
-    admin = {"Authorization": f"Bearer {ADMIN}"}
+    admin_headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     body = build_request("chat", "long", stream=True)
-    async with gateway.http.stream("POST", "/v1/chat/completions", json=body, headers=admin) as stream:
+    async with gateway.http.stream(
+        "POST", "/v1/chat/completions", json=body, headers=admin_headers
+    ) as stream:
         path = f"/sessions/{stream.headers['x-instar-session']}"
-        view = (await gateway.http.get(path, headers=admin)).json()
+        view = (await gateway.http.get(path, headers=admin_headers)).json()
         assert (view["status"], view["calls"]) == ("open", [])
-        response = await gateway.control(f"{path}/complete", {})
+        response = await gateway.post_json(f"{path}/complete", {})
         assert (response.status_code, "first call" in response.text) == (409, True)
 
 
@@ -192,7 +200,7 @@ async def test_session_can_be_read_but_not_ended_during_its_first_call(
     "body", [b'{"metadata": {"a": "\xff"}}', b'{"metadata": {"a": ' + b"[" * 3000 + b"]" * 3000 + b"}}"]
 )
 async def test_malformed_control_body_returns_400(gateway: RunningGateway, body: bytes) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     response = await gateway.http.post(
         f"/sessions/{session.session_id}/complete",
         content=body,
@@ -205,12 +213,12 @@ async def test_malformed_control_body_returns_400(gateway: RunningGateway, body:
 async def test_deeply_nested_metadata_is_rejected_without_a_logged_error(
     gateway: RunningGateway, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     nested = b"[" * 700 + b"]" * 700  # Fewer levels than the decoder allows.
     reason = b'"reason": "r", ' if path == "fail" else b""
     body = b"{" + reason + b'"metadata": {"a": ' + nested + b"}}"
     url = f"/sessions/{session.session_id}/{path}" if path else "/sessions"
-    response = await gateway.http.post(url, content=body, headers={"Authorization": f"Bearer {ADMIN}"})
+    response = await gateway.http.post(url, content=body, headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     assert (response.status_code, "nested too deeply" in response.text) == (400, True)
     assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
@@ -232,15 +240,17 @@ async def test_health_check_needs_no_key(gateway: RunningGateway) -> None:
         ({"slot": 10**22}, "slot"),
     ],
 )
-async def test_invalid_open_request_is_rejected(gateway: RunningGateway, body: Any, param: str) -> None:
-    response = await gateway.control("/sessions", body)
+async def test_invalid_open_request_error_names_the_field(
+    gateway: RunningGateway, body: Any, param: str
+) -> None:
+    response = await gateway.post_json("/sessions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
 
 
 async def test_session_base_url_ignores_the_host_header(gateway: RunningGateway) -> None:
     headers = {
-        "Authorization": f"Bearer {ADMIN}",
+        "Authorization": f"Bearer {ADMIN_KEY}",
         "Host": "attacker.example",
         "X-Forwarded-Host": "b.example",
     }
@@ -250,7 +260,7 @@ async def test_session_base_url_ignores_the_host_header(gateway: RunningGateway)
 
 async def test_session_base_url_uses_public_url(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(public_url="https://models.example/instar/"))
-    session = await gateway.open()
+    session = await gateway.open_session()
     assert session.base_url == f"https://models.example/instar/s/{session.session_id}/v1"
 
 
@@ -262,6 +272,6 @@ def test_invalid_public_url_is_rejected(url: str) -> None:
 
 @pytest.mark.parametrize("path", ["/sessions/", "/healthz/", "/v1/models/", "//attacker.example/.."])
 async def test_paths_are_not_redirected_to_the_host_header(gateway: RunningGateway, path: str) -> None:
-    headers = {"Authorization": f"Bearer {ADMIN}", "Host": "attacker.example"}
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}", "Host": "attacker.example"}
     response = await gateway.http.get(f"{gateway.url}{path}", headers=headers)
     assert (response.is_redirect, response.headers.get("location")) == (False, None)

@@ -13,11 +13,11 @@ from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ReplyChoice
 from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.tokens import TokensDialect
-from instar.gateway.token_api import SubmissionBody, SubmittedCall, parse_submission
+from instar.gateway.submissions import SubmissionBody, SubmittedCall, parse_submission
 from instar.types import TokenChunk
 
 DIALECT = TokensDialect()
-VOCAB = 100
+VOCAB_SIZE = 100
 LATEST_VERSION = 7
 CALL = {
     "prompt_ids": [1, 2, 99],
@@ -30,10 +30,12 @@ CALL = {
 
 def parse_calls(body: bytes) -> list[SubmittedCall]:
     calls = decode_body(msgspec.json.Decoder(SubmissionBody), body).calls
-    return parse_submission(calls, VOCAB, LATEST_VERSION, max_calls=3)
+    return parse_submission(calls, VOCAB_SIZE, LATEST_VERSION, max_calls=3)
 
 
 def get_parse_error(body: bytes, *, is_submission: bool) -> ApiError:
+    """Parse an invalid submission or generate request and return the error."""
+
     def parse() -> object:
         if is_submission:
             return parse_calls(body)
@@ -145,8 +147,8 @@ def test_token_stream_sends_finish_reason_at_the_end_only() -> None:
         "versions": [],
         "finish_reason": "length",
     }
-    error = json.loads(writer.write_error(bad_request("no", "n", "c")))["error"]
-    assert error == {"message": "no", "code": "c", "param": "n"}
+    error = json.loads(writer.write_error(bad_request("invalid n", "n", "invalid")))["error"]
+    assert error == {"message": "invalid n", "code": "invalid", "param": "n"}
 
 
 def encode_submission(*calls: Any) -> bytes:

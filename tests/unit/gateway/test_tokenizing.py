@@ -16,7 +16,7 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.base import ApiError
 from instar.gateway.tokenizing import TokenizerPool
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import PATHS, build_request, get_session_id, list_all_calls, post
 
 T = TypeVar("T")
@@ -25,18 +25,18 @@ LARGE_TEXT = "some words " * 90_000
 TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type": "object"}}}]
 
 
-async def start_with_context(
+async def start_gateway_with_context(
     start_gateway: StartGateway, model: ModelConfig, max_context: int
 ) -> RunningGateway:
     engine = ScriptedEngine(
         model.model_copy(update={"max_context": max_context}),
-        ScriptedEngineConfig(function="tests.unit.gateway.scripts:play"),
+        ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"),
     )
     return await start_gateway(engine=engine)
 
 
-async def post_bytes(gateway: RunningGateway, path: str, body: Any) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {ADMIN}"}
+async def post_encoded(gateway: RunningGateway, path: str, body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     return await gateway.http.post(path, content=json.dumps(body).encode(), headers=headers)
 
 
@@ -53,7 +53,7 @@ async def measure_blocked_fraction(work: Awaitable[T]) -> tuple[T, float]:
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-async def test_prompt_that_cannot_fit_is_rejected_without_tokenizing_it(
+async def test_prompt_that_cannot_fit_is_rejected_before_tokenization(
     gateway: RunningGateway, dialect: str
 ) -> None:
     response = await post(gateway, build_request(dialect, "some words " * 20_000), dialect)
@@ -66,9 +66,9 @@ async def test_prompt_that_cannot_fit_is_rejected_without_tokenizing_it(
 async def test_large_prompt_does_not_block_the_gateway(
     start_gateway: StartGateway, model: ModelConfig, dialect: str
 ) -> None:
-    gateway = await start_with_context(start_gateway, model, 200_000)
+    gateway = await start_gateway_with_context(start_gateway, model, 200_000)
     body = build_request(dialect, LARGE_TEXT)
-    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, PATHS[dialect], body))
+    response, blocked_fraction = await measure_blocked_fraction(post_encoded(gateway, PATHS[dialect], body))
     assert (response.status_code, "context" in response.text) == (400, True)
     assert blocked_fraction < 0.5
 
@@ -77,7 +77,7 @@ async def test_large_prompt_does_not_block_the_gateway(
 async def test_large_parts_of_a_conversation_do_not_block_the_gateway(
     start_gateway: StartGateway, model: ModelConfig, part: str
 ) -> None:
-    gateway = await start_with_context(start_gateway, model, 200_000)
+    gateway = await start_gateway_with_context(start_gateway, model, 200_000)
     body = build_request("chat", "one", "two", "three", tools=TOOLS)
     if part == "reply":
         body["messages"][1]["content"] = LARGE_TEXT
@@ -86,17 +86,17 @@ async def test_large_parts_of_a_conversation_do_not_block_the_gateway(
     else:
         function = {"name": "calc", "arguments": json.dumps({"text": LARGE_TEXT})}
         body["messages"][1]["tool_calls"] = [{"id": "call-1", "type": "function", "function": function}]
-    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, PATHS["chat"], body))
+    response, blocked_fraction = await measure_blocked_fraction(post_encoded(gateway, PATHS["chat"], body))
     assert (response.status_code, "context" in response.text) == (400, True)
     assert blocked_fraction < 0.5
 
 
-async def test_large_token_count_does_not_block_the_gateway(
+async def test_counting_many_tokens_does_not_block_the_gateway(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    gateway = await start_with_context(start_gateway, model, 200_000)
+    gateway = await start_gateway_with_context(start_gateway, model, 200_000)
     body = build_request("messages", LARGE_TEXT)
-    response, blocked_fraction = await measure_blocked_fraction(post_bytes(gateway, COUNT_PATH, body))
+    response, blocked_fraction = await measure_blocked_fraction(post_encoded(gateway, COUNT_PATH, body))
     assert response.json()["input_tokens"] > 200_000
     assert blocked_fraction < 0.5
 
@@ -104,7 +104,7 @@ async def test_large_token_count_does_not_block_the_gateway(
 async def test_large_prompts_extend_the_recorded_tokens(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    gateway = await start_with_context(start_gateway, model, 400_000)
+    gateway = await start_gateway_with_context(start_gateway, model, 400_000)
     text = "some words " * 8_000
     first = await post(gateway, build_request("chat", text, max_tokens=5))
     reply = first.json()["choices"][0]["message"]["content"]
@@ -125,7 +125,7 @@ async def test_pool_runs_one_prompt_per_key_at_a_time() -> None:
     finish, second_started = threading.Event(), threading.Event()
     first = asyncio.create_task(pool.run("one", finish.wait))
     second = asyncio.create_task(pool.run("one", second_started.set))
-    await pool.run("two", lambda: None)  # Another key does not have to wait.
+    await pool.run("two", lambda: None)  # A different key does not have to wait.
     assert not second_started.is_set()
     finish.set()
     await asyncio.gather(first, second)

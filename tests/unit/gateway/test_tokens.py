@@ -23,9 +23,9 @@ def render_prompt(renderer: Renderer, text: str) -> list[int]:
 
 
 async def test_generate_returns_the_recorded_ids(gateway: RunningGateway, renderer: Renderer) -> None:
-    session = await gateway.open()
-    first = render_prompt(renderer, "hello")
-    response = await post(gateway, "/v1/generate", {"prompt_ids": first, "n": 2}, session)
+    session = await gateway.open_session()
+    prompt_ids = render_prompt(renderer, "hello")
+    response = await post(gateway, "/v1/generate", {"prompt_ids": prompt_ids, "n": 2}, session)
     assert response.status_code == 200, response.text
     first_choice, second_choice = response.json()["choices"]
     calls = await gateway.calls(session)
@@ -39,16 +39,16 @@ async def test_generate_returns_the_recorded_ids(gateway: RunningGateway, render
         "stop",
         0,
     )
-    longer = [*first, *first_choice["token_ids"], 5, 6]
-    await post(gateway, "/v1/generate", {"prompt_ids": longer}, session)
+    longer_ids = [*prompt_ids, *first_choice["token_ids"], 5, 6]
+    await post(gateway, "/v1/generate", {"prompt_ids": longer_ids}, session)
     third = (await gateway.calls(session))[2]
     assert (third.link, third.parent_id in {c.call_id for c in calls}) == (Link.EXTENDS, True)
-    assert third.prompt_ids.tolist() == longer
+    assert third.prompt_ids.tolist() == longer_ids
     assert third.trainable
 
 
 async def test_generate_streams_json_lines(gateway: RunningGateway, renderer: Renderer) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     body = {"prompt_ids": render_prompt(renderer, "hello"), "stream": True}
     response = await post(gateway, f"/s/{session.session_id}/v1/generate", body, session)
     lines = [json.loads(line) for line in response.text.splitlines()]
@@ -59,7 +59,7 @@ async def test_generate_streams_json_lines(gateway: RunningGateway, renderer: Re
 
 
 async def test_generate_unknown_token_id_error_names_the_path(gateway: RunningGateway) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     response = await post(gateway, "/v1/generate", {"prompt_ids": [1, 10**6]}, session)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "prompt_ids[1]")
     assert await gateway.calls(session) == []
@@ -77,11 +77,15 @@ def make_sampled_fields(ids: list[int], **overrides: Any) -> dict[str, Any]:
 
 
 async def test_submitted_calls_are_recorded_once(gateway: RunningGateway, renderer: Renderer) -> None:
-    session = await gateway.open()
-    first = render_prompt(renderer, "hello")
-    reply = [*renderer.encode("fine"), renderer.stop_token_ids[0]]
-    first_call = {"prompt_ids": first, "client_key": "k1", **make_sampled_fields(reply)}
-    second_call = {"prompt_ids": [*first, *reply, 7], "client_key": "k2", **make_sampled_fields(reply)}
+    session = await gateway.open_session()
+    prompt_ids = render_prompt(renderer, "hello")
+    reply_ids = [*renderer.encode("fine"), renderer.stop_token_ids[0]]
+    first_call = {"prompt_ids": prompt_ids, "client_key": "k1", **make_sampled_fields(reply_ids)}
+    second_call = {
+        "prompt_ids": [*prompt_ids, *reply_ids, 7],
+        "client_key": "k2",
+        **make_sampled_fields(reply_ids),
+    }
     path = f"/sessions/{session.session_id}/calls"
     response = await post(gateway, path, {"calls": [first_call, second_call]}, session)
     assert response.status_code == 201, response.text
@@ -95,7 +99,7 @@ async def test_submitted_calls_are_recorded_once(gateway: RunningGateway, render
 async def test_submitted_messages_extend_the_recorded_call(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     request_messages = [{"role": "user", "content": "hello"}]
     chat_response = await post(
         gateway, "/v1/chat/completions", {"model": "m", "messages": request_messages}, session
@@ -121,7 +125,7 @@ async def test_submitted_messages_extend_the_recorded_call(
 async def test_submitted_version_beyond_the_latest_is_rejected(
     gateway: RunningGateway, renderer: Renderer
 ) -> None:
-    session = await gateway.open()
+    session = await gateway.open_session()
     call = {"prompt_ids": render_prompt(renderer, "hello"), **make_sampled_fields([3], versions=[4])}
     response = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "calls[0].versions[0]")

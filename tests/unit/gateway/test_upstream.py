@@ -1,4 +1,4 @@
-"""An upstream forwards a provider's responses and parses them for the record."""
+"""HttpUpstream: forwarded requests and responses, parsed replies, failures and token ids."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from tests.unit.gateway.provider import (
 )
 
 DIALECTS = ("chat", "completions", "responses", "messages")
-IDS = {"chat": "chatcmpl-9", "completions": "cmpl-9", "responses": "resp_9", "messages": "msg_9"}
-WITH_TOOLS = ("chat", "responses", "messages")
+RESPONSE_IDS = {"chat": "chatcmpl-9", "completions": "cmpl-9", "responses": "resp_9", "messages": "msg_9"}
+TOOL_DIALECTS = ("chat", "responses", "messages")
 MESSAGES = [{"role": "user", "content": "hi"}]
 CreateUpstream = Callable[..., HttpUpstream]
 
@@ -40,18 +40,18 @@ async def provider() -> AsyncGenerator[Provider]:
 
 
 @pytest.fixture(params=["direct", "proxied"])
-async def upstream(
+async def create_upstream(
     provider: Provider, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncGenerator[CreateUpstream]:
     """Return a function that creates upstreams. In the proxied case, the provider is also the HTTP proxy."""
     upstreams: list[HttpUpstream] = []
-    address = provider.url
+    provider_url = provider.url
     if request.param == "proxied":
         monkeypatch.setenv("http_proxy", provider.url)
-        address = "http://provider.test"
+        provider_url = "http://provider.test"
 
     def create(dialect: str = "chat", **settings: Any) -> HttpUpstream:
-        base_url = address + ("" if dialect == "messages" else "/v1")
+        base_url = provider_url + ("" if dialect == "messages" else "/v1")
         upstreams.append(HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings)))
         return upstreams[-1]
 
@@ -60,7 +60,7 @@ async def upstream(
         await upstream.close()
 
 
-async def ask(
+async def send(
     upstream: HttpUpstream,
     dialect: str,
     model: str = "plain",
@@ -85,9 +85,9 @@ def get_message(chunk: UpstreamChunk) -> Any:
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_response_passes_through_unchanged(
-    provider: Provider, upstream: CreateUpstream, dialect: str
+    provider: Provider, create_upstream: CreateUpstream, dialect: str
 ) -> None:
-    (chunk,) = await ask(upstream(dialect), dialect)
+    (chunk,) = await send(create_upstream(dialect), dialect)
     assert orjson.loads(chunk.raw) == RESPONSE_BUILDERS[dialect][0]("plain", 1)
     assert chunk.content_type == "application/json; charset=utf-8"
     assert get_message(chunk) == {"role": "assistant", "content": TEXT}
@@ -95,26 +95,26 @@ async def test_upstream_response_passes_through_unchanged(
     assert (choice.prompt_tokens, choice.sampled_tokens) == (12, 7)
     assert choice.finish_reason == ("length" if dialect == "completions" else "stop")
     assert choice.sampled_ids is None
-    assert chunk.response_id == IDS[dialect]
+    assert chunk.response_id == RESPONSE_IDS[dialect]
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_request_body_is_forwarded_unchanged(
-    provider: Provider, upstream: CreateUpstream, dialect: str
+    provider: Provider, create_upstream: CreateUpstream, dialect: str
 ) -> None:
     body = b'{ "model":"plain",\n "messages": [ {"role":"user","content":"h\\u0069"} ], "x" : 1.0e0 }'
-    response = upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})
+    response = create_upstream(dialect).send(ModelRequest("plain", ()), dialect, body, {})
     async with aclosing(response.chunks):
         assert [chunk async for chunk in response.chunks]
     assert provider.bodies == [body]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("dialect", WITH_TOOLS)
+@pytest.mark.parametrize("dialect", TOOL_DIALECTS)
 async def test_upstream_response_yields_tool_calls_and_reasoning(
-    upstream: CreateUpstream, dialect: str, stream: bool
+    create_upstream: CreateUpstream, dialect: str, stream: bool
 ) -> None:
-    chunks = await ask(upstream(dialect), dialect, "tools", stream=stream)
+    chunks = await send(create_upstream(dialect), dialect, "tools", stream=stream)
     message = get_message(chunks[-1])
     assert (message["content"], message["reasoning"]) == ("", "Look it up.")
     (call,) = message["tool_calls"]
@@ -126,16 +126,16 @@ async def test_upstream_response_yields_tool_calls_and_reasoning(
 @pytest.mark.parametrize("model", ["plain", "bytewise", "crlf"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_stream_passes_through_unchanged(
-    upstream: CreateUpstream, dialect: str, model: str
+    create_upstream: CreateUpstream, dialect: str, model: str
 ) -> None:
-    chunks = await ask(upstream(dialect), dialect, model, stream=True)
+    chunks = await send(create_upstream(dialect), dialect, model, stream=True)
     has_event_names = dialect in ("responses", "messages")
     expected = b"".join(
         encode_events(RESPONSE_BUILDERS[dialect][1](model, 1), has_event_names, model == "crlf")
     )
     assert b"".join(chunk.raw for chunk in chunks) == expected
     assert get_message(chunks[-1])["content"] == TEXT
-    assert chunks[-1].response_id == IDS[dialect]
+    assert chunks[-1].response_id == RESPONSE_IDS[dialect]
     assert [chunk.choices for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[0].content_type == "text/event-stream; charset=utf-8"
 
@@ -143,28 +143,28 @@ async def test_upstream_stream_passes_through_unchanged(
 @pytest.mark.parametrize("model", ["plain", "bytewise"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_stream_end_is_in_the_last_chunk(
-    upstream: CreateUpstream, dialect: str, model: str
+    create_upstream: CreateUpstream, dialect: str, model: str
 ) -> None:
-    chunks = await ask(upstream(dialect), dialect, model, stream=True)
+    chunks = await send(create_upstream(dialect), dialect, model, stream=True)
     before = b"".join(chunk.raw for chunk in chunks[:-1])
-    ends = {
+    end_markers = {
         "chat": b'"finish_reason":"stop"',
         "completions": b'"finish_reason":"length"',
         "responses": b"response.completed",
         "messages": b'"stop_reason":"end_turn"',
     }
-    assert ends[dialect] not in before
-    assert ends[dialect] in chunks[-1].raw
+    assert end_markers[dialect] not in before
+    assert end_markers[dialect] in chunks[-1].raw
     assert before.endswith(b"\n\n")
 
 
 async def test_upstream_stream_is_forwarded_while_it_arrives(
-    provider: Provider, upstream: CreateUpstream
+    provider: Provider, create_upstream: CreateUpstream
 ) -> None:
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True, "messages": MESSAGES})
-    response = upstream().send(request, "chat", body, {})
+    response = create_upstream().send(request, "chat", body, {})
     async with aclosing(response.chunks):
         first = await asyncio.wait_for(anext(response.chunks), 5)
         assert b"chat.completion.chunk" in first.raw or b"hello" in first.raw
@@ -173,6 +173,7 @@ async def test_upstream_stream_is_forwarded_while_it_arrives(
 
 
 async def collect(response: Any, into: list[UpstreamChunk] | None = None) -> list[UpstreamChunk]:
+    """Return the chunks of a response. After an error, ``into`` holds those received before it."""
     chunks = [] if into is None else into
     async for chunk in response.chunks:
         chunks.append(chunk)
@@ -181,14 +182,14 @@ async def collect(response: Any, into: list[UpstreamChunk] | None = None) -> lis
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_stream_does_not_wait_after_its_last_event(
-    upstream: CreateUpstream, dialect: str
+    create_upstream: CreateUpstream, dialect: str
 ) -> None:
-    chunks = await asyncio.wait_for(ask(upstream(dialect), dialect, "keep_open", stream=True), 5)
+    chunks = await asyncio.wait_for(send(create_upstream(dialect), dialect, "keep_open", stream=True), 5)
     assert get_message(chunks[-1])["content"] == TEXT
 
 
-async def test_upstream_stream_ends_with_its_last_choice(upstream: CreateUpstream) -> None:
-    chunks = await ask(upstream(), "chat", n=2, stream=True)
+async def test_upstream_stream_ends_with_its_last_choice(create_upstream: CreateUpstream) -> None:
+    chunks = await send(create_upstream(), "chat", n=2, stream=True)
     before = b"".join(chunk.raw for chunk in chunks[:-1])
     assert before.count(b'"finish_reason":"stop"') == 1
     assert [choice.message["content"] for choice in chunks[-1].choices or ()] == [TEXT, TEXT]
@@ -200,35 +201,39 @@ async def test_upstream_stream_ends_with_its_last_choice(upstream: CreateUpstrea
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_error_is_forwarded(upstream: CreateUpstream, dialect: str, stream: bool) -> None:
+async def test_upstream_error_is_forwarded(
+    create_upstream: CreateUpstream, dialect: str, stream: bool
+) -> None:
     with pytest.raises(UpstreamError) as caught:
-        await ask(upstream(dialect), dialect, "limited", stream=stream)
+        await send(create_upstream(dialect), dialect, "limited", stream=stream)
     error = caught.value
     assert (error.status, error.retry_after, error.message, error.code) == (429, 7, "Slow down.", "slow")
     assert orjson.loads(error.raw)["error"]["type"] == "rate_limit_error"
 
 
-async def test_upstream_error_without_json_is_forwarded(upstream: CreateUpstream) -> None:
+async def test_upstream_error_without_json_is_forwarded(create_upstream: CreateUpstream) -> None:
     with pytest.raises(UpstreamError, match="Internal Server Error") as caught:
-        await ask(upstream(), "chat", "broken")
+        await send(create_upstream(), "chat", "broken")
     assert caught.value.status == 500
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-async def test_upstream_invalid_response_is_a_bad_gateway(upstream: CreateUpstream, dialect: str) -> None:
+async def test_upstream_invalid_response_raises_a_502_error(
+    create_upstream: CreateUpstream, dialect: str
+) -> None:
     with pytest.raises(UpstreamError, match="cannot be read") as caught:
-        await ask(upstream(dialect), dialect, "malformed")
+        await send(create_upstream(dialect), dialect, "malformed")
     assert (caught.value.status, caught.value.raw) == (502, b"")
 
 
 @pytest.mark.parametrize("model", ["truncated", "disconnecting"])
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
-    upstream: CreateUpstream, dialect: str, model: str
+    create_upstream: CreateUpstream, dialect: str, model: str
 ) -> None:
     request = ModelRequest(model, (), stream=True)
     body = orjson.dumps({"model": model, "stream": True})
-    response = upstream(dialect).send(request, dialect, body, {})
+    response = create_upstream(dialect).send(request, dialect, body, {})
     assert response.partial_choices() == []
     with pytest.raises(EngineUnavailable, match="before the end"):
         await collect(response)
@@ -241,12 +246,12 @@ async def test_upstream_broken_stream_raises_and_keeps_partial_choices(
 
 @pytest.mark.parametrize("dialect", DIALECTS)
 async def test_upstream_closed_response_keeps_partial_choices(
-    provider: Provider, upstream: CreateUpstream, dialect: str
+    provider: Provider, create_upstream: CreateUpstream, dialect: str
 ) -> None:
     provider.gate = asyncio.Event()
     request = ModelRequest("plain", (), stream=True)
     body = orjson.dumps({"model": "plain", "stream": True})
-    response = upstream(dialect).send(request, dialect, body, {})
+    response = create_upstream(dialect).send(request, dialect, body, {})
     async with aclosing(response.chunks):
         while not response.partial_choices():
             await asyncio.wait_for(anext(response.chunks), 5)
@@ -258,11 +263,11 @@ async def test_upstream_closed_response_keeps_partial_choices(
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 async def test_upstream_error_in_a_stream_comes_after_earlier_chunks(
-    upstream: CreateUpstream, dialect: str
+    create_upstream: CreateUpstream, dialect: str
 ) -> None:
     request = ModelRequest("failing", (), stream=True)
     body = orjson.dumps({"model": "failing", "stream": True})
-    response = upstream(dialect).send(request, dialect, body, {})
+    response = create_upstream(dialect).send(request, dialect, body, {})
     chunks: list[UpstreamChunk] = []
     with pytest.raises(UpstreamError, match="Overloaded") as caught:
         await collect(response, chunks)
@@ -271,42 +276,46 @@ async def test_upstream_error_in_a_stream_comes_after_earlier_chunks(
     assert b"Overloaded" not in b"".join(chunk.raw for chunk in chunks)
 
 
-async def test_upstream_unreachable_provider_is_unavailable() -> None:
+async def test_upstream_unreachable_provider_raises_engine_unavailable() -> None:
     upstream = HttpUpstream(UpstreamEngineConfig(base_url="http://127.0.0.1:1/v1"))
     with pytest.raises(EngineUnavailable, match="cannot be reached"):
-        await ask(upstream, "chat")
+        await send(upstream, "chat")
     await upstream.close()
 
 
 # --- requests -----------------------------------------------------------------------------------
 
 
-async def test_upstream_request_changes_only_the_model(provider: Provider, upstream: CreateUpstream) -> None:
+async def test_upstream_request_changes_only_the_model(
+    provider: Provider, create_upstream: CreateUpstream
+) -> None:
     body = b'{"model":"gpt-5","messages":[ {"role":"user","content":"h\\u0069"} ],"x":1.0e0}'
-    response = upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})
+    response = create_upstream(model="plain").send(ModelRequest("gpt-5", ()), "chat", body, {})
     async with aclosing(response.chunks):
         assert [chunk async for chunk in response.chunks]
     assert provider.bodies == [body.replace(b"gpt-5", b"plain")]
 
 
 @pytest.mark.parametrize(
-    ("dialect", "limit"),
+    ("dialect", "limit_field"),
     [("chat", "max_tokens"), ("messages", "max_tokens"), ("responses", "max_output_tokens")],
 )
 async def test_upstream_sampling_overrides_replace_agent_values(
-    provider: Provider, upstream: CreateUpstream, dialect: str, limit: str
+    provider: Provider, create_upstream: CreateUpstream, dialect: str, limit_field: str
 ) -> None:
     overrides = {"temperature": 0, "max_tokens": 5}
-    await ask(upstream(dialect), dialect, overrides=overrides, temperature=0.7)
-    assert (provider.last_request["temperature"], provider.last_request[limit]) == (0, 5)
+    await send(create_upstream(dialect), dialect, overrides=overrides, temperature=0.7)
+    assert (provider.last_request["temperature"], provider.last_request[limit_field]) == (0, 5)
 
 
-async def test_upstream_large_body_is_forwarded(provider: Provider, upstream: CreateUpstream) -> None:
-    await ask(upstream(), "chat", padding="x" * (3 << 20))
+async def test_upstream_large_body_is_forwarded(provider: Provider, create_upstream: CreateUpstream) -> None:
+    await send(create_upstream(), "chat", padding="x" * (3 << 20))
     assert len(provider.bodies[0]) > 3 << 20
 
 
-async def test_upstream_forwards_only_known_headers(provider: Provider, upstream: CreateUpstream) -> None:
+async def test_upstream_forwards_only_known_headers(
+    provider: Provider, create_upstream: CreateUpstream
+) -> None:
     agent_headers = {
         "authorization": "Bearer sk-agent",
         "openai-organization": "org-1",
@@ -317,7 +326,7 @@ async def test_upstream_forwards_only_known_headers(provider: Provider, upstream
         "x-instar-session": "s",
         "content-length": "1",
     }
-    await ask(upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=agent_headers)
+    await send(create_upstream(headers={"x-extra": "1", "user-agent": "ours"}), "chat", headers=agent_headers)
     headers = provider.headers[0]
     assert headers["authorization"] == "Bearer sk-agent"
     assert (headers["openai-organization"], headers["x-extra"], headers["user-agent"]) == (
@@ -332,11 +341,11 @@ async def test_upstream_forwards_only_known_headers(provider: Provider, upstream
 
 @pytest.mark.parametrize("dialect", ["chat", "messages"])
 async def test_upstream_environment_key_replaces_the_agent_key(
-    provider: Provider, upstream: CreateUpstream, dialect: str, monkeypatch: pytest.MonkeyPatch
+    provider: Provider, create_upstream: CreateUpstream, dialect: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PROVIDER_KEY", "sk-provider")
     agent_headers = {"authorization": "Bearer sk-agent", "x-api-key": "sk-agent"}
-    await ask(upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=agent_headers)
+    await send(create_upstream(dialect, api_key_env="PROVIDER_KEY"), dialect, headers=agent_headers)
     headers = provider.headers[0]
     assert "sk-agent" not in str(headers)
     if dialect == "messages":
@@ -355,9 +364,9 @@ async def test_upstream_environment_key_replaces_the_agent_key(
     ],
 )
 async def test_upstream_agent_key_is_forwarded_to_anthropic(
-    provider: Provider, upstream: CreateUpstream, headers: dict[str, str], name: str, value: str
+    provider: Provider, create_upstream: CreateUpstream, headers: dict[str, str], name: str, value: str
 ) -> None:
-    await ask(upstream("messages"), "messages", headers=headers)
+    await send(create_upstream("messages"), "messages", headers=headers)
     assert provider.headers[0][name] == value
 
 
@@ -379,19 +388,19 @@ async def test_upstream_accepts_base_url_with_or_without_v1(
     )
     upstream = HttpUpstream(config)
     for agent_dialect in ("chat", "messages"):
-        assert (await ask(upstream, agent_dialect))[-1].choices
+        assert (await send(upstream, agent_dialect))[-1].choices
     await upstream.close()
 
 
 async def test_upstream_counts_tokens_if_the_provider_supports_it(
-    provider: Provider, upstream: CreateUpstream
+    provider: Provider, create_upstream: CreateUpstream
 ) -> None:
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})
-    counted = await upstream("messages", model="m").count_tokens(body, {})
+    counted = await create_upstream("messages", model="m").count_tokens(body, {})
     assert orjson.loads(counted) == {"input_tokens": 12}
     assert provider.last_request["model"] == "m"
-    with pytest.raises(ApiError, match="does not count"):
-        await upstream("chat").count_tokens(body, {})
+    with pytest.raises(ApiError, match="cannot count"):
+        await create_upstream("chat").count_tokens(body, {})
 
 
 # --- token ids ----------------------------------------------------------------------------------
@@ -399,9 +408,9 @@ async def test_upstream_counts_tokens_if_the_provider_supports_it(
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
 async def test_upstream_token_ids_are_requested_and_stripped(
-    provider: Provider, upstream: CreateUpstream, dialect: str
+    provider: Provider, create_upstream: CreateUpstream, dialect: str
 ) -> None:
-    (chunk,) = await ask(upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
+    (chunk,) = await send(create_upstream(dialect, token_ids=True), dialect, "exact", temperature=0.5)
     assert provider.last_request["return_token_ids"] is True
     assert provider.last_request["logprobs"] == (True if dialect == "chat" else 0)
     assert (provider.last_request["temperature"], provider.last_request["top_p"]) == (0.5, 1.0)
@@ -418,8 +427,8 @@ async def test_upstream_token_ids_are_requested_and_stripped(
     assert orjson.loads(chunk.raw)["choices"][0]["logprobs"] is None
 
 
-async def test_upstream_token_ids_are_stripped_from_streams(upstream: CreateUpstream) -> None:
-    chunks = await ask(upstream(token_ids=True), "chat", "exact", stream=True)
+async def test_upstream_token_ids_are_stripped_from_streams(create_upstream: CreateUpstream) -> None:
+    chunks = await send(create_upstream(token_ids=True), "chat", "exact", stream=True)
     (choice,) = chunks[-1].choices or ()
     assert choice.sampled_ids is not None
     assert choice.sampled_logprobs is not None
@@ -431,15 +440,17 @@ async def test_upstream_token_ids_are_stripped_from_streams(upstream: CreateUpst
     assert raw.endswith(b"data: [DONE]\n\n")
 
 
-async def test_upstream_token_ids_are_kept_if_the_agent_requests_them(upstream: CreateUpstream) -> None:
-    exact = upstream(token_ids=True)
-    (chunk,) = await ask(exact, "chat", "exact", logprobs=True, return_token_ids=True)
+async def test_upstream_token_ids_are_kept_if_the_agent_requests_them(
+    create_upstream: CreateUpstream,
+) -> None:
+    exact_upstream = create_upstream(token_ids=True)
+    (chunk,) = await send(exact_upstream, "chat", "exact", logprobs=True, return_token_ids=True)
     response = orjson.loads(chunk.raw)
     assert response["prompt_token_ids"] == [1, 5, 6]
     assert response["choices"][0]["token_ids"] == [7, 8, 2]
     assert response["choices"][0]["logprobs"]
 
 
-async def test_upstream_without_token_ids_returns_none(upstream: CreateUpstream) -> None:
-    (chunk,) = await ask(upstream(token_ids=True), "chat")
+async def test_upstream_response_without_token_ids_has_none(create_upstream: CreateUpstream) -> None:
+    (chunk,) = await send(create_upstream(token_ids=True), "chat")
     assert [choice.sampled_ids for choice in chunk.choices or ()] == [None]

@@ -1,4 +1,4 @@
-"""The official SDKs through a gateway to a provider, with the same or another dialect."""
+"""The official SDKs against a gateway whose provider has the same dialect or a different one."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ from tests.unit.gateway.conftest import RunningGateway, run_gateway
 from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
 
 StartGateway = Callable[..., Any]
-USER: Any = [{"role": "user", "content": "hi"}]
-AGENTS = ("chat", "responses", "messages")
-PAIRS = [(agent, dialect) for agent in AGENTS for dialect in dict.fromkeys(("chat", "messages", agent))]
+MESSAGES: Any = [{"role": "user", "content": "hi"}]
+AGENT_DIALECTS = ("chat", "responses", "messages")
+DIALECT_PAIRS = [
+    (agent, dialect) for agent in AGENT_DIALECTS for dialect in dict.fromkeys(("chat", "messages", agent))
+]
 
 
 @pytest.fixture
@@ -41,8 +43,7 @@ async def start_gateway(tmp_path: Path, provider: Provider) -> AsyncGenerator[St
             base_url = provider.url + ("" if dialect == "messages" else "/v1")
             upstream = HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings))
             stack.push_async_callback(upstream.close)
-            none: Any = None
-            gateway = run_gateway(tmp_path / "store.db", none, none, GatewayConfig(), upstream=upstream)
+            gateway = run_gateway(tmp_path / "store.db", None, None, GatewayConfig(), upstream=upstream)
             return await stack.enter_async_context(gateway)
 
         yield start_gateway
@@ -53,35 +54,40 @@ def create_anthropic_client(session: OpenedSession) -> anthropic.AsyncAnthropic:
     return anthropic.AsyncAnthropic(base_url=base_url, api_key=session.api_key, max_retries=0)
 
 
-async def ask(gateway: RunningGateway, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
-    """Return the text and the tool call arguments that the agent's SDK parsed."""
+async def create_reply(
+    gateway: RunningGateway, session: OpenedSession, agent: str, model: str
+) -> tuple[str, str]:
+    """Return the text and the tool call arguments that the SDK for the agent's dialect parsed."""
     if agent == "messages":
         async with create_anthropic_client(session) as client:
-            message = await client.messages.create(model=model, max_tokens=50, messages=USER)
+            message = await client.messages.create(model=model, max_tokens=50, messages=MESSAGES)
         texts = [block.text for block in message.content if block.type == "text"]
         inputs = [orjson.dumps(block.input).decode() for block in message.content if block.type == "tool_use"]
         return "".join(texts), "".join(inputs)
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         if agent == "responses":
             response = await client.responses.create(model=model, input="hi")
-            calls = [item.arguments for item in response.output if item.type == "function_call"]
-            return response.output_text, "".join(calls)
-        completion = await client.chat.completions.create(model=model, messages=USER)
+            call_arguments = [item.arguments for item in response.output if item.type == "function_call"]
+            return response.output_text, "".join(call_arguments)
+        completion = await client.chat.completions.create(model=model, messages=MESSAGES)
     chat_message = completion.choices[0].message
     arguments = [call.function.arguments for call in chat_message.tool_calls or () if call.type == "function"]
     return chat_message.content or "", "".join(arguments)
 
 
-async def stream(gateway: RunningGateway, session: OpenedSession, agent: str, model: str) -> tuple[str, str]:
+async def stream_reply(
+    gateway: RunningGateway, session: OpenedSession, agent: str, model: str
+) -> tuple[str, str]:
+    """Like `create_reply`, but join the text and arguments from the events of a stream."""
     text = arguments = ""
     if agent == "messages":
         async with create_anthropic_client(session) as client:
-            async with client.messages.stream(model=model, max_tokens=50, messages=USER) as events:
+            async with client.messages.stream(model=model, max_tokens=50, messages=MESSAGES) as events:
                 async for event in events:
                     text += event.text if event.type == "text" else ""
                     arguments += event.partial_json if event.type == "input_json" else ""
         return text, arguments
-    async with gateway.client(session) as client:
+    async with gateway.openai_client(session) as client:
         if agent == "responses":
             async for event in await client.responses.create(model=model, input="hi", stream=True):
                 text += event.delta if event.type == "response.output_text.delta" else ""
@@ -89,7 +95,7 @@ async def stream(gateway: RunningGateway, session: OpenedSession, agent: str, mo
                 if event.type == "response.failed":  # The SDK does not raise an error for this.
                     raise openai.OpenAIError(str(event.response.error))
             return text, arguments
-        async for chunk in await client.chat.completions.create(model=model, messages=USER, stream=True):
+        async for chunk in await client.chat.completions.create(model=model, messages=MESSAGES, stream=True):
             for choice in chunk.choices:
                 text += choice.delta.content or ""
                 for call in choice.delta.tool_calls or ():
@@ -98,13 +104,13 @@ async def stream(gateway: RunningGateway, session: OpenedSession, agent: str, mo
 
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
-@pytest.mark.parametrize("send", [ask, stream])
-@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
+@pytest.mark.parametrize("send", [create_reply, stream_reply])
+@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
 async def test_upstream_serves_every_agent_dialect_from_every_provider(
     start_gateway: StartGateway, agent: str, dialect: str, send: Any, model: str
 ) -> None:
     gateway = await start_gateway(dialect)
-    session = await gateway.open()
+    session = await gateway.open_session()
     text, arguments = await send(gateway, session, agent, model)
     assert text == (TEXT if model == "plain" else "")
     assert not arguments if model == "plain" else orjson.loads(arguments) == orjson.loads(ARGUMENTS)
@@ -117,31 +123,31 @@ async def test_upstream_serves_every_agent_dialect_from_every_provider(
 
 async def test_upstream_exact_tokens_are_recorded(start_gateway: StartGateway) -> None:
     gateway = await start_gateway("chat", token_ids=True)
-    session = await gateway.open()
-    await ask(gateway, session, "chat", "exact")
+    session = await gateway.open_session()
+    await create_reply(gateway, session, "chat", "exact")
     (call,) = await gateway.calls(session)
     assert call.prompt_ids.tolist() == [1, 5, 6]
     assert call.sampled_ids.tolist() == [7, 8, 2]
     assert call.logprobs.tolist() == [-0.5, -0.5, -0.5]
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", AGENT_DIALECTS)
 async def test_upstream_error_reaches_the_agent(start_gateway: StartGateway, agent: str) -> None:
     gateway = await start_gateway("chat", also=["responses", "messages"])
-    session = await gateway.open()
+    session = await gateway.open_session()
     expected = anthropic.RateLimitError if agent == "messages" else openai.RateLimitError
     with pytest.raises(expected, match="Slow down") as caught:
-        await ask(gateway, session, agent, "limited")
+        await create_reply(gateway, session, agent, "limited")
     assert caught.value.response.headers["retry-after"] == "7"
     assert await gateway.calls(session) == []
 
 
-@pytest.mark.parametrize("agent", AGENTS)
+@pytest.mark.parametrize("agent", AGENT_DIALECTS)
 async def test_upstream_partial_reply_is_recorded_as_aborted(start_gateway: StartGateway, agent: str) -> None:
     gateway = await start_gateway("chat", also=["responses", "messages"])
-    session = await gateway.open()
+    session = await gateway.open_session()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
-        await stream(gateway, session, agent, "truncated")
+        await stream_reply(gateway, session, agent, "truncated")
     call = await wait_for_call(gateway, session)
     assert call.status is CallStatus.ABORTED
     assert call.reply["content"]
@@ -160,9 +166,9 @@ async def test_upstream_does_not_receive_session_keys(
     start_gateway: StartGateway, provider: Provider
 ) -> None:
     gateway = await start_gateway("chat", also=["messages"])
-    session = await gateway.open()
+    session = await gateway.open_session()
     for agent in ("chat", "messages"):
-        await ask(gateway, session, agent, "plain")
+        await create_reply(gateway, session, agent, "plain")
     assert session.api_key not in str(provider.headers)
 
 
@@ -170,12 +176,12 @@ async def test_upstream_receives_the_agents_own_api_key(
     start_gateway: StartGateway, provider: Provider
 ) -> None:
     gateway = await start_gateway("chat")
-    session = await gateway.open()
+    session = await gateway.open_session()
     headers = {"x-instar-key": session.api_key}
     async with openai.AsyncOpenAI(
         base_url=f"{gateway.url}/v1", api_key="provider-key", default_headers=headers, max_retries=0
     ) as client:
-        await client.chat.completions.create(model="plain", messages=USER)
+        await client.chat.completions.create(model="plain", messages=MESSAGES)
     provider_headers = provider.headers[-1]
     assert provider_headers["authorization"] == "Bearer provider-key"
     assert "x-instar-key" not in provider_headers
@@ -187,8 +193,8 @@ async def test_upstream_response_can_be_continued_by_id(
     start_gateway: StartGateway, provider: Provider
 ) -> None:
     gateway = await start_gateway("responses")
-    session = await gateway.open()
-    async with gateway.client(session) as client:
+    session = await gateway.open_session()
+    async with gateway.openai_client(session) as client:
         first = await client.responses.create(model="plain", input="hi")
         await client.responses.create(model="plain", input="and?", previous_response_id=first.id)
     assert provider.last_request["previous_response_id"] == first.id == "resp_9"
@@ -201,14 +207,14 @@ async def test_upstream_response_of_another_agent_cannot_be_continued_by_id(
     start_gateway: StartGateway, provider: Provider
 ) -> None:
     gateway = await start_gateway("responses")
-    session = await gateway.open()
-    async with gateway.client(session) as client:
+    session = await gateway.open_session()
+    async with gateway.openai_client(session) as client:
         first = await client.responses.create(model="plain", input="hi")
     body = {"model": "plain", "input": "and?", "previous_response_id": first.id}
-    for key in (await create_key(gateway.store, "agent", "other"), (await gateway.open()).api_key):
-        response = await gateway.control("/v1/responses", body, key)
+    for key in (await create_key(gateway.store, "agent", "other"), (await gateway.open_session()).api_key):
+        response = await gateway.post_json("/v1/responses", body, key)
         assert (response.status_code, response.json()["error"]["param"]) == (404, "previous_response_id")
     assert "previous_response_id" not in provider.last_request, "the provider received a rejected request"
     body["previous_response_id"] = "resp_provider"
-    assert (await gateway.control("/v1/responses", body, session.api_key)).status_code == 200
+    assert (await gateway.post_json("/v1/responses", body, session.api_key)).status_code == 200
     assert provider.last_request["previous_response_id"] == "resp_provider"

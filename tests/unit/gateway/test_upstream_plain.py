@@ -1,4 +1,4 @@
-"""The HTTP client for providers without TLS, against servers that send arbitrary bytes."""
+"""The client for providers without TLS, against servers that send arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 from instar.http.plain import PlainClient, PlainResponse
 
 ConnectionHandler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
+OK_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
 class CountingServer:
+    """Counts the connections to it."""
+
     def __init__(self, handle: ConnectionHandler) -> None:
         self.connections = 0
         self._handle = handle
@@ -34,10 +36,11 @@ class CountingServer:
 async def run_server(
     handle: ConnectionHandler, idle_seconds: float = 5.0
 ) -> AsyncGenerator[tuple[PlainClient, CountingServer]]:
+    """Run a server. Yield a client for it, and the server."""
     server = CountingServer(handle)
     listener = await asyncio.start_server(server.accept, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    client = PlainClient("127.0.0.1", port, idle_seconds=idle_seconds, connect_seconds=5)
+    client = PlainClient("127.0.0.1", port, idle_timeout=idle_seconds, connect_timeout=5)
     try:
         yield client, server
     finally:
@@ -69,7 +72,7 @@ async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
 
 
 async def test_plain_client_reuses_connections() -> None:
-    async with run_server(respond_always(OK)) as (client, server):
+    async with run_server(respond_always(OK_RESPONSE)) as (client, server):
         for _ in range(3):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -77,14 +80,14 @@ async def test_plain_client_reuses_connections() -> None:
 
 
 async def test_plain_client_opens_a_connection_per_concurrent_request() -> None:
-    async with run_server(respond_always(OK)) as (client, server):
+    async with run_server(respond_always(OK_RESPONSE)) as (client, server):
         responses = await asyncio.gather(*[post(client) for _ in range(5)])
         assert [await response.read() for response in responses] == [b"hi"] * 5
         assert server.connections == 5
 
 
 async def test_plain_client_drops_idle_connections() -> None:
-    async with run_server(respond_always(OK), idle_seconds=0.0) as (client, server):
+    async with run_server(respond_always(OK_RESPONSE), idle_seconds=0.0) as (client, server):
         for _ in range(2):
             await (await post(client)).read()
         assert server.connections == 2
@@ -95,7 +98,7 @@ async def test_plain_client_sends_the_request() -> None:
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         requests.append(await read_request(reader))
-        writer.write(OK)
+        writer.write(OK_RESPONSE)
 
     async with run_server(handle) as (client, _):
         await (await post(client, b"body")).read()
@@ -106,29 +109,29 @@ async def test_plain_client_sends_the_request() -> None:
 
 
 async def test_plain_client_rejects_line_breaks_in_headers() -> None:
-    async with run_server(respond_always(OK)) as (client, _):
+    async with run_server(respond_always(OK_RESPONSE)) as (client, _):
         with pytest.raises(ValueError, match="line break"):
             await client.post("/", {"a": "b\r\nc: d"}, b"")
 
 
 @pytest.mark.parametrize(
-    ("raw_response", "disconnect", "reused"),
+    ("raw_response", "disconnect", "is_reused"),
     [
         (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nh\r\n1\r\ni\r\n0\r\n\r\n", False, True),
-        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK, False, True),
+        (b"HTTP/1.1 100 Continue\r\n\r\n" + OK_RESPONSE, False, True),
         (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nhi", False, False),
         (b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\nhi", True, False),
         (b"HTTP/1.0 200 OK\r\n\r\nhi", True, False),
     ],
 )
 async def test_plain_client_reads_every_body_framing(
-    raw_response: bytes, disconnect: bool, reused: bool
+    raw_response: bytes, disconnect: bool, is_reused: bool
 ) -> None:
     async with run_server(respond_always(raw_response, disconnect=disconnect)) as (client, server):
         for _ in range(2):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
-        assert server.connections == (1 if reused else 2)
+        assert server.connections == (1 if is_reused else 2)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +179,7 @@ async def test_plain_client_applies_back_pressure() -> None:
         assert len(await response.read()) == size
 
 
-async def test_plain_client_closes_after_an_early_response() -> None:
+async def test_plain_client_closes_the_connection_after_an_early_response() -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n")
@@ -196,7 +199,7 @@ async def test_plain_client_closes_the_connection_of_a_cancelled_request(has_res
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         if has_response:
-            writer.write(OK[:-1])
+            writer.write(OK_RESPONSE[:-1])
         assert await reader.read() == b""
         disconnected.set()
 

@@ -20,9 +20,11 @@ from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Message, Tool, ToolCall
 from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
 
-AGENTS = ("chat", "responses", "messages")
-PROVIDERS = ("chat", "messages")
-PAIRS = [(agent, provider) for agent in AGENTS for provider in PROVIDERS if agent != provider]
+AGENT_DIALECTS = ("chat", "responses", "messages")
+PROVIDER_DIALECTS = ("chat", "messages")
+DIALECT_PAIRS = [
+    (agent, provider) for agent in AGENT_DIALECTS for provider in PROVIDER_DIALECTS if agent != provider
+]
 
 TOOL = Tool(
     name="weather", description="Get the weather.", parameters={"properties": {"city": {"type": "string"}}}
@@ -49,7 +51,7 @@ async def provider() -> AsyncGenerator[Provider]:
 
 
 @pytest.fixture
-async def upstream(provider: Provider) -> AsyncGenerator[CreateUpstream]:
+async def create_upstream(provider: Provider) -> AsyncGenerator[CreateUpstream]:
     upstreams: list[HttpUpstream] = []
 
     def create(dialect: str, **settings: Any) -> HttpUpstream:
@@ -66,7 +68,7 @@ def build_request(model: str = "plain", **fields: Any) -> ModelRequest:
     return ModelRequest(model, CONVERSATION, (TOOL,), **fields)
 
 
-async def ask(
+async def send(
     upstream: HttpUpstream, dialect: str, request: ModelRequest, headers: dict[str, str] | None = None
 ) -> list[UpstreamChunk]:
     response = upstream.send(request, dialect, b"original body", headers or {})
@@ -75,7 +77,7 @@ async def ask(
 
 
 def join_deltas(chunks: list[UpstreamChunk]) -> Message:
-    """Join the deltas into a message."""
+    """Return the message that the deltas add up to."""
     message = Message(role="assistant", content="")
     reasoning = ""
     calls: list[ToolCall] = []
@@ -95,11 +97,11 @@ def join_deltas(chunks: list[UpstreamChunk]) -> Message:
 
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
-@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_translated_response_is_one_chunk_with_choices(
-    upstream: CreateUpstream, agent: str, dialect: str, model: str
+@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
+async def test_translated_response_is_a_single_chunk(
+    create_upstream: CreateUpstream, agent: str, dialect: str, model: str
 ) -> None:
-    (chunk,) = await ask(upstream(dialect), agent, build_request(model))
+    (chunk,) = await send(create_upstream(dialect), agent, build_request(model))
     assert (chunk.raw, chunk.deltas) == (b"", [])
     (choice,) = chunk.choices or ()
     assert choice.message["content"] == ("" if model == "tools" else TEXT)
@@ -107,11 +109,11 @@ async def test_translated_response_is_one_chunk_with_choices(
 
 
 @pytest.mark.parametrize("model", ["plain", "tools", "bytewise"])
-@pytest.mark.parametrize(("agent", "dialect"), PAIRS)
-async def test_translation_deltas_add_up_to_the_reply(
-    upstream: CreateUpstream, agent: str, dialect: str, model: str
+@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
+async def test_translated_deltas_add_up_to_the_reply(
+    create_upstream: CreateUpstream, agent: str, dialect: str, model: str
 ) -> None:
-    chunks = await ask(upstream(dialect), agent, build_request(model, stream=True))
+    chunks = await send(create_upstream(dialect), agent, build_request(model, stream=True))
     assert all(chunk.raw == b"" for chunk in chunks)
     (choice,) = chunks[-1].choices or ()
     assert join_deltas(chunks) == choice.message
@@ -125,10 +127,10 @@ async def test_translation_deltas_add_up_to_the_reply(
 
 @pytest.mark.parametrize("agent", ["responses", "messages"])
 async def test_translation_builds_a_chat_request(
-    provider: Provider, upstream: CreateUpstream, agent: str
+    provider: Provider, create_upstream: CreateUpstream, agent: str
 ) -> None:
     settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
-    await ask(upstream("chat", model="m"), agent, build_request(stream=True, **settings))
+    await send(create_upstream("chat", model="m"), agent, build_request(stream=True, **settings))
     body = provider.last_request
     TypeAdapter(CompletionCreateParams).validate_python(body)
     assert body["model"] == "m"
@@ -146,9 +148,9 @@ async def test_translation_builds_a_chat_request(
 
 @pytest.mark.parametrize("agent", ["chat", "responses"])
 async def test_translation_builds_a_messages_request(
-    provider: Provider, upstream: CreateUpstream, agent: str
+    provider: Provider, create_upstream: CreateUpstream, agent: str
 ) -> None:
-    await ask(upstream("messages", model="m"), agent, build_request(temperature=0.5, stop=("x",)))
+    await send(create_upstream("messages", model="m"), agent, build_request(temperature=0.5, stop=("x",)))
     body = provider.last_request
     TypeAdapter(MessageCreateParams).validate_python(body)
     assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("Be brief.", 8192, ["x"])
@@ -164,54 +166,59 @@ async def test_translation_builds_a_messages_request(
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("seed", 1)])
 async def test_translation_rejects_fields_that_anthropic_does_not_support(
-    upstream: CreateUpstream, name: str, value: int
+    create_upstream: CreateUpstream, name: str, value: int
 ) -> None:
     with pytest.raises(ApiError, match=f"has no '{name}'") as caught:
-        await ask(upstream("messages"), "chat", build_request(**{name: value}))
+        await send(create_upstream("messages"), "chat", build_request(**{name: value}))
     assert (caught.value.status, caught.value.param) == (400, name)
 
 
-async def test_translation_rejects_unsupported_requests(upstream: CreateUpstream) -> None:
+async def test_translation_rejects_unsupported_requests(create_upstream: CreateUpstream) -> None:
     with pytest.raises(ApiError, match="images"):
-        await ask(upstream("chat"), "messages", build_request(unsupported_error=bad_request("No images.")))
+        await send(
+            create_upstream("chat"), "messages", build_request(unsupported_error=bad_request("No images."))
+        )
 
 
 @pytest.mark.parametrize(
     ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
 )
 async def test_translation_rejects_unsupported_dialects(
-    upstream: CreateUpstream, dialect: str, agent: str
+    create_upstream: CreateUpstream, dialect: str, agent: str
 ) -> None:
     with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
-        await ask(upstream(dialect), agent, build_request())
+        await send(create_upstream(dialect), agent, build_request())
 
 
 async def test_translation_moves_the_agents_key_to_the_providers_header(
-    provider: Provider, upstream: CreateUpstream
+    provider: Provider, create_upstream: CreateUpstream
 ) -> None:
     headers = {"x-api-key": "k", "anthropic-version": "2023-06-01", "anthropic-beta": "b"}
-    await ask(upstream("chat"), "messages", build_request(), headers)
+    await send(create_upstream("chat"), "messages", build_request(), headers)
     provider_headers = provider.headers[-1]
     assert provider_headers["authorization"] == "Bearer k"
     assert not {"x-api-key", "anthropic-beta", "anthropic-version"} & set(provider_headers)
-    await ask(
-        upstream("messages"), "chat", build_request(), {"authorization": "Bearer k", "openai-project": "p"}
+    await send(
+        create_upstream("messages"),
+        "chat",
+        build_request(),
+        {"authorization": "Bearer k", "openai-project": "p"},
     )
     provider_headers = provider.headers[-1]
     assert (provider_headers["x-api-key"], provider_headers["anthropic-version"]) == ("k", "2023-06-01")
     assert not {"authorization", "openai-project"} & set(provider_headers)
 
 
-async def test_translated_error_has_no_raw_body(upstream: CreateUpstream) -> None:
+async def test_translated_error_has_no_raw_body(create_upstream: CreateUpstream) -> None:
     with pytest.raises(UpstreamError, match=r"Slow down\.") as caught:
-        await ask(upstream("chat"), "messages", build_request("limited"))
+        await send(create_upstream("chat"), "messages", build_request("limited"))
     assert (caught.value.status, caught.value.retry_after, caught.value.raw) == (429, 7, b"")
 
 
-async def test_translation_keeps_token_ids(upstream: CreateUpstream) -> None:
+async def test_translation_keeps_token_ids(create_upstream: CreateUpstream) -> None:
     for stream in (False, True):
-        chunks = await ask(
-            upstream("chat", token_ids=True), "messages", build_request("exact", stream=stream)
+        chunks = await send(
+            create_upstream("chat", token_ids=True), "messages", build_request("exact", stream=stream)
         )
         (choice,) = chunks[-1].choices or ()
         assert choice.sampled_ids is not None

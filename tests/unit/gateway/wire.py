@@ -1,4 +1,4 @@
-"""Requests in every dialect over plain HTTP, including invalid ones that an SDK would not send."""
+"""Requests in every dialect over plain HTTP, and a gateway that can be restarted on its store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.record.base import Renderer
 from instar.types import Call
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, run_gateway
 
 PATHS = {
     "chat": "/v1/chat/completions",
@@ -22,6 +22,7 @@ PATHS = {
     "responses": "/v1/responses",
     "messages": "/v1/messages",
 }
+DIALECTS = tuple(PATHS)
 
 
 def build_request(dialect: str, *texts: str, **fields: Any) -> dict[str, Any]:
@@ -45,10 +46,11 @@ async def post(
     gateway: RunningGateway,
     body: Any,
     dialect: str = "chat",
-    key: str = ADMIN,
+    key: str = ADMIN_KEY,
     prefix: str = "",
     **headers: str,
 ) -> httpx.Response:
+    """Post a body to the dialect's route. Underscores in header names become hyphens."""
     extra_headers = {name.replace("_", "-"): value for name, value in headers.items()}
     return await gateway.http.post(
         prefix + PATHS[dialect], json=body, headers={"Authorization": f"Bearer {key}", **extra_headers}
@@ -68,20 +70,20 @@ async def list_all_calls(gateway: RunningGateway) -> list[Call]:
 
 
 async def count_in_flight(gateway: RunningGateway) -> int:
-    response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN}"})
+    response = await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN_KEY}"})
     return response.json()["in_flight"]
 
 
-async def wait_for_in_flight(gateway: RunningGateway, count: int, seconds: float = 10) -> None:
+async def wait_for_in_flight(gateway: RunningGateway, count: int, timeout_seconds: float = 10) -> None:
     """Wait until ``count`` model calls are in flight."""
-    async with asyncio.timeout(seconds):
-        while await count_in_flight(gateway) != count:  # noqa: ASYNC110 — the gateway sends no event
+    async with asyncio.timeout(timeout_seconds):
+        while await count_in_flight(gateway) != count:  # noqa: ASYNC110 — there is no event to wait for
             await asyncio.sleep(0.005)
 
 
 @asynccontextmanager
 async def run_scripted_gateway(
-    path: Path,
+    store_path: Path,
     model: ModelConfig,
     renderer: Renderer,
     *,
@@ -89,8 +91,10 @@ async def run_scripted_gateway(
     hash_key: bytes = b"key",
     delay: float = 0.0,
 ) -> AsyncGenerator[RunningGateway]:
-    """Run a gateway on the store at ``path``. If the store exists, this simulates a restart."""
-    script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:play", delay=delay)
+    """Run a gateway on the store at ``store_path``. With an existing store, this simulates a restart."""
+    script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
     engine = ScriptedEngine(model, script)
-    async with run_gateway(path, engine, renderer, config or GatewayConfig(), hash_key=hash_key) as gateway:
+    async with run_gateway(
+        store_path, engine, renderer, config or GatewayConfig(), hash_key=hash_key
+    ) as gateway:
         yield gateway

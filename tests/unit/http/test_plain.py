@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from instar.http.plain import PlainClient
 
-REPLY = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+RESPONSE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 async def test_request_cancelled_after_its_response_does_not_abort_the_next_request() -> None:
@@ -19,14 +19,14 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
         with suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 await reader.readuntil(b"\r\n\r\n")
-                writer.write(REPLY)
+                writer.write(RESPONSE)
         writer.close()
         with suppress(ConnectionError):
             await writer.wait_closed()
         disconnected.set()
 
     server = await asyncio.start_server(respond, "127.0.0.1", 0)
-    client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_seconds=30, connect_seconds=10)
+    client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_timeout=30, connect_timeout=10)
     async with server, asyncio.timeout(10):
         first = asyncio.create_task(client.post("/", {}, b""))
         while not client._idle_connections:  # noqa: ASYNC110 - the first task must not see the response yet

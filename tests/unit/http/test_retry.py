@@ -18,7 +18,7 @@ class BusyError(Exception):
         self.retry_after = retry_after
 
 
-def test_delay_without_jitter_doubles_up_to_the_maximum() -> None:
+def test_delay_doubles_up_to_the_maximum_and_is_at_least_the_requested_delay() -> None:
     policy = RetryPolicy(first_delay=0.5, max_delay=3.0, jitter=(1.0, 1.0))
     assert [policy.delay(failures) for failures in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert policy.delay(10_000) == 3.0
@@ -34,10 +34,10 @@ def test_delay_with_jitter_stays_within_the_jitter_range() -> None:
 
 
 async def test_run_after_transient_errors_returns_the_result() -> None:
-    failures = iter([BusyError(), BusyError(0.001)])
+    errors = iter([BusyError(), BusyError(0.001)])
 
     async def attempt() -> str:
-        for error in failures:
+        for error in errors:
             raise error
         return "done"
 
@@ -45,7 +45,7 @@ async def test_run_after_transient_errors_returns_the_result() -> None:
     assert await policy.run(attempt, retry_on=BusyError, seconds=60) == "done"
 
 
-async def test_run_past_its_deadline_raises_the_last_error() -> None:
+async def test_run_past_its_time_limit_raises_the_last_error() -> None:
     async def attempt() -> None:
         raise BusyError(retry_after=30)
 

@@ -1,4 +1,4 @@
-"""Serve a protocol in a separate thread, so that blocking SDKs can call it."""
+"""Helpers that serve a protocol in a separate thread, so that blocking SDKs can call it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.protocol.serve import serve_protocol
 
 @contextmanager
 def serve_in_thread(protocol: str, model: ModelConfig, **options: Any) -> Generator[str]:
-    """Yield the server's address."""
+    """Serve the protocol until the block exits, and yield the server's URL."""
     address: Future[str] = Future()
     loop = asyncio.new_event_loop()
     stop = asyncio.Event()
@@ -26,7 +26,7 @@ def serve_in_thread(protocol: str, model: ModelConfig, **options: Any) -> Genera
             loop.run_until_complete(
                 serve_protocol(protocol, model, threads=1, on_ready=address.set_result, stop=stop, **options)
             )
-        except BaseException as error:  # reported by the thread that waits for the address
+        except BaseException as error:  # raised in the thread that waits for the address
             if not address.done():
                 address.set_exception(error)
             raise

@@ -1,4 +1,4 @@
-"""Checkpoints are complete or absent, are found only by their owner, and expire."""
+"""Tests that checkpoints are complete or absent, are found only by their owner, and expire."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_interrupted_write_keeps_the_previous_checkpoint(
 @pytest.mark.parametrize(
     "name", ["", ".", "..", ".hidden", "a/b", "../up", "a\\b", "a\0", "a\n", "é", "x" * 129]
 )
-async def test_checkpoint_names_outside_the_folder_are_rejected(
+async def test_invalid_checkpoint_names_are_rejected(
     checkpoints: CheckpointStore, tmp_path: Path, name: str
 ) -> None:
     with pytest.raises(ProtocolError, match="invalid checkpoint name"):

@@ -1,4 +1,4 @@
-"""Operations run once, in the order of their sequence ids, and their results can be retrieved."""
+"""Tests that operations run once, in the order of their sequence ids, and that results can be retrieved."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ async def test_queues_run_independently(operations: OperationScheduler) -> None:
         await get_value(operations, operations.submit("step", "me", return_value(2), queue_name="b", seq=1))
         == 2
     )
-    assert await get_value(operations, operations.submit("ask", "me", return_value(3), queue_name="a")) == 3
+    assert (
+        await get_value(operations, operations.submit("sample", "me", return_value(3), queue_name="a")) == 3
+    )
     assert await operations.wait(slow, "me", 0.01) is None
     gate.set()
     assert await get_value(operations, slow) is True
@@ -113,7 +115,7 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
     assert await get_value(operations, first) == 1
     assert operations.submit("step", "me", work, queue_name="m", seq=1) == first
     assert await get_value(operations, first) == 1
-    # Keys belong to their owner, so another owner may use the same key.
+    # Each owner has separate keys.
     other = operations.submit("step", "you", work, key="k")
     assert other != first
 
@@ -159,9 +161,9 @@ async def test_failed_operation_is_reported_and_the_next_one_runs(
 async def test_sequence_gap_timeout_fails_the_waiting_operations(operations: OperationScheduler) -> None:
     waiting = [operations.submit("step", "me", return_value(seq), queue_name="m", seq=seq) for seq in (3, 2)]
     for operation in waiting:
-        reported = await get_error(operations, operation)
-        assert "sequence id 1 of m" in str(reported)
-    with pytest.raises(ProtocolError, match="arrived too late; continue after") as caught:
+        error = await get_error(operations, operation)
+        assert "sequence id 1 of m" in str(error)
+    with pytest.raises(ProtocolError, match="arrived too late; use sequence ids above") as caught:
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
     assert caught.value.status == 409
     assert operations.submit("step", "me", return_value(2), queue_name="m", seq=2) == waiting[1]
@@ -193,9 +195,9 @@ async def test_sequence_id_far_ahead_of_the_queue_is_rejected(operations: Operat
 
 async def test_rejected_sequence_id_does_not_block_later_operations(operations: OperationScheduler) -> None:
     second = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
-    operations.reject("me", "m", 1, ProtocolError("learning_rate: received nan"))
+    operations.reject("me", "m", 1, ProtocolError("learning_rate must be finite, got nan"))
     assert await get_value(operations, second) == 2
-    with pytest.raises(ProtocolError, match=r"rejected request.; continue after the highest"):
+    with pytest.raises(ProtocolError, match=r"rejected request.; use sequence ids above the highest"):
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
 
 
@@ -253,7 +255,7 @@ async def test_closing_a_queue_fails_its_waiting_operations(operations: Operatio
     waiting = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
     await asyncio.sleep(0)
     operations.close_queue("m")
-    assert "ended before" in str(await get_error(operations, waiting))
+    assert "was closed before" in str(await get_error(operations, waiting))
     gate.set()
     assert await get_value(operations, running) is True
 

@@ -1,4 +1,4 @@
-"""The service trains and samples like its backend and engine, even with concurrent clients."""
+"""Tests that the service trains and samples like its backend and engine, even with concurrent clients."""
 
 from __future__ import annotations
 
@@ -78,12 +78,12 @@ async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int =
     return [result.loss for result in results[::2]]  # pyright: ignore[reportAttributeAccessIssue]
 
 
-async def score_tokens(model: TrainingModel, tokens: list[int]) -> Floats:
-    (logprobs,) = await model.forward([make_sample("scored", tokens, 1)])
+async def compute_logprobs(model: TrainingModel, tokens: list[int]) -> Floats:
+    (logprobs,) = await model.forward([make_sample("tokens", tokens, 1)])
     return logprobs
 
 
-def adapter_folder(info: CheckpointInfo, tmp_path: Path) -> Path:
+def get_adapter_folder(info: CheckpointInfo, tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / info.path.removeprefix("tinker://") / "adapter"
 
 
@@ -95,10 +95,10 @@ async def test_service_trains_bit_identically_alongside_other_models(
     service: TrainingService, model: ModelConfig, tmp_path: Path, rank: int
 ) -> None:
     config = LocalBackendConfig(lora=LoraConfig(rank=rank, alpha=32), threads=1)
-    single = LocalBackend(model, config, seed=5)
-    losses = await train(single)
-    await single.publish(tmp_path / "alone")
-    await single.close()
+    local = LocalBackend(model, config, seed=5)
+    expected_losses = await train(local)
+    await local.publish(tmp_path / "local")
+    await local.close()
 
     # Create and train all models concurrently, while the service samples.
     model_under_test, *others = await asyncio.gather(
@@ -106,11 +106,11 @@ async def test_service_trains_bit_identically_alongside_other_models(
     )
     concurrent_runs = [train(other, seed=other.adapter.seed or 0) for other in others]
     sampling = service.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4)
-    service_losses, *_ = await asyncio.gather(train(model_under_test), *concurrent_runs, sampling)
+    losses, *_ = await asyncio.gather(train(model_under_test), *concurrent_runs, sampling)
 
-    assert service_losses == losses
+    assert losses == expected_losses
     info = await model_under_test.export("trained")
-    assert hash_adapter(adapter_folder(info, tmp_path)) == hash_adapter(tmp_path / "alone")
+    assert hash_adapter(get_adapter_folder(info, tmp_path)) == hash_adapter(tmp_path / "local")
 
 
 async def test_models_share_the_base_weights(model: ModelConfig) -> None:
@@ -137,18 +137,18 @@ async def test_requested_layers_are_trained_and_sampled(
     service: TrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
 ) -> None:
     trained = await create_model(service, **flags)
-    before = await score_tokens(trained, PROMPT)
+    before = await compute_logprobs(trained, PROMPT)
     await train(trained)
     info = await trained.export("sampler")
     assert info.extra == {"train_attn": True, "train_mlp": True, "train_unembed": False} | flags
 
     layer_types = {"self_attn": "attn", "mlp": "mlp", "lm_head": "head"}
-    names = load_file(adapter_folder(info, tmp_path) / "adapter_model.safetensors").keys()
+    names = load_file(get_adapter_folder(info, tmp_path) / "adapter_model.safetensors").keys()
     changed = {layer_types[part] for name in names for part in name.split(".") if part in layer_types}
     assert changed == expected
 
     (reply,) = await service.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
-    after = await score_tokens(trained, PROMPT + reply.token_ids)
+    after = await compute_logprobs(trained, PROMPT + reply.token_ids)
     assert np.abs(after[1 : len(PROMPT)] - before[1:]).max() > 1e-2
     np.testing.assert_allclose(reply.logprobs, after[len(PROMPT) :], atol=1e-5)
     reported = await service.compute_logprobs(info.path, "me", PROMPT + reply.token_ids)
@@ -160,7 +160,7 @@ async def test_requested_layers_are_trained_and_sampled(
 async def test_step_without_gradient_equals_step_with_zero_gradient(
     service: TrainingService,
 ) -> None:
-    """As after a batch with only zero advantages, the moments decay and still change the weights."""
+    """In both cases, the optimizer's moments decay and still change the weights."""
     models = [await create_model(service) for _ in range(2)]
     zeros = [make_sample("zero", PROMPT, 1, advantages=np.zeros(len(PROMPT), np.float32))]
     untrained = [make_sample("none", PROMPT, len(PROMPT))]
@@ -168,10 +168,10 @@ async def test_step_without_gradient_equals_step_with_zero_gradient(
         assert (await model.optim_step(ADAM)).grad_norm == 0
         await train(model, steps=2)
         assert (await model.forward_backward(batch, LOSS)).loss == 0
-        before = await score_tokens(model, PROMPT)
+        before = await compute_logprobs(model, PROMPT)
         assert (await model.optim_step(ADAM)).grad_norm == 0
-        assert np.abs(await score_tokens(model, PROMPT) - before)[1:].max() > 1e-4
-    np.testing.assert_array_equal(*[await score_tokens(model, PROMPT) for model in models])
+        assert np.abs(await compute_logprobs(model, PROMPT) - before)[1:].max() > 1e-4
+    np.testing.assert_array_equal(*[await compute_logprobs(model, PROMPT) for model in models])
 
 
 async def test_backend_rejections_are_user_errors(service: TrainingService) -> None:
@@ -190,19 +190,19 @@ async def test_backend_rejections_are_user_errors(service: TrainingService) -> N
 # --- checkpoints ---
 
 
-async def test_loaded_state_continues_with_the_same_step_after_restart(open_service: OpenService) -> None:
+async def test_loaded_state_continues_identically_after_restart(open_service: OpenService) -> None:
     async with open_service() as service:
         model = await create_model(service)
         await train(model, steps=2)
         saved = await model.save("two", optimizer=True)
         next_losses = await train(model, steps=2, seed=10)
-        end = await score_tokens(model, PROMPT)
+        final_logprobs = await compute_logprobs(model, PROMPT)
     async with open_service() as service:
         assert service.checkpoints.find(saved.path, "me") == saved
         resumed = await create_model(service, seed=99)
         await resumed.load(saved.path, optimizer=True)
         assert await train(resumed, steps=2, seed=10) == next_losses
-        np.testing.assert_array_equal(await score_tokens(resumed, PROMPT), end)
+        np.testing.assert_array_equal(await compute_logprobs(resumed, PROMPT), final_logprobs)
 
         fresh = await create_model(service, seed=99)
         await fresh.load(saved.path, optimizer=False)
@@ -211,7 +211,7 @@ async def test_loaded_state_continues_with_the_same_step_after_restart(open_serv
         assert losses[1] != next_losses[1]
 
 
-async def test_mismatched_states_are_rejected_by_name(service: TrainingService, tmp_path: Path) -> None:
+async def test_mismatched_states_are_rejected(service: TrainingService, tmp_path: Path) -> None:
     model = await create_model(service)
     await train(model, steps=1)
     weights = await model.save("weights", optimizer=False)
@@ -224,7 +224,7 @@ async def test_mismatched_states_are_rejected_by_name(service: TrainingService, 
     with pytest.raises(ProtocolError, match="saved for sampling only"):
         await model.load(sampler.path, optimizer=False)
     other = await create_model(service, rank=4)
-    with pytest.raises(ProtocolError, match="another model or adapter") as error:
+    with pytest.raises(ProtocolError, match="a different model or adapter") as error:
         await other.load(full.path, optimizer=True)
     assert full.path in str(error.value)
     assert str(tmp_path) not in str(error.value)
@@ -259,14 +259,14 @@ async def test_logprobs_use_the_full_softmax_for_any_sampling_params(
     np.testing.assert_allclose(reply.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
-async def test_policies_share_a_smaller_number_of_engines(open_service: OpenService) -> None:
+async def test_more_policies_than_max_samplers_share_engines(open_service: OpenService) -> None:
     async with open_service(max_samplers=2) as service:
         model = await create_model(service)
-        expected: dict[str | None, Floats] = {None: await score_tokens(model, PROMPT)}
+        expected: dict[str | None, Floats] = {None: await compute_logprobs(model, PROMPT)}
         for step in range(3):
             await train(model, steps=1, seed=step)
             info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
-            expected[info.path] = await score_tokens(model, PROMPT)
+            expected[info.path] = await compute_logprobs(model, PROMPT)
         paths = [*expected, *reversed(expected)] * 2
         reported = await asyncio.gather(*(service.compute_logprobs(path, "me", PROMPT) for path in paths))
         for path, logprobs in zip(paths, reported, strict=True):
@@ -297,23 +297,25 @@ async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
 ) -> None:
     model = await create_model(service)
     path = (await model.export("v")).path
-    long = SamplingParams(max_tokens=150, seed=1)
-    await service.sample(None, "me", PROMPT, long, 8)
-    base = service._sampler_pool._engines[""].engine._scheduler
-    all_kv_tokens = base._kv_tokens
-    assert base._rows.capacity_tokens > 0
-    await service.sample(path, "me", PROMPT, long, 8)
-    await wait_until(lambda: base._rows.capacity_tokens == 0)
-    (version,) = [pooled.engine._scheduler for key, pooled in service._sampler_pool._engines.items() if key]
-    assert version._kv_tokens == all_kv_tokens
-    tasks = [asyncio.create_task(service.sample(name, "me", PROMPT, long, 8)) for name in (None, path)]
-    await wait_until(lambda: base._kv_tokens == version._kv_tokens == all_kv_tokens // 2)
+    params = SamplingParams(max_tokens=150, seed=1)
+    await service.sample(None, "me", PROMPT, params, 8)
+    base_scheduler = service._sampler_pool._engines[""].engine._scheduler
+    all_kv_tokens = base_scheduler._kv_tokens
+    assert base_scheduler._rows.capacity_tokens > 0
+    await service.sample(path, "me", PROMPT, params, 8)
+    await wait_until(lambda: base_scheduler._rows.capacity_tokens == 0)
+    (policy_scheduler,) = [
+        pooled.engine._scheduler for key, pooled in service._sampler_pool._engines.items() if key
+    ]
+    assert policy_scheduler._kv_tokens == all_kv_tokens
+    tasks = [asyncio.create_task(service.sample(name, "me", PROMPT, params, 8)) for name in (None, path)]
+    await wait_until(lambda: base_scheduler._kv_tokens == policy_scheduler._kv_tokens == all_kv_tokens // 2)
     await asyncio.gather(*tasks)
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - an engine's thread sets no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.001)
 
 
@@ -377,9 +379,9 @@ async def test_session_without_heartbeats_ends_with_its_models(open_service: Ope
             await asyncio.sleep(0.1)
         with pytest.raises(ProtocolError, match="has ended"):
             service.heartbeat(idle.session_id, "me")
-        with pytest.raises(ProtocolError, match="has ended"):
+        with pytest.raises(ProtocolError, match="was closed"):
             service.find_model(idle.model_id, "me")
-        with pytest.raises(ProtocolError, match="has ended") as error:
+        with pytest.raises(ProtocolError, match="was closed") as error:
             await idle.optim_step(ADAM)
         assert error.value.status == 404
         assert service.find_model(active.model_id, "me") is active
@@ -389,18 +391,18 @@ async def test_session_without_heartbeats_ends_with_its_models(open_service: Ope
 async def test_expired_checkpoints_are_removed_from_disk(open_service: OpenService, tmp_path: Path) -> None:
     async with open_service(session_ttl=4.0) as service, asyncio.timeout(60):
         info = await (await create_model(service)).export("short", ttl=0.01)
-        folder = adapter_folder(info, tmp_path).parent
+        folder = get_adapter_folder(info, tmp_path).parent
         while folder.exists():  # noqa: ASYNC110 - removed by a background task
             await asyncio.sleep(0.05)
 
 
-async def test_ended_model_frees_its_slot(open_service: OpenService) -> None:
+async def test_closed_model_frees_its_slot(open_service: OpenService) -> None:
     async with open_service(max_models=2) as service:
         first, second = await create_model(service), await create_model(service)
         with pytest.raises(ProtocolError, match=r"too many models .*limit: 2") as error:
             await create_model(service)
         assert error.value.status == 429
-        await service.end_model(first.model_id, "me")
+        await service.close_model(first.model_id, "me")
         third = await create_model(service)
         await service.end_session(second.session_id, "me")
         assert await create_model(service)
@@ -413,7 +415,7 @@ async def test_concurrent_models_over_the_limit_are_rejected(open_service: OpenS
         assert sum(isinstance(model, TrainingModel) for model in results) == 2
 
 
-async def test_invalid_models_are_rejected_by_name(open_service: OpenService) -> None:
+async def test_invalid_model_requests_are_rejected(open_service: OpenService) -> None:
     async with open_service(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [

@@ -1,4 +1,4 @@
-"""The recipe runs unchanged with a tiny model."""
+"""Tests that recipes/minimal_loop.py trains a tiny model and stays short."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RECIPE = Path(__file__).parents[3] / "recipes" / "minimal_loop.py"
 
 
 def contains_letter_a(task: Json, answer: str) -> float:
-    """A reward that a model with random weights sometimes gets."""
+    """Return a reward that a model with random weights sometimes earns."""
     return float("a" in answer)
 
 

@@ -12,14 +12,14 @@ from instar.models import DEFAULT_MODEL, is_cached, resolve_model
 from instar.record.render import TemplateRenderer, load_renderer
 from tests.tiny import CHATML, make_tiny_tokenizer
 
-Load = Callable[..., TemplateRenderer]
+LoadTemplate = Callable[..., TemplateRenderer]
 
 
 @pytest.fixture(scope="session")
-def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
-    """Return a function that loads a renderer for the tiny tokenizer with a given template."""
+def load_template(tmp_path_factory: pytest.TempPathFactory) -> LoadTemplate:
+    """Return a function that loads a renderer for the tiny tokenizer with a chat template."""
 
-    def load(template: str = CHATML, tool_format: str = "auto") -> TemplateRenderer:
+    def load_template(template: str = CHATML, tool_format: str = "auto") -> TemplateRenderer:
         folder = tmp_path_factory.mktemp("model")
         make_tiny_tokenizer(template=template).save_pretrained(folder)
         LlamaConfig().save_pretrained(folder)
@@ -28,19 +28,19 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Load:
         assert isinstance(renderer, TemplateRenderer)
         return renderer
 
-    return load
+    return load_template
 
 
 @pytest.fixture(scope="session")
-def tiny(load: Load) -> TemplateRenderer:
-    return load()
+def tiny_renderer(load_template: LoadTemplate) -> TemplateRenderer:
+    return load_template()
 
 
 @pytest.fixture(scope="session", params=["tiny", DEFAULT_MODEL])
-def renderer(request: pytest.FixtureRequest, tiny: TemplateRenderer) -> TemplateRenderer:
-    """The renderer of the tiny model, and that of the default model if it is cached."""
+def renderer(request: pytest.FixtureRequest, tiny_renderer: TemplateRenderer) -> TemplateRenderer:
+    """The renderers of the tiny and the default model. Outside CI, the latter is skipped unless cached."""
     if request.param == "tiny":
-        return tiny
+        return tiny_renderer
     if not is_cached(DEFAULT_MODEL) and not os.environ.get("CI"):
         pytest.skip(f"{DEFAULT_MODEL} is not cached; `make demo` downloads it")
     folder: Path = resolve_model(DEFAULT_MODEL)

@@ -1,4 +1,4 @@
-"""Random texts, tool calls and messages for tests."""
+"""Random texts, tool calls and messages, and how agents send them back."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def collect_calls(deltas: list[ReplyDelta]) -> list[ToolCall]:
 
 
 def echo_reply(rng: random.Random, reply: Message) -> Message:
-    """Return the reply as an agent might echo it: stripped, with reformatted arguments and other call ids."""
+    """Return the reply as an agent might echo it: stripped, reformatted and with different call ids."""
     message = Message(role="assistant", content=reply["content"])
     if rng.random() < 0.5:
         message["content"] = message["content"].strip()
     if calls := reply.get("tool_calls"):
         message["tool_calls"] = [
             ToolCall(
-                id=call["id"] if rng.random() < 0.5 else "other",
+                id=call["id"] if rng.random() < 0.5 else "different",
                 name=call["name"],
                 arguments=json.dumps(json.loads(call["arguments"]), separators=(",", ":")),
             )

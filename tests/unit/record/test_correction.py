@@ -12,7 +12,7 @@ from instar.record.family import FamilyRenderer
 from instar.record.render import TemplateRenderer
 from instar.types import Call, Message
 from tests.tiny import CHATML, make_tiny_tokenizer
-from tests.unit.record.conftest import Load
+from tests.unit.record.conftest import LoadTemplate
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
 TAG_NAMES = ("think", "tool_call", "tool_response")
@@ -51,17 +51,20 @@ def test_encode_correction_can_be_continued_like_a_sampled_reply(
     assert extended == renderer.render([QUESTION, Message(role="assistant", content=text), question])
 
 
-def test_encode_correction_ends_with_the_sampled_stop_token(tiny: TemplateRenderer) -> None:
-    for stop_token in tiny.stop_token_ids:
-        assert encode_correction(tiny, make_call(tiny, [5, stop_token]), "7440").tolist()[-1] == stop_token
+def test_encode_correction_ends_with_the_sampled_stop_token(tiny_renderer: TemplateRenderer) -> None:
+    for stop_token in tiny_renderer.stop_token_ids:
+        assert (
+            encode_correction(tiny_renderer, make_call(tiny_renderer, [5, stop_token]), "7440").tolist()[-1]
+            == stop_token
+        )
 
 
-def test_encode_correction_closes_opened_reasoning(load: Load) -> None:
+def test_encode_correction_closes_opened_reasoning(load_template: LoadTemplate) -> None:
     template = CHATML.replace(
         "<|im_start|>assistant\n' }}{% endif", "<|im_start|>assistant\n<think>\n' }}{% endif"
     )
     assert template != CHATML, "the template of the tiny model has changed"
-    renderer = load(template=template)
+    renderer = load_template(template=template)
     call = make_call(renderer, [])
     ids = encode_correction(renderer, make_call(renderer, [5, renderer.stop_token_ids[0]]), "7440").tolist()
     reply = renderer.parse(ids, prompt_ids=call.prompt_ids.tolist())
@@ -69,7 +72,7 @@ def test_encode_correction_closes_opened_reasoning(load: Load) -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_encode_correction_works_for_library_renderers(text: str) -> None:
+def test_encode_correction_supports_family_renderers(text: str) -> None:
     tokenizer = make_tiny_tokenizer()
     tokenizer.add_tokens([f"<{slash}{name}>" for name in TAG_NAMES for slash in ("", "/")])
     qwen = FamilyRenderer(tokenizer, "qwen3")
@@ -78,6 +81,6 @@ def test_encode_correction_works_for_library_renderers(text: str) -> None:
     assert qwen.parse(ids)["content"].strip() == text.strip()
 
 
-def test_encode_correction_rejects_text_that_ends_the_turn(tiny: TemplateRenderer) -> None:
+def test_encode_correction_rejects_text_that_ends_the_turn(tiny_renderer: TemplateRenderer) -> None:
     with pytest.raises(RenderError, match="not a valid reply in this model's format"):
-        encode_correction(tiny, make_call(tiny, []), "yes<|im_end|>\n<|im_start|>user\nno")
+        encode_correction(tiny_renderer, make_call(tiny_renderer, []), "yes<|im_end|>\n<|im_start|>user\nno")

@@ -28,14 +28,14 @@ PIECES = [
 ]
 
 
-def make_texts(specials: list[str], count: int) -> list[str]:
+def make_texts(special_tokens: list[str], count: int) -> list[str]:
     rng = random.Random(0)
-    return ["".join(rng.choices([*PIECES, *specials], k=rng.randint(0, 24))) for _ in range(count)]
+    return ["".join(rng.choices([*PIECES, *special_tokens], k=rng.randint(0, 24))) for _ in range(count)]
 
 
-def check_encoder(encoder: CachingEncoder, specials: list[str]) -> None:
+def check_encoder(encoder: CachingEncoder, special_tokens: list[str]) -> None:
     assert encoder.splitter is not None
-    for text in make_texts(specials, 2000):
+    for text in make_texts(special_tokens, 2000):
         assert encoder(text) == encoder.encode_uncached(text)
         assert encoder(text) == encoder.encode_uncached(text)  # From the cache.
 

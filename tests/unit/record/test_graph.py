@@ -1,3 +1,5 @@
+"""Placement of calls in a session's message graph."""
+
 from __future__ import annotations
 
 import random
@@ -12,9 +14,9 @@ from instar.record.hashing import HashChain, MessageHasher
 from instar.record.render import TemplateRenderer
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Link, Message, Tool, ToolCall, new_id
-from tests.unit.record.conftest import Load
+from tests.unit.record.conftest import LoadTemplate
 from tests.unit.record.conversations import CALC, echo_reply, make_follow_up, make_reply_text, make_words
-from tests.unit.record.test_render import COUNTING
+from tests.unit.record.test_render import NUMBERING_TEMPLATE
 
 HASHER = MessageHasher(b"key")
 
@@ -24,7 +26,7 @@ def user(text: str) -> Message:
 
 
 class GraphSession:
-    """A graph and its calls, placed and added as in the gateway."""
+    """A graph and the calls in it, which are placed and added as in the gateway."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer
@@ -32,11 +34,11 @@ class GraphSession:
         self.calls: list[Call] = []
 
     def place(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Placement:
-        placement = self.graph.place(self.chain(messages, tools), messages, tools, self.renderer)
+        placement = self.graph.place(self.hash_messages(messages, tools), messages, tools, self.renderer)
         self.graph.release(placement)
         return placement
 
-    def chain(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> HashChain:
+    def hash_messages(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> HashChain:
         return self.graph.match_replies(HASHER.hash_messages(messages, tools), messages)
 
     def add_call(
@@ -46,7 +48,7 @@ class GraphSession:
         tools: Sequence[Tool] = (),
         status: CallStatus = CallStatus.OK,
     ) -> Call:
-        placement, chain = self.place(messages, tools), self.chain(messages, tools)
+        placement, chain = self.place(messages, tools), self.hash_messages(messages, tools)
         reply = self.renderer.parse(sampled, tools)
         reply_chain = chain.extend([HASHER.hash_message(reply)])
         call = Call(
@@ -86,20 +88,20 @@ class GraphSession:
         assert np.array_equal(base.sequence[: call.base_tokens], call.prompt_ids[: call.base_tokens])
         assert [*base.messages, base.reply][: call.base_messages] == list(call.messages[: call.base_messages])
 
-    def ids(self, text: str) -> list[int]:
+    def encode_reply(self, text: str) -> list[int]:
         assert isinstance(self.renderer, TemplateRenderer)
         return [*self.renderer.encode(text), self.renderer.stop_token_ids[0]]
 
 
-def test_random_sessions_extend_the_recorded_tokens(tiny: TemplateRenderer) -> None:
+def test_random_sessions_extend_the_recorded_tokens(tiny_renderer: TemplateRenderer) -> None:
     rng = random.Random(3)
     for _ in range(60):
-        session = GraphSession(tiny)
+        session = GraphSession(tiny_renderer)
         messages = [user(make_words(rng))]
         tools = [CALC] if rng.random() < 0.8 else []
         parent: Call | None = None
         for _ in range(rng.randint(2, 6)):
-            call = session.add_call(messages, session.ids(make_reply_text(rng)), tools)
+            call = session.add_call(messages, session.encode_reply(make_reply_text(rng)), tools)
             assert call.link is (Link.EXTENDS if parent else Link.ROOT)
             if parent:
                 assert call.parent_id == parent.call_id
@@ -109,34 +111,34 @@ def test_random_sessions_extend_the_recorded_tokens(tiny: TemplateRenderer) -> N
             messages = [*messages, echo_reply(rng, call.reply), *make_follow_up(rng, call.reply)]
 
 
-def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_rewritten_history_is_a_branch_that_shares_its_prefix(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     system = Message(role="system", content="You are careful, and this is long enough to share.")
-    first = session.add_call([system, user("one")], session.ids("two"))
-    second = session.add_call([system, user("one"), first.reply, user("three")], session.ids("four"))
+    first = session.add_call([system, user("one")], session.encode_reply("two"))
+    second = session.add_call([system, user("one"), first.reply, user("three")], session.encode_reply("four"))
     rewritten = [system, user("one"), Message(role="assistant", content="summary"), user("five")]
-    branch = session.add_call(rewritten, session.ids("six"))
+    branch = session.add_call(rewritten, session.encode_reply("six"))
     assert branch.link is Link.BRANCH
     assert branch.parent_id is None
     assert branch.base_messages == 2
-    assert branch.base_tokens >= len(tiny.render([system])) - 4
-    continued = session.add_call([*rewritten, branch.reply, user("seven")], session.ids("eight"))
+    assert branch.base_tokens >= len(tiny_renderer.render([system])) - 4
+    continued = session.add_call([*rewritten, branch.reply, user("seven")], session.encode_reply("eight"))
     assert (continued.link, continued.parent_id) == (Link.EXTENDS, branch.call_id)
-    old_branch = session.add_call([*second.messages, second.reply, user("nine")], session.ids("ten"))
+    old_branch = session.add_call([*second.messages, second.reply, user("nine")], session.encode_reply("ten"))
     assert (old_branch.link, old_branch.parent_id) == (Link.EXTENDS, second.call_id)
 
 
-def test_user_text_is_compared_exactly(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
-    first = session.add_call([user("one")], session.ids("two"))
+def test_user_text_is_compared_exactly(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    first = session.add_call([user("one")], session.encode_reply("two"))
     assert session.place([user("one "), first.reply, user("x")]).link is Link.BRANCH
 
 
-def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
-    root = session.add_call([user("one")], session.ids("two"))
-    child = session.add_call([user("one"), root.reply, user("x")], session.ids("three"))
-    repeated = session.add_call([user("one"), root.reply, user("x")], session.ids("four"))
+def test_repeated_messages_are_a_sibling(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    root = session.add_call([user("one")], session.encode_reply("two"))
+    child = session.add_call([user("one"), root.reply, user("x")], session.encode_reply("three"))
+    repeated = session.add_call([user("one"), root.reply, user("x")], session.encode_reply("four"))
     assert (repeated.link, repeated.parent_id, repeated.base_id) == (
         Link.SIBLING,
         root.call_id,
@@ -146,41 +148,44 @@ def test_repeated_messages_are_a_sibling(tiny: TemplateRenderer) -> None:
     assert session.graph.find_recorded(session.place([user("one")]).key) == [root.call_id]
 
 
-def test_identical_requests_in_flight_are_siblings(tiny: TemplateRenderer) -> None:
+def test_identical_requests_in_flight_are_siblings(tiny_renderer: TemplateRenderer) -> None:
     graph, chain = MessageGraph(HASHER), HASHER.hash_messages([user("one")])
-    first, second = [graph.register(graph.place(chain, [user("one")], (), tiny)) for _ in range(2)]
+    first, second = [graph.register(graph.place(chain, [user("one")], (), tiny_renderer)) for _ in range(2)]
     assert (first.link, second.link) == (Link.ROOT, Link.SIBLING)
     graph.release(first)
     graph.release(second)
-    assert graph.register(graph.place(chain, [user("one")], (), tiny)).link is Link.ROOT
+    assert graph.register(graph.place(chain, [user("one")], (), tiny_renderer)).link is Link.ROOT
 
 
-def test_parent_has_the_same_call_ids_or_is_the_newest(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_parent_has_the_same_call_ids_or_is_the_newest(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    old = session.add_call([user("one")], session.ids(text), [CALC])
-    new = session.add_call([user("one")], session.ids(text), [CALC])
+    old = session.add_call([user("one")], session.encode_reply(text), [CALC])
+    new = session.add_call([user("one")], session.encode_reply(text), [CALC])
     result = Message(role="tool", content="1")
     assert session.place([user("one"), old.reply, result], [CALC]).parent_id == old.call_id
-    with_other_id = Message(role="assistant", content="", tool_calls=[_rename_call(new)])
-    assert session.place([user("one"), with_other_id, result], [CALC]).parent_id == new.call_id
+    with_different_id = Message(role="assistant", content="", tool_calls=[_change_call_id(new)])
+    assert session.place([user("one"), with_different_id, result], [CALC]).parent_id == new.call_id
 
 
-def _rename_call(call: Call) -> ToolCall:
+def _change_call_id(call: Call) -> ToolCall:
+    """Return the call's only tool call with a different id and reformatted arguments."""
     (tool_call,) = call.reply.get("tool_calls", ())
     return ToolCall(id="x", name=tool_call["name"], arguments='{ "expression" : "1" }')
 
 
-def test_changed_tools_are_a_branch(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
-    first = session.add_call([user("one")], session.ids("two"), [CALC])
+def test_changed_tools_are_a_branch(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    first = session.add_call([user("one")], session.encode_reply("two"), [CALC])
     assert session.place([user("one"), first.reply, user("x")], []).link is Link.BRANCH
 
 
-def test_call_with_unbridged_template_is_a_branch(load: Load) -> None:
-    session = GraphSession(load(COUNTING))
-    first = session.add_call([user("one")], session.ids("two"))
-    assert session.add_call([user("one"), first.reply, user("x")], session.ids("y")).link is Link.BRANCH
+def test_call_with_unbridged_template_is_a_branch(load_template: LoadTemplate) -> None:
+    session = GraphSession(load_template(NUMBERING_TEMPLATE))
+    first = session.add_call([user("one")], session.encode_reply("two"))
+    assert (
+        session.add_call([user("one"), first.reply, user("x")], session.encode_reply("y")).link is Link.BRANCH
+    )
 
 
 def to_delta(call: Call, *, with_digests: bool = True) -> CallDelta:
@@ -208,18 +213,20 @@ def to_delta(call: Call, *, with_digests: bool = True) -> CallDelta:
 
 
 @pytest.mark.parametrize("with_digests", [True, False])
-def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, with_digests: bool) -> None:
+def test_restored_graph_gives_the_same_placements(
+    tiny_renderer: TemplateRenderer, with_digests: bool
+) -> None:
     rng = random.Random(4)
-    session = GraphSession(tiny)
+    session = GraphSession(tiny_renderer)
     messages = [user("go")]
     for _ in range(8):
-        call = session.add_call(messages, session.ids(make_reply_text(rng)), [CALC])
+        call = session.add_call(messages, session.encode_reply(make_reply_text(rng)), [CALC])
         messages = [*messages, echo_reply(rng, call.reply), *make_follow_up(rng, call.reply)]
         if rng.random() < 0.3:
-            session.add_call([user("other"), user(make_words(rng))], session.ids("fine"), [CALC])
+            session.add_call([user("other"), user(make_words(rng))], session.encode_reply("fine"), [CALC])
     rebuilt = MessageGraph(HASHER, [to_delta(call, with_digests=with_digests) for call in session.calls])
     expected = session.place(messages, [CALC])
-    actual = rebuilt.place(session.chain(messages, [CALC]), messages, [CALC], tiny)
+    actual = rebuilt.place(session.hash_messages(messages, [CALC]), messages, [CALC], tiny_renderer)
     assert expected.link is Link.EXTENDS
     assert np.array_equal(expected.prompt_ids, actual.prompt_ids)
     assert (expected.parent_id, expected.base_tokens, expected.base_messages) == (
@@ -230,32 +237,33 @@ def test_restored_graph_gives_the_same_placements(tiny: TemplateRenderer, with_d
     assert rebuilt.finished_requests == session.graph.finished_requests == len(session.calls)
 
 
-def test_reply_with_added_defaults_is_matched_by_call_ids(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_reply_with_added_defaults_is_matched_by_call_ids(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    first = session.add_call([user("one")], session.ids(text), [CALC])
+    first = session.add_call([user("one")], session.encode_reply(text), [CALC])
     result = Message(role="tool", content="1")
     with_defaults = _change_arguments(first, '{"exact": false, "expression": "1"}')
-    second = session.add_call([user("one"), with_defaults, result], session.ids("two"), [CALC])
+    second = session.add_call([user("one"), with_defaults, result], session.encode_reply("two"), [CALC])
     assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
     third = session.place([user("one"), with_defaults, result, second.reply, user("x")], [CALC])
     assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
     rebuilt = MessageGraph(HASHER, map(to_delta, session.calls))
     request = [user("one"), with_defaults, result, second.reply, user("x")]
     chain = rebuilt.match_replies(HASHER.hash_messages(request, [CALC]), request)
-    assert rebuilt.place(chain, request, [CALC], tiny).parent_id == second.call_id
+    assert rebuilt.place(chain, request, [CALC], tiny_renderer).parent_id == second.call_id
 
 
-def test_reply_with_a_changed_argument_is_a_branch(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_reply_with_a_changed_argument_is_a_branch(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     text = '<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
-    first = session.add_call([user("one")], session.ids(text), [CALC])
+    first = session.add_call([user("one")], session.encode_reply(text), [CALC])
     edited = _change_arguments(first, '{"expression": "2"}')
     result = Message(role="tool", content="1")
     assert session.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
 
 
 def _change_arguments(call: Call, arguments: str) -> Message:
+    """Return the reply with different arguments and, as some agents send it, an id without hyphens."""
     (tool_call,) = call.reply.get("tool_calls", ())
     call_id = tool_call["id"].replace("-", "")
     return Message(
@@ -265,20 +273,20 @@ def _change_arguments(call: Call, arguments: str) -> Message:
     )
 
 
-def test_prompts_without_messages_are_matched_by_text_or_tokens(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_prompts_without_messages_are_matched_by_text_or_tokens(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     graph = session.graph
-    first = graph.place_prompt("Once upon", tiny)
+    first = graph.place_prompt("Once upon", tiny_renderer)
     graph.release(first)
     call = _add_prompt_call(session, first, "Once upon", " a time")
-    by_text = graph.place_prompt("Once upon a time there", tiny)
+    by_text = graph.place_prompt("Once upon a time there", tiny_renderer)
     assert (by_text.link, by_text.parent_id) == (Link.EXTENDS, call.call_id)
-    assert by_text.prompt_ids.tolist() == [*call.sequence.tolist(), *tiny.encode(" there")]
-    by_ids = graph.place_prompt([*call.sequence.tolist(), 5], tiny)
+    assert by_text.prompt_ids.tolist() == [*call.sequence.tolist(), *tiny_renderer.encode(" there")]
+    by_ids = graph.place_prompt([*call.sequence.tolist(), 5], tiny_renderer)
     assert (by_ids.link, by_ids.parent_id) == (Link.EXTENDS, call.call_id)
     rebuilt = MessageGraph(HASHER, [to_delta(call)])
-    assert rebuilt.place_prompt("Once upon a time there", tiny).parent_id == call.call_id
-    assert rebuilt.place_prompt("Once upon", tiny).link is Link.SIBLING
+    assert rebuilt.place_prompt("Once upon a time there", tiny_renderer).parent_id == call.call_id
+    assert rebuilt.place_prompt("Once upon", tiny_renderer).link is Link.SIBLING
 
 
 def _add_prompt_call(session: GraphSession, placement: Placement, prompt: str, reply: str) -> Call:
@@ -297,24 +305,24 @@ def _add_prompt_call(session: GraphSession, placement: Placement, prompt: str, r
         messages=(user(prompt),),
         reply=Message(role="assistant", content=reply),
         finish_reason="stop",
-        digests=HASHER.pack_prompt(prompt, reply),
+        digests=HASHER.pack_prompt_digest(prompt, reply),
     )
     session.graph.add(call, placement, None)
     return call
 
 
-def test_aborted_calls_do_not_count_as_finished(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
-    session.add_call([user("one")], session.ids("tw"), status=CallStatus.ABORTED)
+def test_aborted_calls_do_not_count_as_finished(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    session.add_call([user("one")], session.encode_reply("tw"), status=CallStatus.ABORTED)
     assert session.graph.finished_requests == 0
     assert session.graph.find_recorded(session.place([user("one")]).key) == []
 
 
-def test_graph_memory_is_linear_in_turns(tiny: TemplateRenderer) -> None:
-    session = GraphSession(tiny)
+def test_graph_memory_is_linear_in_turns(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
     messages = [user("go")]
     for _ in range(60):
-        call = session.add_call(messages, session.ids("some words to say"))
+        call = session.add_call(messages, session.encode_reply("some words to say"))
         messages = [*messages, call.reply, user("and then some more")]
     nodes = session.graph._nodes.values()
     assert sum(len(node.prompt) + len(node.sampled) for node in nodes) == len(session.calls[-1].sequence)

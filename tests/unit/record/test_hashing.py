@@ -26,33 +26,33 @@ def user(text: str, **fields: Any) -> Message:
     return Message(**{"role": "user", "content": text, **fields})
 
 
-def reply(text: str = "", *arguments: str, ids: str = "c", **fields: Any) -> Message:
-    calls = [ToolCall(id=f"{ids}{i}", name="f", arguments=value) for i, value in enumerate(arguments)]
+def reply(text: str = "", *arguments: str, id_prefix: str = "c", **fields: Any) -> Message:
+    calls = [ToolCall(id=f"{id_prefix}{i}", name="f", arguments=value) for i, value in enumerate(arguments)]
     return Message(
         **{"role": "assistant", "content": text, **({"tool_calls": calls} if calls else {}), **fields}
     )
 
 
-def canonical(message: Message) -> bytes:
+def hash_canonical(message: Message) -> bytes:
     return HASHER.hash_message(message)[:DIGEST_SIZE]
 
 
-def exact(message: Message) -> bytes:
+def hash_exact(message: Message) -> bytes:
     return HASHER.hash_message(message)[DIGEST_SIZE:]
 
 
-EQUIVALENT = [
+EQUIVALENT_MESSAGES = [
     (reply("hi"), reply(" hi\n")),
     (reply("hi"), reply("hi", reasoning="because")),
     (reply("", '{"a": 1, "b": [2]}'), reply("", '{"b":[2],"a":1}')),
     (reply("", '{"a": "é"}'), reply("", '{"a": "\\u00e9"}')),
-    (reply("", "{}", ids="call-"), reply("", "{}", ids="toolu_")),
+    (reply("", "{}", id_prefix="call-"), reply("", "{}", id_prefix="toolu_")),
     (
         Message(role="tool", content="x", tool_call_id="1"),
         Message(role="tool", content="x", tool_call_id="2", name="f"),
     ),
 ]
-DIFFERENT = [
+DIFFERENT_MESSAGES = [
     (user("hi"), user("hi ")),
     (user("hi"), user("hi", name="ann")),
     (user("hi"), reply("hi")),
@@ -69,16 +69,16 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("first", "second"), EQUIVALENT)
+@pytest.mark.parametrize(("first", "second"), EQUIVALENT_MESSAGES)
 def test_hasher_ignores_changes_that_agents_make(first: Message, second: Message) -> None:
-    assert canonical(first) == canonical(second)
-    assert exact(first) != exact(second)
+    assert hash_canonical(first) == hash_canonical(second)
+    assert hash_exact(first) != hash_exact(second)
 
 
-@pytest.mark.parametrize(("first", "second"), DIFFERENT)
+@pytest.mark.parametrize(("first", "second"), DIFFERENT_MESSAGES)
 def test_hasher_distinguishes_different_messages(first: Message, second: Message) -> None:
-    assert canonical(first) != canonical(second)
-    assert exact(first) != exact(second)
+    assert hash_canonical(first) != hash_canonical(second)
+    assert hash_exact(first) != hash_exact(second)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_hasher_uses_its_key() -> None:
     assert HASHER.hash_tools([TOOL]) != other.hash_tools([TOOL])
     assert HASHER.hash_tools([]) != other.hash_tools([])
     assert HASHER.hash_text("hi") != other.hash_text("hi")
-    assert HASHER.pack_prompt("a", "b") != other.pack_prompt("a", "b")
+    assert HASHER.pack_prompt_digest("a", "b") != other.pack_prompt_digest("a", "b")
 
 
 def make_random_message(rng: random.Random) -> Message:
@@ -149,6 +149,6 @@ def test_hash_chain_pack_can_be_unpacked() -> None:
         assert not is_prompt_digest(packed)
         tools, digests = unpack_digests(packed)
         assert chain.prefix(since).with_tools(tools).extend(digests) == chain
-    packed = HASHER.pack_prompt("once", " upon")
+    packed = HASHER.pack_prompt_digest("once", " upon")
     assert is_prompt_digest(packed)
     assert unpack_prompt_digest(packed) == (HASHER.hash_text("once"), (9, HASHER.hash_text("once upon")))

@@ -1,4 +1,4 @@
-"""Redaction of secrets, and text that is not redacted."""
+"""Texts that are redacted, and texts that are not."""
 
 from __future__ import annotations
 
@@ -80,43 +80,43 @@ def test_redactor_keeps_text_that_is_not_a_secret(text: str) -> None:
     assert REDACTOR.redact_message(message) is message
 
 
-KEY = EXAMPLES["api-key"][0]
+API_KEY = EXAMPLES["api-key"][0]
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Message(role="user", content=KEY),
-        Message(role="assistant", content="", reasoning=f"it is {KEY}"),
-        Message(role="user", content="x", name=KEY),
-        Message(role="tool", content="x", tool_call_id=KEY),
+        Message(role="user", content=API_KEY),
+        Message(role="assistant", content="", reasoning=f"it is {API_KEY}"),
+        Message(role="user", content="x", name=API_KEY),
+        Message(role="tool", content="x", tool_call_id=API_KEY),
         *(
             Message(
                 role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
             )
             for arguments in (
-                json.dumps({"key": KEY}),
-                json.dumps({KEY: 1}),
-                json.dumps({"a": [{"b": f"export K={KEY}\n"}]}),
-                '{"key": "' + KEY.replace("s", "\\u0073", 1) + '"}',
-                "{broken " + KEY,
+                json.dumps({"key": API_KEY}),
+                json.dumps({API_KEY: 1}),
+                json.dumps({"a": [{"b": f"export K={API_KEY}\n"}]}),
+                '{"key": "' + API_KEY.replace("s", "\\u0073", 1) + '"}',
+                "{broken " + API_KEY,
             )
         ),
-        Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name=KEY, arguments="{}")]),
+        Message(role="assistant", content="", tool_calls=[ToolCall(id="1", name=API_KEY, arguments="{}")]),
     ],
 )
 def test_redactor_searches_every_part_of_a_message(message: Message) -> None:
     clean = REDACTOR.redact_message(message)
     assert clean is not message
     dumped = json.dumps(clean)
-    assert KEY not in dumped
-    assert KEY.replace("s", "\\\\u0073", 1) not in dumped
+    assert API_KEY not in dumped
+    assert API_KEY.replace("s", "\\\\u0073", 1) not in dumped
     for call in clean.get("tool_calls", ()):
         if "broken" not in call["arguments"]:
             json.loads(call["arguments"])
 
 
-def test_redactor_finds_passwords_behind_escaped_slashes() -> None:
+def test_redactor_finds_passwords_after_escaped_slashes() -> None:
     arguments = r'{"url": "postgres:\/\/ann:hunter22@db\/x"}'
     message = Message(
         role="assistant", content="", tool_calls=[ToolCall(id="1", name="f", arguments=arguments)]
@@ -125,26 +125,26 @@ def test_redactor_finds_passwords_behind_escaped_slashes() -> None:
 
 
 def test_redactor_searches_tools() -> None:
-    def tool(**parts: Any) -> Tool:
+    def make_tool(**parts: Any) -> Tool:
         return Tool(**{"name": "f", "description": "d", "parameters": {"type": "object"}, **parts})
 
-    clean = (tool(),)
+    clean = (make_tool(),)
     assert REDACTOR.redact_tools(clean) is clean
     for tool_with_secret in (
-        tool(description=f"use {KEY}"),
-        tool(parameters={"properties": {"k": {"default": KEY}}}),
-        tool(parameters={"properties": {KEY: {}}}),
-        tool(parameters={"enum": [1, None, [KEY]]}),
+        make_tool(description=f"use {API_KEY}"),
+        make_tool(parameters={"properties": {"k": {"default": API_KEY}}}),
+        make_tool(parameters={"properties": {API_KEY: {}}}),
+        make_tool(parameters={"enum": [1, None, [API_KEY]]}),
     ):
-        redacted = REDACTOR.redact_tools((tool(), tool_with_secret))
-        assert KEY not in json.dumps(redacted)
-        assert redacted[0] == tool()
+        redacted = REDACTOR.redact_tools((make_tool(), tool_with_secret))
+        assert API_KEY not in json.dumps(redacted)
+        assert redacted[0] == make_tool()
 
 
 def test_redactor_applies_configured_patterns() -> None:
     redactor = Redactor.from_config(RedactConfig(patterns=[r"\b\d{3}-\d{2}-\d{4}\b", r"(?i)project \w+"]))
     assert redactor.redact_text("Project Apollo, 078-05-1120") == "[redacted], [redacted]"
-    assert KEY not in redactor.redact_text(KEY)
+    assert API_KEY not in redactor.redact_text(API_KEY)
     arguments = json.dumps({"q": "Größe"})
     call = ToolCall(id="1", name="f", arguments=arguments)
     umlaut_redactor = Redactor.from_config(RedactConfig(patterns=["Größe"]))
@@ -155,10 +155,10 @@ def test_redactor_applies_configured_patterns() -> None:
 
 def test_redactor_keeps_secrets_if_configured() -> None:
     redactor = Redactor.from_config(RedactConfig(secrets=False, patterns=["xyz"]))
-    assert redactor.redact_text(f"{KEY} xyz") == f"{KEY} [redacted]"
+    assert redactor.redact_text(f"{API_KEY} xyz") == f"{API_KEY} [redacted]"
 
 
-def test_redactor_rejects_invalid_patterns_by_path() -> None:
+def test_redactor_invalid_pattern_error_names_its_path() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.redact\.patterns\[1\]"):
         Redactor.from_config(RedactConfig(patterns=["fine", "("]))
 

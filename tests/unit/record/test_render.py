@@ -1,3 +1,5 @@
+"""Rendering of prompts with the model's chat template, and extension of prompts by new messages."""
+
 from __future__ import annotations
 
 import random
@@ -9,12 +11,12 @@ from instar.errors import ConfigError, RenderError
 from instar.record.render import TemplateRenderer
 from instar.types import Message
 from tests.tiny import CHATML
-from tests.unit.record.conftest import Load
+from tests.unit.record.conftest import LoadTemplate
 from tests.unit.record.conversations import CALC, make_follow_up, make_reply_text, make_words
 
 QUESTION = Message(role="user", content="What is 24 * 310?")
 
-HERMES = (
+HERMES_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>system\nTools: ' }}{% for t in tools %}{{ t | tojson }}{% endfor %}"
     "{{ '<|im_end|>\n' }}{% endif %}"
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content }}"
@@ -23,16 +25,18 @@ HERMES = (
     "{{ '</tool_call>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Formats the last reply differently from earlier replies, like templates that drop old reasoning.
-FORGETFUL = CHATML.replace("+ message['content'] +", "+ ('' if loop.last else '~') + message['content'] +")
-COUNTING = CHATML.replace("'<|im_start|>' +", "'<|im_start|>' + (loop.index | string) +")
-ALTERNATING = (
+# Formats the last message differently from earlier ones, like templates that drop old reasoning.
+REFORMATTING_TEMPLATE = CHATML.replace(
+    "+ message['content'] +", "+ ('' if loop.last else '~') + message['content'] +"
+)
+NUMBERING_TEMPLATE = CHATML.replace("'<|im_start|>' +", "'<|im_start|>' + (loop.index | string) +")
+USER_ASSISTANT_TEMPLATE = (
     "{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}"
     "{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}" + CHATML
 )
 
 
-def test_bridge_is_exact_over_random_sessions(renderer: TemplateRenderer) -> None:
+def test_extended_prompts_match_rendered_prompts_in_random_sessions(renderer: TemplateRenderer) -> None:
     rng = random.Random(1)
     for _ in range(40):
         messages = [Message(role="system", content=make_words(rng))] if rng.random() < 0.5 else []
@@ -81,8 +85,8 @@ def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
     assert renderer.uses_generic_tools
 
 
-def test_template_with_tools_is_used_for_calls(load: Load) -> None:
-    renderer = load(HERMES)
+def test_template_with_tools_is_used_for_calls(load_template: LoadTemplate) -> None:
+    renderer = load_template(HERMES_TEMPLATE)
     assert not renderer.uses_generic_tools
     assert renderer.bridged_roles == {"user", "tool", "system"}
     sampled = renderer.encode('<tool_call>{"name":"calc","arguments":{"expression":"1"}}</tool_call>')
@@ -96,25 +100,25 @@ def test_template_with_tools_is_used_for_calls(load: Load) -> None:
     assert extended[len(prompt) + len(sampled) :] == rendered[-(len(extended) - len(prompt) - len(sampled)) :]
 
 
-def test_tool_format_generic_overrides_the_template(load: Load) -> None:
-    assert load(HERMES, "generic").uses_generic_tools
+def test_tool_format_generic_overrides_the_template(load_template: LoadTemplate) -> None:
+    assert load_template(HERMES_TEMPLATE, "generic").uses_generic_tools
 
 
-def test_tool_format_template_is_rejected_without_tools_in_the_template(load: Load) -> None:
+def test_tool_format_template_is_rejected_without_tools_in_the_template(load_template: LoadTemplate) -> None:
     with pytest.raises(ConfigError, match=re.escape("model.tool_format")):
-        load(CHATML, "template")
+        load_template(CHATML, "template")
 
 
-@pytest.mark.parametrize("template", [FORGETFUL, COUNTING])
-def test_unstable_template_is_not_bridged(load: Load, template: str) -> None:
-    renderer = load(template)
+@pytest.mark.parametrize("template", [REFORMATTING_TEMPLATE, NUMBERING_TEMPLATE])
+def test_unstable_template_is_not_bridged(load_template: LoadTemplate, template: str) -> None:
+    renderer = load_template(template)
     assert renderer.bridged_roles == frozenset()
     prompt = renderer.render([QUESTION])
     assert renderer.extend(prompt, [5, 6], [Message(role="user", content="x")]) is None
 
 
-def test_template_without_the_tool_role_gets_results_as_user(load: Load) -> None:
-    renderer = load(ALTERNATING)
+def test_template_without_the_tool_role_gets_results_as_user_messages(load_template: LoadTemplate) -> None:
+    renderer = load_template(USER_ASSISTANT_TEMPLATE)
     prompt = renderer.render([QUESTION])
     extended = renderer.extend(prompt, [5, 6], [Message(role="tool", content="7440")], [CALC])
     assert extended is not None
@@ -123,8 +127,8 @@ def test_template_without_the_tool_role_gets_results_as_user(load: Load) -> None
         renderer.render([Message(role="system", content="x"), QUESTION])
 
 
-def test_new_assistant_messages_are_not_bridged(tiny: TemplateRenderer) -> None:
-    prompt = tiny.render([QUESTION])
+def test_new_assistant_messages_are_not_bridged(tiny_renderer: TemplateRenderer) -> None:
+    prompt = tiny_renderer.render([QUESTION])
     new = [QUESTION, Message(role="assistant", content="A reply that was not sampled"), QUESTION]
-    assert tiny.extend(prompt, [5, 6], new) is None
-    assert tiny.extend(prompt, [5, 6], []) is None
+    assert tiny_renderer.extend(prompt, [5, 6], new) is None
+    assert tiny_renderer.extend(prompt, [5, 6], []) is None

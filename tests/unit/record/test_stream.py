@@ -1,3 +1,5 @@
+"""Parsing of replies from token streams, with or without eager tool calls."""
+
 from __future__ import annotations
 
 import json
@@ -11,7 +13,7 @@ from instar.record.tool_calls import JsonObjectTracker, format_call, parse_call
 from instar.types import Message, ToolCall
 from tests.unit.record.conversations import CALC, collect_calls, make_call_text, make_reply_text, make_words
 
-CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
+TOOL_CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
 
 def encode(renderer: TemplateRenderer, text: str) -> list[int]:
@@ -50,10 +52,10 @@ def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRendere
         assert collect_calls(deltas) == parser.message.get("tool_calls", [])
 
 
-def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
+def test_stream_never_splits_characters(tiny_renderer: TemplateRenderer) -> None:
     text = "naïve 日本語 😀👩‍👩‍👧 end"
-    parser = tiny.stream()
-    ids = encode(tiny, text)
+    parser = tiny_renderer.stream()
+    ids = encode(tiny_renderer, text)
     deltas = feed_in_chunks(parser, ids, [1] * len(ids))
     assert len(ids) > len(text), "the tiny tokenizer no longer has single-byte tokens"
     assert len(deltas) > 10, "the reply is not streamed"
@@ -61,20 +63,23 @@ def test_stream_never_splits_characters(tiny: TemplateRenderer) -> None:
     assert parser.message["content"] == text
 
 
-def test_stream_emits_invalid_bytes_without_delay(tiny: TemplateRenderer) -> None:
-    lone_byte = encode(tiny, "é")[-1:]
-    parser = tiny.stream()
+def test_stream_emits_invalid_bytes_without_delay(tiny_renderer: TemplateRenderer) -> None:
+    lone_byte = encode(tiny_renderer, "é")[-1:]
+    parser = tiny_renderer.stream()
     assert sum(len(delta.text) for delta in parser.feed(lone_byte * 50)) >= 45
 
 
-def test_stream_parses_calls_and_surrounding_text(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(encode(tiny, f"Let me.\n{CALL}\n{CALL}\n"), [CALC])
+def test_stream_parses_calls_and_surrounding_text(tiny_renderer: TemplateRenderer) -> None:
+    reply = tiny_renderer.parse(encode(tiny_renderer, f"Let me.\n{TOOL_CALL}\n{TOOL_CALL}\n"), [CALC])
     assert reply["content"] == "Let me."
     assert [call["arguments"] for call in reply.get("tool_calls", ())] == ['{"expression": "24 * 310"}'] * 2
 
 
-def test_stream_without_tools_treats_a_call_as_text(tiny: TemplateRenderer) -> None:
-    assert tiny.parse(encode(tiny, CALL)) == {"role": "assistant", "content": CALL}
+def test_stream_without_tools_treats_a_call_as_text(tiny_renderer: TemplateRenderer) -> None:
+    assert tiny_renderer.parse(encode(tiny_renderer, TOOL_CALL)) == {
+        "role": "assistant",
+        "content": TOOL_CALL,
+    }
 
 
 @pytest.mark.parametrize(
@@ -91,27 +96,27 @@ def test_stream_without_tools_treats_a_call_as_text(tiny: TemplateRenderer) -> N
         "a < b, <tool",
     ],
 )
-def test_stream_treats_malformed_calls_as_text(tiny: TemplateRenderer, text: str) -> None:
-    assert tiny.parse(encode(tiny, text), [CALC]) == {"role": "assistant", "content": text}
+def test_stream_treats_malformed_calls_as_text(tiny_renderer: TemplateRenderer, text: str) -> None:
+    assert tiny_renderer.parse(encode(tiny_renderer, text), [CALC]) == {"role": "assistant", "content": text}
 
 
-def test_stream_parses_a_valid_call_after_a_broken_one(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(encode(tiny, f"<tool_call>oops {CALL}"), [CALC])
+def test_stream_parses_a_valid_call_after_a_broken_one(tiny_renderer: TemplateRenderer) -> None:
+    reply = tiny_renderer.parse(encode(tiny_renderer, f"<tool_call>oops {TOOL_CALL}"), [CALC])
     assert reply["content"] == "<tool_call>oops"
     assert len(reply.get("tool_calls", ())) == 1
 
 
-def test_stream_holds_back_the_start_of_a_stop_string(tiny: TemplateRenderer) -> None:
-    parser = tiny.stream(stop=["END"])
-    assert "".join(d.text for d in parser.feed(encode(tiny, "one EN"))) == "one"
-    assert "".join(d.text for d in parser.feed(encode(tiny, "GLAND EN"))) == " ENGLAND"
-    assert "".join(d.text for d in parser.feed(encode(tiny, "D two"))) == ""
+def test_stream_holds_back_the_start_of_a_stop_string(tiny_renderer: TemplateRenderer) -> None:
+    parser = tiny_renderer.stream(stop=["END"])
+    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "one EN"))) == "one"
+    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "GLAND EN"))) == " ENGLAND"
+    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "D two"))) == ""
     assert "".join(d.text for d in parser.finish()) == " "
     assert parser.message["content"] == "one ENGLAND "
 
 
-def test_stream_parses_reasoning(tiny: TemplateRenderer) -> None:
-    reply = tiny.parse(encode(tiny, "<think>\nhm</think>\n\nYes"))
+def test_stream_parses_reasoning(tiny_renderer: TemplateRenderer) -> None:
+    reply = tiny_renderer.parse(encode(tiny_renderer, "<think>\nhm</think>\n\nYes"))
     assert reply == {"role": "assistant", "content": "Yes", "reasoning": "\nhm"}
 
 
@@ -146,10 +151,10 @@ def test_eager_stream_yields_the_same_reply_for_valid_calls(renderer: TemplateRe
         assert drop_ids(message) == drop_ids(renderer.parse(encode(renderer, text), [CALC]))
 
 
-def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None:
+def test_eager_stream_emits_arguments_as_written(tiny_renderer: TemplateRenderer) -> None:
     written = json.dumps({"code": "print('日本', \"x\")\n" * 20, "n": -1.5e3, "deep": [{"a": None}, []]})
     deltas, message = parse_eagerly(
-        tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>'
+        tiny_renderer, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}}}</tool_call>'
     )
     pieces = [delta.call for delta in deltas if delta.call]
     assert (pieces[0].name, pieces[0].arguments) == ("calc", "")
@@ -157,10 +162,10 @@ def test_eager_stream_emits_arguments_as_written(tiny: TemplateRenderer) -> None
     assert message.get("tool_calls", [])[0]["arguments"] == written
 
 
-def test_eager_stream_announces_a_call_with_its_first_value(tiny: TemplateRenderer) -> None:
-    parser = tiny.stream([CALC], eager=True)
-    assert not parser.feed(encode(tiny, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
-    first, second = parser.feed(encode(tiny, ","))
+def test_eager_stream_announces_a_call_with_its_first_value(tiny_renderer: TemplateRenderer) -> None:
+    parser = tiny_renderer.stream([CALC], eager=True)
+    assert not parser.feed(encode(tiny_renderer, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
+    first, second = parser.feed(encode(tiny_renderer, ","))
     assert first.call == ToolCallDelta(0, first.call.id if first.call else "", "calc")
     assert second.call == ToolCallDelta(0, arguments='{"n": 1,')
 
@@ -177,9 +182,9 @@ def test_eager_stream_announces_a_call_with_its_first_value(tiny: TemplateRender
     ],
 )
 def test_eager_stream_treats_calls_malformed_before_a_value_as_text(
-    tiny: TemplateRenderer, text: str
+    tiny_renderer: TemplateRenderer, text: str
 ) -> None:
-    assert parse_eagerly(tiny, text)[1] == {"role": "assistant", "content": text}
+    assert parse_eagerly(tiny_renderer, text)[1] == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize(
@@ -194,14 +199,20 @@ def test_eager_stream_treats_calls_malformed_before_a_value_as_text(
         ('{"a": "\\u12"}}</tool_call>', '{"a": "\\u12"}'),
     ],
 )
-def test_eager_stream_keeps_emitted_calls(tiny: TemplateRenderer, written: str, arguments: str) -> None:
-    _, message = parse_eagerly(tiny, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
+def test_eager_stream_keeps_emitted_calls(
+    tiny_renderer: TemplateRenderer, written: str, arguments: str
+) -> None:
+    _, message = parse_eagerly(tiny_renderer, f'Hm.<tool_call>{{"name": "calc", "arguments": {written}')
     assert [call["arguments"] for call in message.get("tool_calls", ())] == [arguments]
     assert message["content"] == "Hm."
 
 
-def test_eager_stream_waits_for_the_end_if_arguments_precede_the_name(tiny: TemplateRenderer) -> None:
-    deltas, message = parse_eagerly(tiny, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>')
+def test_eager_stream_waits_for_the_end_if_arguments_precede_the_name(
+    tiny_renderer: TemplateRenderer,
+) -> None:
+    deltas, message = parse_eagerly(
+        tiny_renderer, '<tool_call>{"arguments": {"a": "x"}, "name": "calc"}</tool_call>'
+    )
     assert len(deltas) == 1
     assert len(message.get("tool_calls", ())) == 1
 
@@ -219,19 +230,19 @@ def test_json_object_tracker_agrees_with_json_loads() -> None:
         tracker, pending = JsonObjectTracker(), ""
         for char in text:
             pending = (pending + char)[tracker.feed(pending + char) :]
-        valid = tracker.is_complete and not tracker.has_invalid_string and not pending
-        assert valid == is_object(text), text
+        is_valid = tracker.is_complete and not tracker.has_invalid_string and not pending
+        assert is_valid == is_json_object(text), text
 
 
-def is_object(text: str) -> bool:
+def is_json_object(text: str) -> bool:
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:
         return False
 
 
-def test_stream_text_yields_only_text(tiny: TemplateRenderer) -> None:
-    text = f" <think>hm</think> {CALL}\n END two"
-    parser = tiny.stream_text(["END"])
-    deltas = feed_in_chunks(parser, encode(tiny, text), [1] * 500)
+def test_stream_text_yields_only_text(tiny_renderer: TemplateRenderer) -> None:
+    text = f" <think>hm</think> {TOOL_CALL}\n END two"
+    parser = tiny_renderer.stream_text(["END"])
+    deltas = feed_in_chunks(parser, encode(tiny_renderer, text), [1] * 500)
     assert "".join(d.text for d in deltas) == parser.message["content"] == text.removesuffix("END two")

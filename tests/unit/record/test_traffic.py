@@ -1,6 +1,6 @@
-"""Replay recorded traffic of real agents through the dialects and the message graph, and over HTTP.
+"""Replay recorded traffic from real agents through the dialects and the message graph, and over HTTP.
 
-`LINKS` has the expected link of each call in a scenario: ``root``, ``branch``, the number of the call that it
+`LINKS` has the expected link of each call in a scenario: ``root``, ``branch``, the index of the call that it
 extends, ``=n`` for a sibling of call n, or ``failed``.
 """
 
@@ -30,13 +30,13 @@ from instar.record.tool_calls import format_call
 from instar.registry import list_names, resolve
 from instar.types import Call, CallStatus, Json, Link, Message, new_id
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, run_gateway
 from tests.unit.record.test_graph import to_delta
 
-FOLDER = Path(__file__).parent / "fixtures" / "traffic"
+TRAFFIC_FOLDER = Path(__file__).parent / "fixtures" / "traffic"
 HASHER = MessageHasher(b"key")
 LINKS = {
-    # The agent requests the summary after the first reply, instead of the second reply.
+    # The request for the summary continues the first reply and leaves out the second.
     "claude-code-compaction": "root 0 0 branch 3 4",
     "claude-code-edit": "root 0 1",
     "claude-code-retry": "root failed 0 2",
@@ -60,8 +60,8 @@ LINKS = {
     "qwen-code-retry": "root failed 0 2",
     "qwen-code-subagents": "root 0 branch branch 1 2 3 4 7",
 }
-SESSIONS = {
-    # Some sub-agents have their own session ids, and some send no session id.
+SESSION_COUNTS = {
+    # Scenarios with several sessions: some sub-agents send their own session id, and some send none.
     "opencode-subagents": 3,
     "qwen-code-subagents": 3,
 }
@@ -96,12 +96,12 @@ class RecordedRequest:
 
 
 def load_requests(scenario: str) -> list[RecordedRequest]:
-    rows = json.loads(gzip.decompress((FOLDER / f"{scenario}.json.gz").read_bytes()))
+    rows = json.loads(gzip.decompress((TRAFFIC_FOLDER / f"{scenario}.json.gz").read_bytes()))
     return [RecordedRequest(row["path"], row["headers"], row["body"], row["reply"]) for row in rows]
 
 
 def list_scenarios() -> list[str]:
-    return sorted(file.name.removesuffix(".json.gz") for file in FOLDER.glob("*-*.json.gz"))
+    return sorted(file.name.removesuffix(".json.gz") for file in TRAFFIC_FOLDER.glob("*-*.json.gz"))
 
 
 def format_reply(message: Message) -> str:
@@ -120,18 +120,18 @@ class Replay:
     graphs: dict[str | None, MessageGraph] = field(default_factory=dict[str | None, MessageGraph])
     session_calls: dict[str | None, list[Call]] = field(default_factory=dict[str | None, list[Call]])
     calls: dict[str, Call] = field(default_factory=dict[str, Call])
-    numbers: dict[str, int] = field(default_factory=dict[str, int])
+    call_indexes: dict[str, int] = field(default_factory=dict[str, int])
 
     def run(self, scenario: str) -> list[str]:
-        return [self.step(number, request) for number, request in enumerate(load_requests(scenario))]
+        return [self.replay_request(index, request) for index, request in enumerate(load_requests(scenario))]
 
-    def step(self, number: int, recorded: RecordedRequest) -> str:
+    def replay_request(self, index: int, recorded: RecordedRequest) -> str:
         request = recorded.dialect.parse_request(json.dumps(recorded.body).encode())
         headers = {name.lower(): value for name, value in recorded.headers.items()}
-        session = parse_external_id(headers, request.session_hints)
-        graph = self.graphs.setdefault(session, MessageGraph(HASHER))
+        session_id = parse_external_id(headers, request.session_hints)
+        graph = self.graphs.setdefault(session_id, MessageGraph(HASHER))
         if self.restarted:
-            graph = MessageGraph(HASHER, [to_delta(call) for call in self.session_calls.get(session, ())])
+            graph = MessageGraph(HASHER, [to_delta(call) for call in self.session_calls.get(session_id, ())])
         chain = graph.match_replies(HASHER.hash_messages(request.messages, request.tools), request.messages)
         placement = graph.place(chain, request.messages, request.tools, self.renderer)
         graph.release(placement)
@@ -141,8 +141,8 @@ class Replay:
         reply_chain = chain.extend([HASHER.hash_message(reply)])
         call = self.make_call(placement, reply_chain, request.messages, reply)
         graph.add(call, placement, reply_chain)
-        self.session_calls.setdefault(session, []).append(call)
-        self.calls[call.call_id], self.numbers[call.call_id] = call, number
+        self.session_calls.setdefault(session_id, []).append(call)
+        self.calls[call.call_id], self.call_indexes[call.call_id] = call, index
         return self.check_link(call)
 
     def make_call(
@@ -182,10 +182,10 @@ class Replay:
         if call.link is Link.EXTENDS:
             parent = self.calls[call.parent_id or ""]
             assert np.array_equal(call.prompt_ids[: len(parent.sequence)], parent.sequence)
-            return str(self.numbers[parent.call_id])
+            return str(self.call_indexes[parent.call_id])
         if call.link is Link.SIBLING:
             assert base is not None
-            return f"={self.numbers[base.call_id]}"
+            return f"={self.call_indexes[base.call_id]}"
         return call.link.value
 
 
@@ -196,9 +196,9 @@ def test_traffic_fixtures_cover_every_scenario() -> None:
 @pytest.mark.parametrize("scenario", LINKS)
 @pytest.mark.parametrize("restarted", [False, True])
 def test_traffic_placements_have_the_expected_links(
-    tiny: TemplateRenderer, scenario: str, restarted: bool
+    tiny_renderer: TemplateRenderer, scenario: str, restarted: bool
 ) -> None:
-    assert " ".join(Replay(tiny, restarted).run(scenario)) == LINKS[scenario]
+    assert " ".join(Replay(tiny_renderer, restarted).run(scenario)) == LINKS[scenario]
 
 
 # --- over HTTP ----------------------------------------------------------------------------------
@@ -223,14 +223,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 async def gateway(
-    model_folder: Path, tmp_path: Path, tiny: TemplateRenderer
+    model_folder: Path, tmp_path: Path, tiny_renderer: TemplateRenderer
 ) -> AsyncGenerator[RunningGateway]:
     NEXT_REPLIES.clear()
     engine = ScriptedEngine(
         ModelConfig(name=str(model_folder), max_context=200_000),
         ScriptedEngineConfig(function=f"{__name__}:get_next_reply"),
     )
-    async with run_gateway(tmp_path / "store.db", engine, tiny, GatewayConfig()) as gateway:
+    async with run_gateway(tmp_path / "store.db", engine, tiny_renderer, GatewayConfig()) as gateway:
         yield gateway
 
 
@@ -239,7 +239,8 @@ class Agent:
     """Sends an agent's recorded requests, with the tool call ids of the current replies."""
 
     gateway: RunningGateway
-    ids: dict[str, str] = field(default_factory=dict[str, str])
+    call_ids: dict[str, str] = field(default_factory=dict[str, str])
+    """The current tool call ids by recorded id."""
 
     async def send(self, request: RecordedRequest) -> str | None:
         """Send the request and return the session id, or None if the engine is unavailable."""
@@ -247,9 +248,13 @@ class Agent:
         body = {**request.body, "stream": False}
         body.pop("stream_options", None)
         text = json.dumps(body)
-        for recorded_id, current_id in self.ids.items():
+        for recorded_id, current_id in self.call_ids.items():
             text = text.replace(recorded_id, current_id)
-        headers = {**request.headers, "Authorization": f"Bearer {ADMIN}", "Content-Type": "application/json"}
+        headers = {
+            **request.headers,
+            "Authorization": f"Bearer {ADMIN_KEY}",
+            "Content-Type": "application/json",
+        }
         path = request.path.partition("?")[0]
         response = await self.gateway.http.post(path, content=text.encode(), headers=headers)
         if "error" in request.reply:
@@ -260,31 +265,31 @@ class Agent:
         calls = zip(request.parse_reply().get("tool_calls", ()), reply.get("tool_calls", ()), strict=True)
         for recorded_call, current_call in calls:
             recorded_id, current_id = recorded_call["id"], current_call["id"]
-            self.ids[recorded_id] = current_id
-            self.ids[normalize_call_id(recorded_id)] = normalize_call_id(current_id)
+            self.call_ids[recorded_id] = current_id
+            self.call_ids[normalize_call_id(recorded_id)] = normalize_call_id(current_id)
         return response.headers["x-instar-session"]
 
 
 @pytest.mark.parametrize("scenario", LINKS)
 async def test_traffic_over_http_is_recorded_as_expected(
-    gateway: RunningGateway, tiny: TemplateRenderer, scenario: str
+    gateway: RunningGateway, tiny_renderer: TemplateRenderer, scenario: str
 ) -> None:
     agent = Agent(gateway)
     sessions = [session for request in load_requests(scenario) if (session := await agent.send(request))]
-    assert len(set(sessions)) == SESSIONS.get(scenario, 1)
+    assert len(set(sessions)) == SESSION_COUNTS.get(scenario, 1)
     assert {row.session.session_id for row in await gateway.store.sessions("run")} == set(sessions)
     calls = {session: deque(await gateway.store.calls(session)) for session in sessions}
-    replay = Replay(tiny)
+    replay = Replay(tiny_renderer)
     links: list[str] = []
     expected = LINKS[scenario].split()
-    for number, link in enumerate(expected):
+    for index, link in enumerate(expected):
         if link == "failed":
             continue
         session = sessions[len(links)]
         call = calls[session].popleft()
         is_first = session not in sessions[: len(links)]
-        replay.calls[call.call_id], replay.numbers[call.call_id] = call, number
+        replay.calls[call.call_id], replay.call_indexes[call.call_id] = call, index
         links.append(replay.check_link(call))
-        assert links[-1] == ("root" if is_first else link), number
+        assert links[-1] == ("root" if is_first else link), index
         assert call.trainable
     assert not any(calls.values())

@@ -1,10 +1,21 @@
 """A `/v1/completions` server on a real socket that returns the scripted engine's logprobs.
 
-The requested model name selects the behaviour: `vllm` (prompt_logprobs), `openai` (echo), `strict` (echo, and
-unknown fields are rejected), `sglang` (echo, only if something is sampled), `llama` (only the logprobs of
-sampled tokens), `bos` (prepends a token), `named` (echo; tokens are named by their ids), `other` (like named,
-with wrong ids), `foreign` (a different vocabulary), `flaky` (fails three times), `silent`, `denied`,
-`malformed`, `incomplete` (a logprob is missing).
+The requested model name selects the behaviour:
+
+- `vllm`: returns `prompt_logprobs`
+- `openai`: supports `echo`
+- `strict`: supports `echo` and rejects unknown fields
+- `sglang`: supports `echo`, but only if a token is sampled
+- `llama`: returns only the logprobs of sampled tokens
+- `bos`: prepends a token to the prompt
+- `named`: supports `echo` and names tokens by their ids
+- `wrong_ids`: like `named`, with wrong ids
+- `foreign`: has a different vocabulary
+- `flaky`: fails three times, then behaves like `vllm`
+- `unresponsive`: does not respond
+- `denied`: responds with status 401
+- `malformed`: does not return JSON
+- `incomplete`: omits a logprob
 """
 
 from __future__ import annotations
@@ -31,28 +42,28 @@ class TeacherServer:
     tokenizer: Any
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
-    keys: set[str] = field(default_factory=set[str])
-    running: int = 0
-    max_running: int = 0
+    authorizations: set[str] = field(default_factory=set[str])
+    active_requests: int = 0
+    max_active_requests: int = 0
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        self.keys.add(request.headers.get("Authorization", ""))
-        self.running += 1
-        self.max_running = max(self.max_running, self.running)
+        self.authorizations.add(request.headers.get("Authorization", ""))
+        self.active_requests += 1
+        self.max_active_requests = max(self.max_active_requests, self.active_requests)
         try:
             await asyncio.sleep(0.005)
             return await self.respond(body)
         finally:
-            self.running -= 1
+            self.active_requests -= 1
 
     async def respond(self, body: dict[str, Any]) -> web.StreamResponse:
         model = body["model"]
         if model == "flaky" and len(self.bodies) <= 3:
             headers = {"Retry-After": "0.1"} if len(self.bodies) == 3 else {}
             return web.Response(status=(500, 503, 429)[len(self.bodies) - 1], headers=headers)
-        if model == "silent":
+        if model == "unresponsive":
             await asyncio.sleep(60)
         if model == "denied":
             return web.json_response({"error": f"Incorrect API key provided: {KEY}"}, status=401)
@@ -82,8 +93,8 @@ class TeacherServer:
         if model == "llama":
             return choice | {"logprobs": {"token_logprobs": [-0.5], "tokens": ["x"]}}
         texts = [self.tokenizer.decode([token]) for token in ids]
-        if model in ("named", "other"):
-            texts = [f"token_id:{token + (model == 'other')}" for token in ids]
+        if model in ("named", "wrong_ids"):
+            texts = [f"token_id:{token + (model == 'wrong_ids')}" for token in ids]
         return choice | {
             "logprobs": {"token_logprobs": [*values, *sampled], "tokens": [*texts, *("x" for _ in sampled)]}
         }

@@ -33,19 +33,17 @@ async def teacher(model: ModelConfig) -> AsyncIterator[TeacherServer]:
 
 
 def make_reference(
-    teacher: TeacherServer, model: ModelConfig, name: str, *, key: str | None = KEY, **changes: Any
+    teacher: TeacherServer, model: ModelConfig, name: str, *, key: str | None = KEY, **overrides: Any
 ) -> CompletionsReference:
-    fields = {"type": "completions", "base_url": teacher.url, "model": name, "timeout": 10.0} | changes
+    fields = {"type": "completions", "base_url": teacher.url, "model": name, "timeout": 10.0} | overrides
     return CompletionsReference(CompletionsReferenceConfig.model_validate(fields), model, key)
 
 
-def make_sample(number: int, length: int = 40, trained: slice = slice(20, 30)) -> Sample:
+def make_sample(seed: int, length: int = 40, trained: slice = slice(20, 30)) -> Sample:
     mask = np.zeros(length, np.float32)
     mask[trained] = 1
     zeros = np.zeros(length, np.float32)
-    return Sample(
-        f"s{number}", "s", make_token_ids(length, number), mask, zeros, zeros, zeros.astype(np.int32)
-    )
+    return Sample(f"s{seed}", "s", make_token_ids(length, seed), mask, zeros, zeros, zeros.astype(np.int32))
 
 
 @pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "named", "flaky"])
@@ -63,7 +61,7 @@ async def test_completions_reference_reads_every_response_format(
             "there are no logprobs after the last trained token"
         )
     assert [len(body["prompt"]) for body in teacher.bodies[-6:]] == [30] * 6
-    assert teacher.keys == {f"Bearer {KEY}"}
+    assert teacher.authorizations == {f"Bearer {KEY}"}
     await reference.close()
 
 
@@ -73,7 +71,7 @@ async def test_completions_reference_limits_requests_in_flight(
     reference = make_reference(teacher, model, "vllm", max_in_flight=3)
     await reference.start()
     await reference.logprobs([make_sample(number) for number in range(20)])
-    assert teacher.max_running == 3
+    assert teacher.max_active_requests == 3
     await reference.close()
 
 
@@ -86,7 +84,7 @@ async def test_completions_reference_limits_requests_in_flight(
             r"base_url: .*does not return.*prompt_logprobs: .*logprobs 1, max_tokens 1: .*1 logprobs",
         ),
         ("bos", EngineError, "read .* tokens instead of"),
-        ("other", EngineError, "returned the logprob of .* instead of token"),
+        ("wrong_ids", EngineError, "returned no logprob for token .*, only for"),
         ("foreign", ConfigError, r"trainer\.reference\.model: the vocabulary of foreign differs"),
         ("denied", EngineError, "401"),
         ("malformed", EngineError, "did not return JSON"),
@@ -102,10 +100,10 @@ async def test_completions_reference_rejects_unsuitable_server_at_start(
     await reference.close()
 
 
-async def test_completions_reference_with_silent_server_times_out(
+async def test_completions_reference_with_unresponsive_server_times_out(
     teacher: TeacherServer, model: ModelConfig
 ) -> None:
-    reference = make_reference(teacher, model, "silent", timeout=0.4)
+    reference = make_reference(teacher, model, "unresponsive", timeout=0.4)
     started_at = time.monotonic()
     with pytest.raises(EngineUnavailable, match=r"unavailable after 0\.4 s"):
         await reference.start()
@@ -118,7 +116,7 @@ async def test_completions_reference_with_unreachable_server_retries_then_fails(
 ) -> None:
     reference = make_reference(teacher, model, "vllm", base_url="http://127.0.0.1:9/v1", timeout=1.0)
     started_at = time.monotonic()
-    with pytest.raises(EngineUnavailable, match="is unavailable after"):
+    with pytest.raises(EngineUnavailable, match="is still unavailable after"):
         await reference.start()
     assert 0.25 < time.monotonic() - started_at < 5, "the request was retried"
     await reference.close()

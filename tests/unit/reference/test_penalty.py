@@ -36,7 +36,7 @@ class FixedReference(Reference):
         pass
 
 
-def make_sample(key: str = "a", **changes: object) -> Sample:
+def make_sample(key: str = "a", **overrides: object) -> Sample:
     nan = np.nan
     fields: dict[str, object] = {
         "token_ids": np.array([1, 2, 7, 8, 3, 9], np.int32),
@@ -45,20 +45,20 @@ def make_sample(key: str = "a", **changes: object) -> Sample:
         "advantages": np.array([0, 0, 0.5, 0.5, 0, 0.5], np.float32),
         "versions": np.zeros(6, np.int32),
     }
-    return Sample(key, f"session-{key}", **(fields | changes))  # type: ignore[arg-type]
+    return Sample(key, f"session-{key}", **(fields | overrides))  # type: ignore[arg-type]
 
 
-TEACHER = np.array([np.nan, np.nan, -1.2, -0.4, np.nan, -0.1], np.float32)
+TEACHER_LOGPROBS = np.array([np.nan, np.nan, -1.2, -0.4, np.nan, -0.1], np.float32)
 
 
 async def test_penalty_subtracts_log_ratio_from_trained_tokens() -> None:
     sample = make_sample()
-    penalty = ReferencePenalty(FixedReference([TEACHER]), 0.5)
+    penalty = ReferencePenalty(FixedReference([TEACHER_LOGPROBS]), 0.5)
     scale = np.array([0, 0, 2, 2, 0, 4], np.float32)
     (adjusted,), metrics = await penalty.apply([sample], [scale])
     # (-0.2 + 1.2) = 1 and (-0.9 + 0.4) = -0.5, times -weight × scale.
     np.testing.assert_allclose(adjusted.advantages, [0, 0, 0.5 - 1.0, 0.5 + 0.5, 0, 0.5], atol=1e-6)
-    assert adjusted.aux["reference"] is TEACHER
+    assert adjusted.aux["reference"] is TEACHER_LOGPROBS
     assert metrics["reference_kl"] == pytest.approx((1 - 0.5 + 0) / 3, abs=1e-6)
     assert metrics["reference_seconds"] >= 0
     assert sample.advantages[2] == 0.5, "the claimed sample is unchanged"
@@ -69,7 +69,9 @@ async def test_penalty_with_truncated_softmax_uses_reward_weights() -> None:
     behavior = np.array([np.nan, np.nan, -0.2, -0.4, np.nan, -0.1], np.float32)
     samples = [make_sample(behavior_logprobs=behavior), make_sample("b")]
     scales = compute_token_scales(samples, "batch_sessions")
-    (adjusted, _), _ = await ReferencePenalty(FixedReference([TEACHER, TEACHER]), 1.0).apply(samples, scales)
+    (adjusted, _), _ = await ReferencePenalty(
+        FixedReference([TEACHER_LOGPROBS, TEACHER_LOGPROBS]), 1.0
+    ).apply(samples, scales)
     penalty_added = adjusted.advantages - samples[0].advantages
     np.testing.assert_allclose(penalty_added[[2, 3, 5]], [-0.5, 0.25 * np.exp(-0.5), 0], atol=1e-6)
 
@@ -79,18 +81,18 @@ async def test_penalty_with_truncated_softmax_uses_reward_weights() -> None:
     [
         (
             None,
-            np.where(np.arange(6) == 3, np.nan, TEACHER),
+            np.where(np.arange(6) == 3, np.nan, TEACHER_LOGPROBS),
             "a: the reference's logprob of the trained token at index 3 is missing",
         ),
         (
             None,
-            np.where(np.arange(6) == 3, -np.inf, TEACHER),
+            np.where(np.arange(6) == 3, -np.inf, TEACHER_LOGPROBS),
             "a: the reference's logprob of the trained token at index 3 is missing",
         ),
-        (None, TEACHER[:5], "5 logprobs for 6"),
+        (None, TEACHER_LOGPROBS[:5], "5 logprobs for 6"),
         (
             np.full(6, np.nan, np.float32),
-            TEACHER,
+            TEACHER_LOGPROBS,
             "a: the logprob of the trained token at index 2 is missing",
         ),
     ],
@@ -119,7 +121,7 @@ async def train_and_hash(config: RunConfig, faults: FaultInjector | None = None)
     async with open_trainer(config, faults) as harness:
         harness.trainer.penalty = create_penalty(config, harness.backend, None)
         await harness.trainer.run()
-        return await harness.head_hash()
+        return await harness.hash_latest_adapter()
 
 
 async def test_penalty_after_crash_gives_same_weights(model: Path, tmp_path: Path) -> None:
@@ -149,15 +151,15 @@ async def test_trainer_with_penalty_reports_reference_kl(model: Path, tmp_path: 
         assert batch is not None
         await harness.trainer.run()
     base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    gaps: list[float] = []
+    log_ratios: list[float] = []
     for sample in batch.samples:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         with torch.no_grad():
             logprobs = base(ids[None]).logits[0].log_softmax(-1)
         for position in np.flatnonzero(sample.mask > 0):
-            gaps.append(float(sample.logprobs[position] - logprobs[position - 1, ids[position]]))
+            log_ratios.append(float(sample.logprobs[position] - logprobs[position - 1, ids[position]]))
     step = read_steps(config.run_dir)[0]
-    assert step["reference_kl"] == pytest.approx(np.mean(gaps), abs=1e-4)
+    assert step["reference_kl"] == pytest.approx(np.mean(log_ratios), abs=1e-4)
     assert step["reference_seconds"] > 0
     async with open_trainer(config) as harness:
         assert (await harness.store.steps(RUN))[0].metrics["reference_kl"] == step["reference_kl"]

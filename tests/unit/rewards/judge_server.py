@@ -1,8 +1,9 @@
 """A fake judge server with OpenAI's Chat Completions API and Anthropic's Messages API.
 
-The answer is a function of the request. Each of the ``faults`` applies to one request: ``hang``, ``drop``,
-``truncated`` (the connection is closed during the response), ``unparseable`` (a reply without an answer),
-``invalid`` (not an API response), a status such as ``500``, or ``429:2`` with a Retry-After header.
+The judge's answer is a function of the request. Each of the ``faults`` applies to one request: ``hang`` (the
+response is delayed by 30 s), ``drop`` (the connection is aborted), ``truncated`` (the connection is closed
+during the response), ``unparseable`` (a reply without an answer), ``invalid`` (not an API response), a status
+such as ``500``, or ``429:2`` for a status with a Retry-After header.
 """
 
 from __future__ import annotations
@@ -48,29 +49,30 @@ class JudgeServer:
     requests: list[JudgeRequest] = field(default_factory=list[JudgeRequest])
     supports_schema: bool = True
     max_concurrency: int = 0
-    _busy: int = 0
+    _active_requests: int = 0
 
-    async def answer(self, request: web.Request) -> web.StreamResponse:
+    async def handle_request(self, request: web.Request) -> web.StreamResponse:
         received = JudgeRequest(request.path, dict(request.headers), await request.json())
         self.requests.append(received)
-        self._busy += 1
-        self.max_concurrency = max(self.max_concurrency, self._busy)
+        self._active_requests += 1
+        self.max_concurrency = max(self.max_concurrency, self._active_requests)
         try:
             if self.faults:
                 return await self._fail(request, self.faults.pop(0))
             await asyncio.sleep(0)
-            return self._answer(received)
+            return self._respond(received)
         finally:
-            self._busy -= 1
+            self._active_requests -= 1
 
-    def _answer(self, received: JudgeRequest) -> web.Response:
+    def _respond(self, received: JudgeRequest) -> web.Response:
         if not self.supports_schema and ("response_format" in received.body or "tools" in received.body):
             return web.json_response(
                 {"error": {"message": "Unknown parameter: 'response_format'."}}, status=400
             )
         answer = self.answer_with(received)
-        anthropic = received.path.endswith("/messages")
-        return web.json_response((_messages if anthropic else _chat)(answer, received.body))
+        is_messages_api = received.path.endswith("/messages")
+        make_response = _make_messages_response if is_messages_api else _make_chat_response
+        return web.json_response(make_response(answer, received.body))
 
     async def _fail(self, request: web.Request, fault: str) -> web.StreamResponse:
         if fault == "hang":
@@ -86,23 +88,25 @@ class JudgeServer:
             request.transport.close()
             return response
         if fault == "unparseable":
-            return web.json_response(_chat("There is no answer.", {}))
+            return web.json_response(_make_chat_response("There is no answer.", {}))
         if fault == "invalid":
             return web.Response(text="<html>Bad gateway</html>")
-        status, _, wait = fault.partition(":")
-        headers = {"Retry-After": wait} if wait else {}
-        body = {"error": {"message": f"no: {request.headers.get('authorization')}", "type": "some_error"}}
+        status, _, retry_after = fault.partition(":")
+        headers = {"Retry-After": retry_after} if retry_after else {}
+        body = {
+            "error": {"message": f"rejected: {request.headers.get('authorization')}", "type": "some_error"}
+        }
         return web.json_response(body, status=int(status) if status.isdigit() else 500, headers=headers)
 
 
-def _chat(answer: Any, body: dict[str, Any]) -> Any:
+def _make_chat_response(answer: Any, body: dict[str, Any]) -> Any:
     text = answer if isinstance(answer, str) else json.dumps(answer)
     message = {"role": "assistant", "content": text}
     usage = {"prompt_tokens": TOKENS_IN, "completion_tokens": TOKENS_OUT}
     return {"id": "1", "choices": [{"index": 0, "message": message, "finish_reason": "stop"}], "usage": usage}
 
 
-def _messages(answer: Any, body: dict[str, Any]) -> Any:
+def _make_messages_response(answer: Any, body: dict[str, Any]) -> Any:
     if "tools" in body and not isinstance(answer, str):
         content = {"type": "tool_use", "id": "1", "name": body["tools"][0]["name"], "input": answer}
     else:
@@ -112,16 +116,16 @@ def _messages(answer: Any, body: dict[str, Any]) -> Any:
 
 
 @asynccontextmanager
-async def judge_server(answer_with: AnswerFunction) -> AsyncGenerator[JudgeServer]:
+async def serve_judge(answer_with: AnswerFunction) -> AsyncGenerator[JudgeServer]:
     server = JudgeServer(answer_with)
     app = web.Application(client_max_size=1 << 26)
-    app.router.add_post("/v1/chat/completions", server.answer)
-    app.router.add_post("/v1/messages", server.answer)
+    app.router.add_post("/v1/chat/completions", server.handle_request)
+    app.router.add_post("/v1/messages", server.handle_request)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
-    socket = bind("127.0.0.1", 0)
-    await web.SockSite(runner, socket).start()
-    server.url = f"http://127.0.0.1:{socket.getsockname()[1]}/v1"
+    listener = bind("127.0.0.1", 0)
+    await web.SockSite(runner, listener).start()
+    server.url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     try:
         yield server
     finally:

@@ -35,14 +35,14 @@ def make_transcript(*turns: tuple[Message, str], session_id: str = "s") -> Trans
     calls: list[Call] = []
     for index, (message, reply) in enumerate(turns):
         parent = calls[-1] if calls else None
-        before = (*parent.messages, parent.reply) if parent else ()
+        history = (*parent.messages, parent.reply) if parent else ()
         call = make_call(
             f"{session_id}-{index + 1}",
             [1],
             [5],
             parent=parent,
             session_id=session_id,
-            messages=(*before, message),
+            messages=(*history, message),
             reply=assistant(reply),
         )
         calls.append(call)

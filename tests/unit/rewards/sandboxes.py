@@ -1,4 +1,4 @@
-"""The sandboxes available on this machine, and helpers that find what a job left behind."""
+"""The sandboxes that work on this machine, and helpers that run code and find leftover processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ KINDS = ("bubblewrap", "landlock")
 
 
 @functools.cache
-def sandbox_problem(kind: str) -> str | None:
+def find_sandbox_problem(kind: str) -> str | None:
+    """Return the reason why the sandbox does not work on this machine, or None if it works."""
     try:
         asyncio.run(create_sandbox(kind))
     except ConfigError as error:
@@ -27,18 +28,20 @@ def sandbox_problem(kind: str) -> str | None:
     return None
 
 
-def available_sandboxes() -> list[object]:
-    """Return pytest parameters, with a skip mark for sandboxes that do not work on this machine."""
+def list_sandbox_params() -> list[object]:
+    """Return the sandboxes as pytest parameters. Those that do not work on this machine are skipped."""
     return [
         pytest.param(
             kind,
-            marks=pytest.mark.skipif(sandbox_problem(kind) is not None, reason=str(sandbox_problem(kind))),
+            marks=pytest.mark.skipif(
+                find_sandbox_problem(kind) is not None, reason=str(find_sandbox_problem(kind))
+            ),
         )
         for kind in KINDS
     ]
 
 
-async def run(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> SandboxResult:
+async def run_code(sandbox: Sandbox, code: str, *arguments: str, **limits: float) -> SandboxResult:
     settings = SandboxLimits(**{"seconds": 20.0, **limits})  # pyright: ignore[reportArgumentType]
     return await sandbox.run(SandboxJob([sys.executable, "-c", code, *arguments]), settings)
 

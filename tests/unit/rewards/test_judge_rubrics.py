@@ -17,7 +17,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import build_steps, render_conversation
 from instar.types import CallStatus, Link, Message, Reward, ToolCall
 from tests.unit.data.builders import make_call
-from tests.unit.rewards.judge_server import JudgeRequest, judge_server
+from tests.unit.rewards.judge_server import JudgeRequest, serve_judge
 from tests.unit.rewards.judges import (
     TASK,
     assistant,
@@ -58,7 +58,7 @@ def score_by_step_number(request: JudgeRequest) -> Any:
 
 async def test_process_judge_rewards_every_call(path: Path) -> None:
     async with (
-        judge_server(score_by_step_number) as server,
+        serve_judge(score_by_step_number) as server,
         start_judge(path, server.url, rubric="process") as judge,
     ):
         rewards = await judge.score(TASK, SESSION)
@@ -69,10 +69,10 @@ async def test_process_judge_rewards_every_call(path: Path) -> None:
 
 
 async def test_process_judge_splits_long_sessions_into_windows(path: Path) -> None:
-    long = make_transcript(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
-    async with judge_server(score_by_step_number) as server:
+    long_session = make_transcript(*((user(f"turn {i} {'x' * 400}"), "ok") for i in range(10)))
+    async with serve_judge(score_by_step_number) as server:
         async with start_judge(path, server.url, rubric="process", max_prompt_chars=2000) as judge:
-            rewards = await judge.score(TASK, long)
+            rewards = await judge.score(TASK, long_session)
     assert sorted(n for request in server.requests for n in parse_requested_steps(request)) == list(
         range(1, 11)
     )
@@ -84,8 +84,8 @@ async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> N
     def answer(request: JudgeRequest) -> Any:
         return {"steps": [{"step": 1, "reasons": "", "score": 0.5}]}
 
-    async with judge_server(answer) as server, start_judge(path, server.url, rubric="process") as judge:
-        with pytest.raises(ScoreError, match="no answer for step 2"):
+    async with serve_judge(answer) as server, start_judge(path, server.url, rubric="process") as judge:
+        with pytest.raises(ScoreError, match="step 2 is missing"):
             await judge.score(TASK, SESSION)
 
 
@@ -93,10 +93,10 @@ async def test_process_judge_rejects_answers_with_missing_steps(path: Path) -> N
 
 
 def answer_with_signals(request: JudgeRequest) -> Any:
-    mark = request.user.split()[0]
+    marker = request.user.split()[0]
     answers: list[Any] = []
     for number in parse_requested_steps(request):
-        followup = request.user.partition(f"{mark} step {number}, what came next: ")[2].split(mark)[0]
+        followup = request.user.partition(f"{marker} step {number}, what came next: ")[2].split(marker)[0]
         signal = "unclear"
         for word, word_signal in (("Thanks", "accepted"), ("wrong", "corrected"), ("error", "tool_failed")):
             if word in followup:
@@ -107,7 +107,7 @@ def answer_with_signals(request: JudgeRequest) -> Any:
 
 async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None:
     async with (
-        judge_server(answer_with_signals) as server,
+        serve_judge(answer_with_signals) as server,
         start_judge(path, server.url, rubric="followup") as judge,
     ):
         rewards = await judge.score(NO_TASK, SESSION)
@@ -124,14 +124,14 @@ async def test_followup_judge_rewards_calls_by_user_reaction(path: Path) -> None
 
 async def test_followup_judge_uses_configured_signal_values(path: Path) -> None:
     signals = {"accepted": 0.5, "tool_failed": None}
-    async with judge_server(answer_with_signals) as server:
+    async with serve_judge(answer_with_signals) as server:
         async with start_judge(path, server.url, rubric="followup", signals=signals) as judge:
             rewards = await judge.score(NO_TASK, SESSION)
     assert [(r.call_id, r.value) for r in rewards] == [("s-3", 0.5)]
 
 
 async def test_followup_judge_takes_majority_and_treats_ties_as_unclear(path: Path) -> None:
-    async with judge_server(answer_with_signals) as server:
+    async with serve_judge(answer_with_signals) as server:
         for words, value in ((("accepted", "corrected", "accepted"), [1.0]), (("accepted", "corrected"), [])):
             answers = iter(words)
             server.answer_with = lambda request, answers=answers: {
@@ -146,7 +146,7 @@ async def test_followup_judge_takes_majority_and_treats_ties_as_unclear(path: Pa
 
 async def test_followup_judge_skips_sessions_without_followup(path: Path) -> None:
     async with (
-        judge_server(answer_with_signals) as server,
+        serve_judge(answer_with_signals) as server,
         start_judge(path, server.url, rubric="followup") as judge,
     ):
         assert await judge.score(NO_TASK, make_answer_transcript("42")) == []
@@ -157,9 +157,9 @@ async def test_followup_judge_skips_sessions_without_followup(path: Path) -> Non
 
 
 def prefer_longer_answer(request: JudgeRequest) -> Any:
-    mark = request.user.split()[0]
+    marker = request.user.split()[0]
     a, b = (
-        request.user.partition(f"{mark} session {name}, step 1: assistant's reply\n")[2].split("\n")[0]
+        request.user.partition(f"{marker} session {name}, step 1: assistant's reply\n")[2].split("\n")[0]
         for name in "AB"
     )
     winner = "tie" if len(a) == len(b) else "A" if len(a) > len(b) else "B"
@@ -173,9 +173,9 @@ async def score_group(judge: Judge, *answers: str) -> list[Reward]:
     )
 
 
-async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
+async def test_pairwise_judge_compares_in_both_orders(path: Path) -> None:
     async with (
-        judge_server(prefer_longer_answer) as server,
+        serve_judge(prefer_longer_answer) as server,
         start_judge(path, server.url, rubric="pairwise") as judge,
     ):
         assert judge.background
@@ -189,7 +189,7 @@ async def test_pairwise_judge_asks_in_both_orders(path: Path) -> None:
 
 
 async def test_pairwise_judge_ignores_position_bias(path: Path) -> None:
-    async with judge_server(lambda request: {"reasons": "", "winner": "A"}) as server:
+    async with serve_judge(lambda request: {"reasons": "", "winner": "A"}) as server:
         async with start_judge(path, server.url, rubric="pairwise", votes=2) as judge:
             rewards = await score_group(judge, "x", "xx", "xxx")
     assert [r.value for r in rewards] == pytest.approx([0.5] * 3)
@@ -198,7 +198,7 @@ async def test_pairwise_judge_ignores_position_bias(path: Path) -> None:
 
 
 async def test_pairwise_judge_limits_pairs_and_skips_equal_answers(path: Path) -> None:
-    async with judge_server(prefer_longer_answer) as server:
+    async with serve_judge(prefer_longer_answer) as server:
         async with start_judge(path, server.url, rubric="pairwise", pairs=8) as judge:
             await score_group(judge, *("x" * n for n in range(1, 9)))
             assert len(server.requests) == 16
@@ -209,7 +209,7 @@ async def test_pairwise_judge_limits_pairs_and_skips_equal_answers(path: Path) -
 
 
 async def test_pairwise_judge_resumes_an_interrupted_group(path: Path) -> None:
-    async with judge_server(prefer_longer_answer) as server:
+    async with serve_judge(prefer_longer_answer) as server:
         server.faults = ["500", "drop"]
         async with start_judge(path, server.url, rubric="pairwise") as judge:
             with pytest.raises(ScoreError):
@@ -284,10 +284,10 @@ def test_session_steps_render_branches_failures_and_tool_calls() -> None:
 @pytest.mark.parametrize("limit", [10, 11, 25, 99, 100])
 def test_truncated_parts_keep_both_ends(limit: int) -> None:
     parts = [JudgePromptPart(str(i), chr(97 + i) * 20) for i in range(5)]
-    fitted = truncate_parts(parts, limit)
-    assert sum(len(part.text) for part in fitted) == limit
-    assert fitted[0].text.startswith("a")
-    assert fitted[-1].text.endswith("e")
-    assert [p.label for p in fitted if "omitted" in p.label] == (
+    truncated = truncate_parts(parts, limit)
+    assert sum(len(part.text) for part in truncated) == limit
+    assert truncated[0].text.startswith("a")
+    assert truncated[-1].text.endswith("e")
+    assert [p.label for p in truncated if "omitted" in p.label] == (
         [f"omitted here: {100 - limit} characters"] if limit < 100 else []
     )

@@ -1,4 +1,4 @@
-"""Tests for the run's own model as its judge, with a real gateway."""
+"""Tests for a judge that uses the run's own model, with a real gateway."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.judges import create_judge
 from instar.types import UNTRAINABLE, Channel, SessionStatus
 from tests.tiny import make_tiny_tokenizer
-from tests.unit.gateway.conftest import ADMIN, RunningGateway, run_gateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, run_gateway
 from tests.unit.rewards.judges import TASK, make_answer_transcript
 
 ANSWER = 'Well, {"reasons": "fine", "score": 0.5}'
@@ -42,7 +42,7 @@ def create_run_model_judge() -> Judge:
     return create_judge(RunConfig.model_validate({"reward": section}).reward[0])  # pyright: ignore[reportArgumentType]
 
 
-async def check_judge_with_key(gateway: RunningGateway, key: str) -> None:
+async def assert_judge_scores_with_key(gateway: RunningGateway, key: str) -> None:
     judge = create_run_model_judge()
     await judge.start(ScoringContext("run", gateway.store, gateway.url, key))
     try:
@@ -54,7 +54,7 @@ async def check_judge_with_key(gateway: RunningGateway, key: str) -> None:
 
 
 async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gateway: RunningGateway) -> None:
-    await check_judge_with_key(gateway, ADMIN)
+    await assert_judge_scores_with_key(gateway, ADMIN_KEY)
     rows = await gateway.store.sessions("run")
     assert len(rows) == 2
     for row in rows:
@@ -66,18 +66,18 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
         calls = await gateway.store.calls(session.session_id)
         assert "6 times 7" in calls[0].messages[-1]["content"]
         judge = create_run_model_judge()
-        await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN))
+        await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN_KEY))
         assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
         await judge.close()
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
 
 
-async def test_agent_cannot_avoid_the_judge_by_using_its_model_name(gateway: RunningGateway) -> None:
+async def test_agent_cannot_avoid_scoring_by_using_the_judge_model_name(gateway: RunningGateway) -> None:
     transcript = make_answer_transcript("42")
     calls = [replace(call, model=JUDGE_AGENT) for call in transcript.calls]
     transcript = replace(transcript, calls=calls)
     judge = create_run_model_judge()
-    await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN))
+    await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN_KEY))
     (reward,) = await judge.score(TASK, transcript)
     assert reward.value == 0.5
     await judge.close()
@@ -89,24 +89,24 @@ async def test_run_model_is_queried_without_proxy(
     # A proxy would receive the run's key.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
-    await check_judge_with_key(gateway, ADMIN)
+    await assert_judge_scores_with_key(gateway, ADMIN_KEY)
 
 
 async def test_run_model_accepts_an_agent_key(gateway: RunningGateway) -> None:
-    await check_judge_with_key(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
+    await assert_judge_scores_with_key(gateway, await create_key(gateway.store, "agent", JUDGE_AGENT))
     assert {row.session.agent_id for row in await gateway.store.sessions("run")} == {JUDGE_AGENT}
 
 
 async def test_run_model_with_wrong_key_fails_without_retry_or_leak(gateway: RunningGateway) -> None:
     with pytest.raises(ScoreError, match="401") as error:
-        await check_judge_with_key(gateway, "sk-instar-unknown")
+        await assert_judge_scores_with_key(gateway, "sk-instar-unknown")
     assert not error.value.retryable
     assert "sk-instar-unknown" not in str(error.value)
 
 
-async def test_run_model_follows_a_gateway_that_moved(gateway: RunningGateway) -> None:
+async def test_run_model_judge_uses_the_new_address_of_a_moved_gateway(gateway: RunningGateway) -> None:
     judge = create_run_model_judge()
-    context = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN)
+    context = ScoringContext("run", gateway.store, "http://127.0.0.1:9", ADMIN_KEY)
     await judge.start(context)
     async with asyncio.timeout(10):
         with pytest.raises(ScoreError, match="no usable response") as error:

@@ -24,20 +24,21 @@ TASK = Task("t", {"answer": "yes"})
 MODULE = "tests.unit.rewards.test_rewards"
 
 
-def exact(task: dict[str, Any], transcript: Transcript, worth: float = 1.0) -> float:
-    return worth * (transcript.final_text == task["answer"])
+def match_exactly(task: dict[str, Any], transcript: Transcript, points: float = 1.0) -> float:
+    return points * (transcript.final_text == task["answer"])
 
 
-async def exact_async(task: dict[str, Any], transcript: Transcript) -> float:
-    return exact(task, transcript)
+async def match_exactly_async(task: dict[str, Any], transcript: Transcript) -> float:
+    return match_exactly(task, transcript)
 
 
-def slow(task: dict[str, Any], transcript: Transcript) -> float:
+def score_slowly(task: dict[str, Any], transcript: Transcript) -> float:
     time.sleep(2)
     return 1.0
 
 
-def in_main_thread(task: dict[str, Any], transcript: Transcript) -> float:
+def score_main_thread(task: dict[str, Any], transcript: Transcript) -> float:
+    """Return 1 in the main thread, otherwise 0."""
     return float(threading.current_thread() is threading.main_thread())
 
 
@@ -60,12 +61,12 @@ def make_config(**reward: Any) -> RunConfig:
 
 
 async def test_rule_accepts_sync_and_async_functions_with_arguments() -> None:
-    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:exact", args={"worth": 2}))
+    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:match_exactly", args={"points": 2}))
     assert await scorer.score(TASK, make_transcript("yes")) == [
-        Reward("s", 2.0, RewardSource.RULE, scorer=f"{MODULE}:exact")
+        Reward("s", 2.0, RewardSource.RULE, scorer=f"{MODULE}:match_exactly")
     ]
     assert [r.value for r in await scorer.score(TASK, make_transcript("no"))] == [0.0]
-    async_scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:exact_async"))
+    async_scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:match_exactly_async"))
     assert [r.value for r in await async_scorer.score(TASK, make_transcript("yes"))] == [1.0]
 
 
@@ -77,7 +78,7 @@ async def test_rule_without_function_uses_task_set_scorer() -> None:
         create_scorer(make_config(type="rule"), TaskSet([TASK]))
 
 
-async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
+async def test_slow_rule_does_not_block_and_times_out() -> None:
     ticks = 0
 
     async def tick() -> None:
@@ -90,7 +91,7 @@ async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
         return [make_transcript("yes")]
 
     ticking = asyncio.create_task(tick())
-    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:slow"))
+    scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:score_slowly"))
     result = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
     ticking.cancel()
     assert "did not finish within 0.3 s" in (result.scores[0].reason or "")
@@ -99,7 +100,7 @@ async def test_slow_rule_does_not_block_and_ends_at_deadline() -> None:
 
 async def test_rule_with_thread_false_runs_in_main_thread() -> None:
     for settings, value in (({}, 0.0), ({"thread": False}, 1.0)):
-        config = make_config(type="rule", function=f"{MODULE}:in_main_thread", **settings)
+        config = make_config(type="rule", function=f"{MODULE}:score_main_thread", **settings)
         (reward,) = await create_scorer(config).score(TASK, make_transcript("x"))
         assert reward.value == value
 
@@ -121,8 +122,10 @@ async def test_reasoning_gym_scorer_cannot_harm_the_machine(in_bubblewrap: bool,
     existing_file.touch()
     await scorer.start(ScoringContext("run", None))  # pyright: ignore[reportArgumentType]
     try:
-        right = taskset[1].data["metadata"]["expression"]
-        assert [r.value for r in await scorer.score(taskset[1], make_transcript(f"Answer: {right}"))] == [1.0]
+        expression = taskset[1].data["metadata"]["expression"]
+        assert [
+            r.value for r in await scorer.score(taskset[1], make_transcript(f"Answer: {expression}"))
+        ] == [1.0]
         for attack in (
             f"__import__('os').system('touch {created_file}')",
             f"open('{created_file}', 'w').close()",
@@ -147,15 +150,16 @@ async def test_rule_that_returns_nan_raises() -> None:
 
 
 def test_scorers_with_the_same_name_are_rejected() -> None:
-    section = {"type": "rule", "function": f"{MODULE}:exact"}
-    sections = [section, section | {"args": {"worth": 2}}]
+    section = {"type": "rule", "function": f"{MODULE}:match_exactly"}
+    sections = [section, section | {"args": {"points": 2}}]
     with pytest.raises(
-        ConfigError, match=r"reward\.1: the name .*exact' is already used by reward\.0; .* a different name"
+        ConfigError,
+        match=r"reward\.1: the name .*match_exactly' is already used by reward\.0; .* a different name",
     ):
         create_scorers(RunConfig.model_validate({"reward": sections}))
     sections[1]["name"] = "double"
     first, second = create_scorers(RunConfig.model_validate({"reward": sections}))
-    assert first.key == f"{MODULE}:exact"
+    assert first.key == f"{MODULE}:match_exactly"
     assert second.name == "double"
     assert second.version, "different arguments give a different version"
 
@@ -173,7 +177,7 @@ async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     result = await score_sessions(SetDetailScorer(), TASK, ["s"], load, ScoringConfig(retries=0))
     (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
-    assert "must be JSON" in (score.reason or "")
+    assert "cannot be encoded as JSON" in (score.reason or "")
 
 
 async def test_agent_reward_is_the_returned_reward() -> None:

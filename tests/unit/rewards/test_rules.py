@@ -1,4 +1,4 @@
-"""Tests for rules that do not need a sandbox."""
+"""Tests for rules, and for the parts of the sandbox that can run without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from instar.rewards.sandbox import bubblewrap
 from instar.types import Task
 from tests.unit.rewards.rules import make_transcript, score_text, start_scorer
 
-EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
+EXACT_CASES: list[tuple[dict[str, Any], Any, str, float]] = [
     ({}, "yes", " yes\n", 1.0),
     ({}, "yes", "Yes", 0.0),
     ({"strip": False}, "yes", "yes ", 0.0),
@@ -47,7 +47,7 @@ EXACT: list[tuple[dict[str, Any], Any, str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "expected", "text", "value"), EXACT)
+@pytest.mark.parametrize(("settings", "expected", "text", "value"), EXACT_CASES)
 async def test_exact_rule_compares_normalized_text(
     settings: dict[str, Any], expected: Any, text: str, value: float
 ) -> None:
@@ -55,7 +55,7 @@ async def test_exact_rule_compares_normalized_text(
         assert (await score_text(scorer, {"answer": expected}, text)).value == value
 
 
-NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
+NUMERIC_CASES: list[tuple[dict[str, Any], Any, str, float]] = [
     ({}, "1,234.5", "It is $1234.50.", 1.0),
     ({}, 0.75, "that makes 3/4", 1.0),
     ({}, "-3", "so x = -3", 1.0),
@@ -75,7 +75,7 @@ NUMERIC: list[tuple[dict[str, Any], Any, str, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "expected", "text", "value"), NUMERIC)
+@pytest.mark.parametrize(("settings", "expected", "text", "value"), NUMERIC_CASES)
 async def test_numeric_rule_compares_within_tolerance(
     settings: dict[str, Any], expected: Any, text: str, value: float
 ) -> None:
@@ -110,7 +110,7 @@ def test_rule_version_depends_on_settings_but_not_on_name() -> None:
     )
 
 
-MATH = [
+MATH_CASES = [
     ("-5", "It is \u22125", 1.0),
     ("72", "The answer is 72.", 1.0),
     (r"\frac{1}{2}", r"so \boxed{0.5}", 1.0),
@@ -123,7 +123,7 @@ MATH = [
 
 async def test_math_rule_compares_by_value_and_times_out() -> None:
     async with start_scorer(type="math", seconds=1.0) as scorer:
-        for expected, text, value in MATH:
+        for expected, text, value in MATH_CASES:
             assert (await score_text(scorer, {"answer": expected}, text)).value == value, text
         hard = await score_text(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
         assert (hard.value, hard.detail["reason"]) == (0.0, "the check took longer than 1 s")
@@ -137,7 +137,7 @@ async def test_json_schema_rule_validates_answers() -> None:
         assert (await score_text(scorer, {}, '{"a": 1}')).value == 1.0
         wrong = await score_text(scorer, {}, '{"a": "1"}')
         assert (wrong.value, wrong.detail["reason"]) == (0.0, "$.a: '1' is not of type 'integer'")
-        assert "not JSON" in (await score_text(scorer, {}, "{")).detail["reason"]
+        assert "not valid JSON" in (await score_text(scorer, {}, "{")).detail["reason"]
         assert (await score_text(scorer, {}, "[" * 100_000)).value == 0.0
     async with start_scorer(type="json_schema") as scorer:
         assert (await score_text(scorer, {"schema": {"const": 3}}, "3")).value == 1.0

@@ -26,13 +26,13 @@ from instar.types import (
     SessionStatus,
     Task,
 )
-from tests.unit.store.factories import POLICY, RUN, make_call, make_group, make_session
+from tests.unit.store.factories import POLICY_ID, RUN_ID, make_call, make_group, make_session
 
-QUICK = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
+QUICK_SCORING = ScoringConfig(deadline=0.3, retries=1, concurrency=4)
 
 
 class FakeJudge(Scorer):
-    """A fake judge that fails, hangs or answers, depending on the session id."""
+    """A fake judge that raises, hangs or returns rewards, depending on the session id."""
 
     name = "judge:test"
     version = "1"
@@ -69,8 +69,10 @@ class FakeJudge(Scorer):
         ]
 
 
-class LongestSessionScorer(GroupScorer):
-    name = "longest"
+class PositionScorer(GroupScorer):
+    """Rewards each session with its position in the group."""
+
+    name = "position"
 
     async def score_group(self, task: Task, transcripts: Sequence[Transcript]) -> list[Reward]:
         return [
@@ -88,7 +90,7 @@ class FakeRule(FakeJudge):
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
     store = SqliteStore(tmp_path / "store.db")
-    await store.put_run(Run(RUN, POLICY, {}))
+    await store.put_run(Run(RUN_ID, POLICY_ID, {}))
     yield store
     await store.close()
 
@@ -101,8 +103,8 @@ async def add_session(
     await store.end_session(session_id, SessionStatus.COMPLETED)
 
 
-def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK) -> ScoringRunner:
-    return ScoringRunner(store, RUN, scorers, config, agent_id="agent", live_scorers=scorers)
+def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK_SCORING) -> ScoringRunner:
+    return ScoringRunner(store, RUN_ID, scorers, config, agent_id="agent", live_scorers=scorers)
 
 
 @asynccontextmanager
@@ -149,7 +151,7 @@ async def test_every_session_is_scored_or_has_a_failure_reason(store: SqliteStor
 
 async def test_fallback_value_is_recorded_as_reward(store: SqliteStore) -> None:
     await add_session(store, "unretryable")
-    config = QUICK.model_copy(update={"fallback": -1.0})
+    config = QUICK_SCORING.model_copy(update={"fallback": -1.0})
     async with run_in_background(make_runner(store, FakeJudge(), config=config)):
         await wait_until_scored(store, "unretryable")
     (reward,) = await store.rewards("unretryable")
@@ -176,8 +178,8 @@ async def test_every_session_is_scored_exactly_once(store: SqliteStore) -> None:
     async with run_in_background(make_runner(store, scorer)):
         await wait_until_scored(store, *session_ids)
     assert scorer.attempts == Counter(session_ids)
-    assert 1 < scorer.max_running <= QUICK.concurrency
-    assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 60}}
+    assert 1 < scorer.max_running <= QUICK_SCORING.concurrency
+    assert await store.score_counts(RUN_ID) == {"judge:test@1": {"scored": 60}}
 
 
 async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -> None:
@@ -191,8 +193,8 @@ async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -
     session_ids = [f"s{number}" for number in range(20)]
     for session_id in session_ids:
         await add_session(store, session_id)
-    slow = QUICK.model_copy(update={"deadline": 50.0})
-    runner = make_runner(store, HangingJudge(), FakeJudge(), config=slow)
+    long_deadline = QUICK_SCORING.model_copy(update={"deadline": 50.0})
+    runner = make_runner(store, HangingJudge(), FakeJudge(), config=long_deadline)
     task = asyncio.create_task(runner.run())
     await wait_until_scored(store, *session_ids)
     assert "20 scored" in runner.status_text
@@ -209,7 +211,7 @@ class SequentialJudge(FakeJudge):
         self.concurrency_limit = asyncio.Semaphore(1)
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        await asyncio.sleep(QUICK.deadline / 3)
+        await asyncio.sleep(QUICK_SCORING.deadline / 3)
         return await super().score(task, transcript)
 
 
@@ -220,7 +222,7 @@ async def test_wait_for_concurrency_limit_does_not_count_towards_deadline(store:
     scorer = SequentialJudge()
     async with run_in_background(make_runner(store, scorer)):
         await wait_until_scored(store, *session_ids)
-    assert await store.score_counts(RUN) == {"judge:test@1": {"scored": 6}}
+    assert await store.score_counts(RUN_ID) == {"judge:test@1": {"scored": 6}}
     assert (scorer.attempts, scorer.max_running) == (Counter(session_ids), 1)
 
 
@@ -232,15 +234,17 @@ async def test_wait_for_concurrency_limit_does_not_count_in_rollouts(store: Sqli
     await add_session(store, "s")
     transcript = Transcript("s", await store.calls("s"), None)
     scorer = SequentialRule()
-    scoring = InlineScoring([scorer], QUICK)
+    scoring = InlineScoring([scorer], QUICK_SCORING)
     results = await asyncio.gather(*(scoring.score(Task("t", {}), transcript) for _ in range(6)))
-    assert {(score.state, score.attempts) for each in results for score in each.scores} == {
+    assert {(score.state, score.attempts) for result in results for score in result.scores} == {
         (ScoreState.SCORED, 1)
     }
     assert scorer.max_running == 1
 
 
-async def test_live_sessions_use_all_scorers_and_rollouts_background_ones(store: SqliteStore) -> None:
+async def test_live_sessions_use_all_scorers_and_rollout_sessions_only_background_scorers(
+    store: SqliteStore,
+) -> None:
     await store.open_group(make_group("g", task=Task("t", {"q": 7})))
     await add_session(store, "trained", Channel.TRAIN, group_id="g")
     await add_session(store, "live", metadata={"task": {"q": 8}}, task_id="own")
@@ -267,7 +271,7 @@ async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStor
     await add_session(store, "b-hangs", Channel.TRAIN, group_id="g", slot=1)
     await store.open_session(make_session("c", group_id="g", slot=2))
     await store.end_session("c", SessionStatus.FAILED, "test failure")
-    async with run_in_background(make_runner(store, FakeJudge(), LongestSessionScorer())):
+    async with run_in_background(make_runner(store, FakeJudge(), PositionScorer())):
         await wait_until_scored(store, "a")
         group = await store.group("g")
         assert group is not None
@@ -277,7 +281,7 @@ async def test_group_is_ready_when_all_its_sessions_are_scored(store: SqliteStor
     scores = await store.scores(["a", "b-hangs", "c"])
     assert [len(scores[session_id]) for session_id in ("a", "b-hangs", "c")] == [2, 2, 0]
     values = {reward.scorer: reward.value for reward in await store.rewards("b-hangs")}
-    assert values == {"longest": 1.0}
+    assert values == {"position": 1.0}
 
 
 async def test_group_without_completed_sessions_is_ready(store: SqliteStore) -> None:

@@ -1,4 +1,4 @@
-"""Tests for the permissions of sandboxed jobs. Endless jobs are in tests/integration/rewards_sandbox."""
+"""Tests for sandboxed jobs and the rewards using them. Attacks are in tests/integration/rewards_sandbox."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from instar.rewards.sandbox.factory import create_sandbox
 from instar.rewards.scoring import score_sessions
 from instar.types import ScoreState, Task
 from tests.unit.rewards.rules import make_transcript, score_text, start_scorer
-from tests.unit.rewards.sandboxes import available_sandboxes, find_processes, run
+from tests.unit.rewards.sandboxes import find_processes, list_sandbox_params, run_code
 
-pytestmark = pytest.mark.parametrize("kind", available_sandboxes())
+pytestmark = pytest.mark.parametrize("kind", list_sandbox_params())
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def test_job_runs_in_its_own_folder(sandbox: Sandbox) -> None:
     job = SandboxJob(["sh", "-c", script], {"a.txt": "answer\n"}, {"ANSWER": "a.txt"})
     outcome = await sandbox.run(job, SandboxLimits())
     assert (outcome.exit_code, outcome.output, outcome.exceeded_limit) == (3, "answer\nmore\n", None)
-    assert outcome.reason == "it exited with code 3"
+    assert outcome.reason == "exited with code 3"
     second = await sandbox.run(SandboxJob(["ls"]), SandboxLimits())
     assert "new.txt" not in second.output
     missing = await sandbox.run(SandboxJob(["missing-program"]), SandboxLimits())
@@ -46,15 +46,15 @@ async def test_job_has_no_privileges_and_no_secrets(
     monkeypatch.setenv("A_SECRET_KEY", "the-key")
     secret = tmp_path / "id_ed25519"
     secret.write_text("the-private-key")
-    environment = await run(sandbox, "import os; print(os.getuid(), dict(os.environ))")
+    environment = await run_code(sandbox, "import os; print(os.getuid(), dict(os.environ))")
     assert environment.ok
     assert not environment.output.startswith("0 ")
     assert "the-key" not in environment.output
     for path in (secret, f"/proc/{os.getpid()}/environ", f"/proc/{os.getppid()}/cmdline", "/etc/shadow"):
-        assert "Error" in (await run(sandbox, f"print(open({str(path)!r}).read())")).output, path
-    for parent in ("1", "self/../1", "self/.."):
-        result = await run(
-            sandbox, f"import pathlib; print(pathlib.Path('/proc/{parent}/environ').read_bytes())"
+        assert "Error" in (await run_code(sandbox, f"print(open({str(path)!r}).read())")).output, path
+    for process in ("1", "self/../1", "self/.."):
+        result = await run_code(
+            sandbox, f"import pathlib; print(pathlib.Path('/proc/{process}/environ').read_bytes())"
         )
         assert "the-key" not in result.output
 
@@ -100,17 +100,19 @@ async def test_job_cannot_open_sockets(sandbox: Sandbox, tmp_path: Path) -> None
         path.chmod(0o777)
         unix.listen()
         port = tcp.getsockname()[1]
-        tcp_result = await run(sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)")
+        tcp_result = await run_code(
+            sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)"
+        )
         assert not tcp_result.ok
         unix_code = f"import socket; socket.socket(socket.AF_UNIX).connect({str(path)!r})"
-        assert not (await run(sandbox, unix_code)).ok
+        assert not (await run_code(sandbox, unix_code)).ok
         # AF_VSOCK reaches a virtual machine's host from any network namespace.
-        assert "not permitted" in (await run(sandbox, "import socket; socket.socket(40, 1)")).output
+        assert "not permitted" in (await run_code(sandbox, "import socket; socket.socket(40, 1)")).output
         for listener in (tcp, unix):
             listener.setblocking(False)
             with pytest.raises(BlockingIOError):
                 listener.accept()
-        allowed = await run(
+        allowed = await run_code(
             sandbox, f"import socket; socket.create_connection(('127.0.0.1', {port}), 5)", network=True
         )
         assert allowed.ok, allowed.output
@@ -134,17 +136,19 @@ async def test_dangerous_system_calls_are_denied(sandbox: Sandbox) -> None:
         "    done = libc.syscall(number, *arguments)\n"
         "    print(name, done, ctypes.get_errno())"
     )
-    outcome = await run(sandbox, code)
+    outcome = await run_code(sandbox, code)
     assert outcome.output.splitlines() == [f"{name} -1 1" for name in SYSTEM_CALLS]
 
 
 async def test_job_cannot_signal_its_parent(sandbox: Sandbox) -> None:
     for target in (os.getpid(), -1):
-        outcome = await run(sandbox, f"import os, signal; os.kill({target}, signal.SIGUSR1); print('sent')")
+        outcome = await run_code(
+            sandbox, f"import os, signal; os.kill({target}, signal.SIGUSR1); print('sent')"
+        )
         assert "sent" not in outcome.output or target == -1  # -1 reaches at most the job itself
 
 
-async def test_processes_of_a_job_are_killed_with_the_job(sandbox: Sandbox) -> None:
+async def test_leftover_processes_are_killed_when_the_job_ends(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
     code = """
 import os, signal, subprocess, sys, time
@@ -159,14 +163,14 @@ if os.fork() == 0:
     os._exit(0)
 print("ended")
 """
-    outcome = await run(sandbox, code, marker)
+    outcome = await run_code(sandbox, code, marker)
     assert (outcome.ok, outcome.output) == (True, "ended\n")
     assert find_processes(marker) == []
 
 
 async def test_cancelled_job_leaves_no_process(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
-    job = asyncio.create_task(run(sandbox, "import time; time.sleep(60)", marker))
+    job = asyncio.create_task(run_code(sandbox, "import time; time.sleep(60)", marker))
     while not find_processes(marker):  # noqa: ASYNC110 - there is no event to wait for
         await asyncio.sleep(0.02)
     job.cancel()
@@ -177,14 +181,14 @@ async def test_cancelled_job_leaves_no_process(sandbox: Sandbox) -> None:
 
 async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> None:
     marker = uuid.uuid4().hex
-    slow = await run(
+    slow = await run_code(
         sandbox,
         "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)",
         marker,
         seconds=0.5,
     )
-    assert (slow.exceeded_limit, slow.reason) == ("time", "it ran longer than 0.5 s")
-    verbose = await run(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
+    assert (slow.exceeded_limit, slow.reason) == ("time", "ran longer than 0.5 s")
+    verbose = await run_code(sandbox, "while True: print('x' * 1000)", marker, output_kb=64)
     assert (verbose.exceeded_limit, len(verbose.output)) == ("output", 64 * 1024)
     assert not verbose.ok
     assert find_processes(marker) == []
@@ -193,7 +197,7 @@ async def test_job_is_stopped_at_time_and_output_limits(sandbox: Sandbox) -> Non
 ANSWERS = {
     "def f(x):\n    return x + 1": (1.0, None),
     "def f(x):\n    return 2": (0.5, "1 of 2 tests passed"),
-    "import os\nos._exit(0)": (0.0, "it exited before its tests finished"),
+    "import os\nos._exit(0)": (0.0, "the answer exited before its tests finished"),
     "print('2 passed')\nraise SystemExit(0)": (0.0, None),
     "def f(x:": (0.0, None),
 }
@@ -230,7 +234,7 @@ async def test_answer_does_not_inherit_future_imports(kind: str) -> None:
         assert (await score_text(scorer, {"tests": tests}, code)).value == 1.0
 
 
-PYTEST = """import unittest
+PYTEST_FILE = """import unittest
 import pytest
 from answer import f
 
@@ -257,14 +261,14 @@ class Five(unittest.TestCase):
 async def test_pytest_runner_ignores_tests_that_the_file_skips(kind: str) -> None:
     section = {"type": "tests", "runner": "pytest", "sandbox": {"kind": kind, "seconds": 30}}
     async with start_scorer(**section, reward="share") as scorer:
-        skips = "__import__('pytest').skip('no')"
-        for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skips: (0, 2)}.items():
-            reward = await score_text(scorer, {"tests": PYTEST}, f"def f(): return {code}")
+        skip_call = "__import__('pytest').skip('no')"
+        for code, (passed, total) in {"1": (1, 2), "0": (0, 2), skip_call: (0, 2)}.items():
+            reward = await score_text(scorer, {"tests": PYTEST_FILE}, f"def f(): return {code}")
             assert (reward.detail["passed"], reward.detail["total"]) == (passed, total), reward.detail
             assert reward.value == passed / total
     async with start_scorer(**section) as scorer:
-        complete = PYTEST.replace("    raise ValueError\n\ndef", "\ndef")
-        assert (await score_text(scorer, {"tests": complete}, "def f(): return 1")).value == 1.0
+        passing_tests = PYTEST_FILE.replace("    raise ValueError\n\ndef", "\ndef")
+        assert (await score_text(scorer, {"tests": passing_tests}, "def f(): return 1")).value == 1.0
 
 
 @pytest.mark.parametrize("isolate", [True, False])
@@ -319,17 +323,17 @@ async def test_command_reward_uses_exit_code(kind: str, tmp_path: Path) -> None:
         "import json, os\n"
         "answer = open(os.environ['INSTAR_ANSWER']).read()\n"
         "task = json.load(open(os.environ['INSTAR_TASK']))\n"
-        "raise SystemExit(answer != task['right'])\n"
+        "raise SystemExit(answer != task['expected'])\n"
     )
     section = {"type": "command", "command": ["python", "check.py"], "sandbox": {"kind": kind}}
     async with start_scorer(**section, files=[str(script)]) as scorer:
-        before = scorer.version
-        assert (await score_text(scorer, {"right": "yes"}, "yes")).value == 1.0
-        wrong = await score_text(scorer, {"right": "yes"}, "no")
-        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it exited with code 1")
+        first_version = scorer.version
+        assert (await score_text(scorer, {"expected": "yes"}, "yes")).value == 1.0
+        wrong = await score_text(scorer, {"expected": "yes"}, "no")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "exited with code 1")
     script.write_text("raise SystemExit(0)")
     async with start_scorer(**section, files=[str(script)]) as scorer:
-        assert scorer.version != before
+        assert scorer.version != first_version
     with pytest.raises(
         ConfigError, match=r"reward.command does not run in the sandbox: missing-program was not found"
     ):
@@ -345,7 +349,7 @@ async def test_command_reward_runs_a_listed_script(kind: str, program: str, tmp_
     async with start_scorer(**section, files=[str(script)]) as scorer:
         assert (await score_text(scorer, {}, "yes")).value == 1.0
         wrong = await score_text(scorer, {}, "no")
-        assert (wrong.value, wrong.detail["reason"]) == (0.0, "it exited with code 1")
+        assert (wrong.value, wrong.detail["reason"]) == (0.0, "exited with code 1")
     for first_line, message in {"true": "has no shebang line", "#!/no/sh": "/no/sh was not found"}.items():
         script.write_text(f"{first_line}\n")
         with pytest.raises(ConfigError, match=f"reward.command.*{message}"):

@@ -1,4 +1,4 @@
-"""Tests for the folders of jobs whose owner was killed. With bubblewrap, these folders are in memory."""
+"""Tests for the folders of jobs whose owner was killed. Bubblewrap keeps these folders in memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from instar.rewards.sandbox.factory import create_sandbox
-from tests.unit.rewards.sandboxes import sandbox_problem
+from tests.unit.rewards.sandboxes import find_sandbox_problem
 
-KILLED_OWNER = """
+OWNER_PROGRAM = """
 import asyncio
 from instar.rewards.sandbox.base import SandboxJob, SandboxLimits
 from instar.rewards.sandbox.factory import create_sandbox
@@ -28,13 +28,15 @@ asyncio.run(main())
 """
 
 
-@pytest.mark.skipif(sandbox_problem("landlock") is not None, reason=str(sandbox_problem("landlock")))
+@pytest.mark.skipif(
+    find_sandbox_problem("landlock") is not None, reason=str(find_sandbox_problem("landlock"))
+)
 def test_folders_of_a_killed_owner_are_removed_at_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-P", "-c", KILLED_OWNER]
+    command = [sys.executable, "-P", "-c", OWNER_PROGRAM]
     owners = [subprocess.Popen(command, env=environment) for _ in range(2)]
     try:
         while len(list(tmp_path.glob("instar-job-*/started"))) < 2:

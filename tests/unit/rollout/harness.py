@@ -45,36 +45,36 @@ MODULE = "tests.unit.rollout.harness"
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """Reply `right` to even seeds."""
+    """Reply `right` to even seeds and `wrong` to odd seeds."""
     return "right" if (seed or 0) % 2 == 0 else "wrong"
 
 
-def calculator(prompt: str, seed: int | None) -> str:
-    """Solve the demo's problems with the tool."""
+def reply_with_calculator(prompt: str, seed: int | None) -> str:
+    """Call the demo's calculator with the problem's expression, then reply with its result."""
     role, text = re.findall(r"<\|im_start\|>(\w+)\n(.*?)<\|im_end\|>", prompt, re.DOTALL)[-1]
     if role == "tool" or "<tool_response>" in text:
         return re.findall(r"-?\d+|error", text)[-1]
     numbers = re.findall(r"\d+", text)
     operator = next(
         sign
-        for words, sign in (
+        for pattern, sign in (
             ("shared", "/"),
-            ("packs", "two"),
+            ("packs", "two_step"),
             ("plus|gets", "+"),
             ("minus|gives|more .* than", "-"),
             ("times|box", "*"),
         )
-        if re.search(words, text)
+        if re.search(pattern, text)
     )
     # No spaces, because the tiny tokenizer needs a token for almost every character.
-    expression = "{}*{}-{}".format(*numbers) if operator == "two" else operator.join(numbers)
+    expression = "{}*{}-{}".format(*numbers) if operator == "two_step" else operator.join(numbers)
     return f'<tool_call>{{"name": "calc", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
 
 
 # --- tasks, agents, rules -----------------------------------------------------------------------
 
 
-def tasks(count: int = 5) -> list[dict[str, Any]]:
+def make_tasks(count: int = 5) -> list[dict[str, Any]]:
     return [{"question": f"number {number}"} for number in range(count)]
 
 
@@ -87,6 +87,7 @@ attempts: Counter[str] = Counter()
 questions: list[str] = []
 """The questions that the agents received, in order. `open_harness` resets it."""
 gate = asyncio.Event()
+"""Agents that wait for it continue when a test sets it. Each such test creates a new event."""
 
 
 async def ask(task: dict[str, Any], session: AgentSession) -> None:
@@ -151,9 +152,9 @@ async def complete_own_session_and_fail(task: dict[str, Any], session: AgentSess
     raise ValueError("agent failed")
 
 
-async def wait_until(condition: Callable[[], bool], seconds: float = 30) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110 - the condition has no event
+async def wait_until(condition: Callable[[], bool], timeout_seconds: float = 30) -> None:
+    async with asyncio.timeout(timeout_seconds):
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.02)
 
 
@@ -165,10 +166,10 @@ def make_config(
 ) -> RunConfig:
     args = rollout.pop("args", {})
     held_out = rollout.pop(
-        "held_out", {"type": "python", "function": f"{MODULE}:tasks", "args": {"count": 4}}
+        "held_out", {"type": "python", "function": f"{MODULE}:make_tasks", "args": {"count": 4}}
     )
     section = {
-        "tasks": {"type": "python", "function": f"{MODULE}:tasks"},
+        "tasks": {"type": "python", "function": f"{MODULE}:make_tasks"},
         "agent": {
             "type": "function",
             "function": agent if ":" in agent else f"{MODULE}:{agent}",
@@ -177,13 +178,19 @@ def make_config(
         "group_size": 2,
         "timeout": 20,
     } | rollout
-    single = {"advantage": {"estimator": "running"}} if section["group_size"] == 1 else {}
+    single_session_settings = {"advantage": {"estimator": "running"}} if section["group_size"] == 1 else {}
     return RunConfig.model_validate(
         {
             "name": RUN,
             "dir": folder,
             "model": {"name": str(folder / "model")},
-            "trainer": {"groups_per_step": 2, "steps": 2, "mode": "sync", **single, **(trainer or {})},
+            "trainer": {
+                "groups_per_step": 2,
+                "steps": 2,
+                "mode": "sync",
+                **single_session_settings,
+                **(trainer or {}),
+            },
             "rollout": section,
             "reward": reward or {"type": "rule", "function": f"{MODULE}:score_reply"},
             "eval": {"tasks": held_out},
@@ -217,17 +224,17 @@ class RolloutHarness:
     def create_runner(self, config: RunConfig) -> RolloutRunner:
         assert config.rollout is not None
         tasks = load_tasks(config.rollout.tasks)
-        return RolloutRunner(config, tasks, self._services(config, tasks, self.gateway))
+        return RolloutRunner(config, tasks, self._create_services(config, tasks, self.gateway))
 
     def create_evaluator(
         self, config: RunConfig, record: Any = None, gateway: GatewayClient | None = None
     ) -> Evaluator:
         assert config.eval is not None
         tasks = load_tasks(config.eval.tasks)
-        services = self._services(config, tasks, gateway or self.gateway)
+        services = self._create_services(config, tasks, gateway or self.gateway)
         return Evaluator(config, tasks, services, record, combine=RewardCombiner(config))
 
-    def _services(self, config: RunConfig, tasks: TaskSet, gateway: GatewayClient) -> RolloutServices:
+    def _create_services(self, config: RunConfig, tasks: TaskSet, gateway: GatewayClient) -> RolloutServices:
         assert config.rollout is not None
         agent = create_agent(config.rollout.agent)
         return RolloutServices(self.store, gateway, agent, create_scoring(config, tasks))

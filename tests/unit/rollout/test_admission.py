@@ -27,7 +27,7 @@ async def store(tmp_path: Path) -> AsyncIterator[Store]:
 
 
 class SimulatedRun:
-    """Starts as many groups as admission allows, and trains steps."""
+    """Starts groups, and claims and commits steps, without agents or a backend."""
 
     def __init__(self, store: Store, **trainer: Any) -> None:
         self.store = store
@@ -54,13 +54,14 @@ class SimulatedRun:
 
 
 @pytest.mark.parametrize(
-    ("mode", "ahead"), [({"mode": "sync"}, 3), ({"max_staleness": 0}, 3), ({"max_staleness": 2}, 9)]
+    ("settings", "expected_groups"),
+    [({"mode": "sync"}, 3), ({"max_staleness": 0}, 3), ({"max_staleness": 2}, 9)],
 )
 async def test_admission_limits_groups_ahead_of_training(
-    store: Store, mode: dict[str, Any], ahead: int
+    store: Store, settings: dict[str, Any], expected_groups: int
 ) -> None:
-    run = SimulatedRun(store, groups_per_step=3, steps=10, **mode)
-    assert await run.fill() == ahead
+    run = SimulatedRun(store, groups_per_step=3, steps=10, **settings)
+    assert await run.fill() == expected_groups
     await run.claim(1)
     assert await run.fill() == 0, "the step is claimed, but its version is not published"
     await run.commit(1)

@@ -29,7 +29,7 @@ async def return_value(task: dict[str, Any], session: AgentSession, value: Any =
 
 
 async def exit_early(task: dict[str, Any], session: AgentSession) -> None:
-    sys.exit("enough")
+    sys.exit("exited early")
 
 
 def not_async(task: dict[str, Any], session: AgentSession) -> None: ...
@@ -56,7 +56,7 @@ async def test_function_agent_rejects_other_results_and_sync_functions() -> None
     )
     with pytest.raises(AgentError, match="not 'ok'"):
         await invalid.run(TASK, SESSION)
-    with pytest.raises(AgentError, match="enough"):
+    with pytest.raises(AgentError, match="exited early"):
         await FunctionAgent(FunctionAgentConfig(type="function", function=f"{MODULE}:exit_early")).run(
             TASK, SESSION
         )
@@ -152,38 +152,38 @@ time.sleep(60)
 """
 
 
-async def test_command_agent_programs_end_with_a_killed_rollout(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
+async def test_command_agent_programs_are_killed_with_the_rollout(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pids"
     code = f"""
 import asyncio
 from instar.config import CommandAgentConfig
 from instar.rollout.agents import CommandAgent
 from instar.rollout.base import AgentSession
 from instar.types import Task
-config = CommandAgentConfig(type="command", command={[sys.executable, "-c", DETACHED_CHILD, str(pids)]!r})
+config = CommandAgentConfig(type="command", command={[sys.executable, "-c", DETACHED_CHILD, str(pid_file)]!r})
 asyncio.run(CommandAgent(config).run(Task("t", {{}}), AgentSession("s", "http://127.0.0.1:9/v1", "k")))
 """
     rollout = await asyncio.create_subprocess_exec(sys.executable, "-c", code, start_new_session=True)
     async with asyncio.timeout(60):
-        while not pids.exists():  # noqa: ASYNC110 - another process's file
+        while not pid_file.exists():  # noqa: ASYNC110 - another process writes the file
             await asyncio.sleep(0.02)
     os.killpg(rollout.pid, signal.SIGKILL)  # as the supervisor does
     await rollout.wait()
-    for pid in pids.read_text().split():
+    for pid in pid_file.read_text().split():
         await wait_until_exited(int(pid))
 
 
-async def test_command_agent_deadline_kills_grandchildren(tmp_path: Path) -> None:
-    pids = tmp_path / "pid"
-    agent = make_script_agent(tmp_path, CHILD + "time.sleep(600)\n", str(pids))
+async def test_command_agent_timeout_kills_grandchildren(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    agent = make_script_agent(tmp_path, CHILD + "time.sleep(600)\n", str(pid_file))
     start_time = time.monotonic()
     with pytest.raises(AgentTimeout, match=r"within 1\.5 s"):
         await run_agent_with_timeout(1.5, agent.run(TASK, SESSION), "the agent")
     assert time.monotonic() - start_time < 6
-    await wait_until_exited(int(pids.read_text()))
+    await wait_until_exited(int(pid_file.read_text()))
 
 
-async def test_command_agent_kills_immediately_at_deadline(tmp_path: Path) -> None:
+async def test_command_agent_timeout_kills_program_that_ignores_sigterm(tmp_path: Path) -> None:
     text = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
     start_time = time.monotonic()
     with pytest.raises(AgentTimeout):
@@ -212,6 +212,6 @@ def read_ignored_signals() -> str:
 
 
 async def test_command_agent_kills_remaining_children(tmp_path: Path) -> None:
-    pids = tmp_path / "pid"
-    await asyncio.wait_for(make_script_agent(tmp_path, CHILD, str(pids)).run(TASK, SESSION), 20)
-    await wait_until_exited(int(pids.read_text()))
+    pid_file = tmp_path / "pid"
+    await asyncio.wait_for(make_script_agent(tmp_path, CHILD, str(pid_file)).run(TASK, SESSION), 20)
+    await wait_until_exited(int(pid_file.read_text()))

@@ -23,8 +23,8 @@ from tests.unit.rollout.harness import (
 )
 
 
-async def list_evaluated_sessions(harness: RolloutHarness) -> list[SessionRow]:
-    """Return the evaluated sessions, ordered by evaluation and task."""
+async def list_evaluation_sessions(harness: RolloutHarness) -> list[SessionRow]:
+    """Return the evaluation sessions, ordered by evaluation and task."""
     rows = await harness.store.sessions(RUN, channel=Channel.VAL)
     return sorted(rows, key=lambda row: row.session.group_id or "")
 
@@ -38,7 +38,7 @@ async def test_evaluation_attempts_every_task_once_per_mode(harness: RolloutHarn
         ("sampled", 4, 0, 0),
     ]
     assert [(kind, step, values["label"]) for kind, step, values in recorded] == [("eval", 0, "before")] * 2
-    rows = await list_evaluated_sessions(harness)
+    rows = await list_evaluation_sessions(harness)
     assert len(rows) == 8
     assert {row.session.sampling["temperature"] for row in rows[:4]} == {0.0}
     assert metrics[0]["accuracy"] == sum(row.reward or 0 for row in rows[:4]) / 4
@@ -55,7 +55,7 @@ async def test_evaluation_uses_the_same_seeds_each_time(harness: RolloutHarness)
     evaluator = harness.create_evaluator(make_config(harness.folder))
     await evaluator.evaluate("sampled", "before")
     await evaluator.evaluate("sampled", "after")
-    seeds = [row.session.seed for row in await list_evaluated_sessions(harness)]
+    seeds = [row.session.seed for row in await list_evaluation_sessions(harness)]
     assert seeds[:4] == seeds[4:]
     assert len(set(seeds)) == 4
 
@@ -83,11 +83,11 @@ async def test_interrupted_evaluation_is_resumed(harness: RolloutHarness) -> Non
     )
     assert progress[-1] == (4, 4)
     assert resumed["failed"] == 0
-    before = sum(attempts.values())
-    assert before == 6
+    attempt_count = sum(attempts.values())
+    assert attempt_count == 6
     repeated = await harness.create_evaluator(config).evaluate("greedy", "x")
     assert repeated["accuracy"] == resumed["accuracy"]
-    assert sum(attempts.values()) == before, "finished evaluations are not repeated"
+    assert sum(attempts.values()) == attempt_count, "finished evaluations are not repeated"
     statuses = [row.session.status for row in await harness.store.sessions(RUN, channel=Channel.VAL)]
     assert statuses.count(SessionStatus.COMPLETED) == 4
 
@@ -123,7 +123,7 @@ async def test_config_error_in_evaluation_is_raised(harness: RolloutHarness) -> 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
 async def test_demo_agent_solves_its_tasks_with_the_tool(tmp_path: Path, tool: str, accuracy: float) -> None:
     """The agent uses the OpenAI SDK with tool calls; with random tool results no answer is correct."""
-    async with open_harness(tmp_path, script="calculator") as harness:
+    async with open_harness(tmp_path, script="reply_with_calculator") as harness:
         held_out = {"type": "python", "function": "instar.demo.tasks:heldout_tasks", "args": {"size": 12}}
         config = make_config(
             tmp_path,

@@ -1,4 +1,4 @@
-"""Sessions that name a group to which they do not belong are never trained on."""
+"""Tests that foreign sessions, which name a group to which they do not belong, are never trained on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Sessi
 from tests.unit.rollout.harness import RUN, RolloutHarness, make_config
 from tests.unit.rollout.test_runner import run_once
 
-REQUEST = {"model": "m", "messages": [{"role": "user", "content": "poison"}], "max_tokens": 8}
+REQUEST = {"model": "m", "messages": [{"role": "user", "content": "attack"}], "max_tokens": 8}
 ATTEMPT = 999
 LOGGER = "instar.store.group_members"
 
@@ -43,11 +43,11 @@ class Attacker:
             response = await self.post("/sessions", {})
         await self._finish(response.json()["session_id"], slot)
 
-    async def write_session(self, group: Group, slot: int, **changes: Any) -> None:
+    async def write_session(self, group: Group, slot: int, **fields: Any) -> None:
         """Complete a session that an earlier version of the gateway placed in the group's slot."""
         session_id = f"sess-{group.group_id.replace('/', '-')}-{len(self.session_ids)}"
         session = Session(session_id, RUN, "attacker", RUN, Channel.LIVE)
-        session = replace(session, group_id=group.group_id, slot=slot, attempt=ATTEMPT, **changes)
+        session = replace(session, group_id=group.group_id, slot=slot, attempt=ATTEMPT, **fields)
         await self._harness.store.open_session(session, hash_key(session_id))
         await self._finish(session_id, slot, session_id)
 
@@ -72,7 +72,7 @@ async def claim_step(harness: RolloutHarness) -> list[Claim]:
     return (await harness.train_step(config, Batcher(harness.store, RUN, config), 1, 0)).claims
 
 
-async def list_own_sessions(harness: RolloutHarness) -> set[str]:
+async def list_own_session_ids(harness: RolloutHarness) -> set[str]:
     """Return the ids of the rollout's sessions."""
     rows = await harness.store.sessions(RUN, channel=Channel.TRAIN)
     return {row.session.session_id for row in rows}
@@ -82,14 +82,14 @@ async def test_agent_key_cannot_add_sessions_to_a_training_group(
     harness: RolloutHarness, attacker: Attacker
 ) -> None:
     groups = await run_once(harness, harness.create_runner(make_config(harness.folder)))
-    own_sessions = await list_own_sessions(harness)
+    own_session_ids = await list_own_session_ids(harness)
     for group in groups:
         for slot in range(group.size + 4):
             await attacker.attack(group, slot)
     claims = await claim_step(harness)
     trained = {claim.session_id for claim in claims if claim.outcome is ClaimOutcome.TRAINED}
     assert trained & attacker.session_ids == set()
-    assert {claim.session_id for claim in claims} == own_sessions
+    assert {claim.session_id for claim in claims} == own_session_ids
     assert "superseded" not in {claim.reason for claim in claims}
 
 
@@ -97,7 +97,7 @@ async def test_group_loader_ignores_sessions_that_only_name_the_group(
     harness: RolloutHarness, attacker: Attacker, caplog: pytest.LogCaptureFixture
 ) -> None:
     groups = await run_once(harness, harness.create_runner(make_config(harness.folder)))
-    own_sessions = await list_own_sessions(harness)
+    own_session_ids = await list_own_session_ids(harness)
     for group in groups:
         await attacker.write_session(group, 0)
         await attacker.write_session(group, 1, agent_id="default")
@@ -107,7 +107,7 @@ async def test_group_loader_ignores_sessions_that_only_name_the_group(
     with caplog.at_level(logging.WARNING, LOGGER):
         claims = await claim_step(harness)
         await harness.store.group_sessions(groups, "default")
-    assert {claim.session_id for claim in claims} == own_sessions
+    assert {claim.session_id for claim in claims} == own_session_ids
     reports = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert len(reports) == len(attacker.session_ids), "each foreign session is reported once"
     assert all(any(session_id in report for report in reports) for session_id in attacker.session_ids)
@@ -119,8 +119,8 @@ async def test_late_foreign_session_is_not_claimed(harness: RolloutHarness, atta
     batcher = Batcher(harness.store, RUN, config)
     await harness.train_step(config, batcher, 1, 0)
     await attacker.write_session(groups[0], 0)
-    for fresh_batcher in (batcher, Batcher(harness.store, RUN, config)):
-        assert await fresh_batcher.next_batch(2, 0, 1, is_finished=lambda: True) is None
+    for late_batcher in (batcher, Batcher(harness.store, RUN, config)):
+        assert await late_batcher.next_batch(2, 0, 1, is_finished=lambda: True) is None
     assert attacker.session_ids.isdisjoint({claim.session_id for claim in await harness.store.claims(RUN)})
 
 

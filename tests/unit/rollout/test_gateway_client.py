@@ -81,7 +81,7 @@ async def test_gateway_client_gives_up_after_max_wait() -> None:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     listener.close()
     client = GatewayClient(url, "k", max_wait=0.5)
-    with pytest.raises(EngineUnavailable, match="did not answer"):
+    with pytest.raises(EngineUnavailable, match="did not respond"):
         await client.open_session(OpenSession(channel=Channel.TRAIN))
     await client.close()
 
@@ -101,7 +101,7 @@ def test_is_transient_recognizes_connection_errors_and_statuses() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "error_class"),
+    ("stream_end", "error_class"),
     [
         (b"", APIConnectionError),
         (b'data: {"error": {"message": "The store failed", "code": "store_error"}}\n\n', APIError),
@@ -109,12 +109,12 @@ def test_is_transient_recognizes_connection_errors_and_statuses() -> None:
     ids=["connection lost", "error sent"],
 )
 async def test_is_transient_with_interrupted_openai_stream_returns_true(
-    end: bytes, error_class: type[APIError]
+    stream_end: bytes, error_class: type[APIError]
 ) -> None:
     async def send_partial_stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 1000\r\n\r\n"
-        writer.write(head + end)
+        writer.write(head + stream_end)
         await writer.drain()
         writer.close()
 

@@ -58,7 +58,7 @@ async def test_sync_training_alternates_rollout_and_steps(harness: RolloutHarnes
             (reward,) = await harness.store.rewards(session.session_id)
             assert reward.source is RewardSource.RULE
     assert runner.counters.completed == 8
-    assert runner.doing == "drained"
+    assert runner.activity == "drained"
 
 
 async def test_tasks_are_shuffled_by_seed_in_every_epoch(harness: RolloutHarness) -> None:
@@ -118,7 +118,7 @@ async def test_drop_policy_drops_and_replaces_the_group(harness: RolloutHarness)
     ], "a third group replaces the dropped one, and no fourth starts"
 
 
-async def test_refill_policy_reruns_with_another_seed(harness: RolloutHarness) -> None:
+async def test_refill_policy_reruns_with_a_different_seed(harness: RolloutHarness) -> None:
     config = make_config(
         harness.folder,
         agent="fail_on_task",
@@ -182,7 +182,7 @@ async def test_failed_rule_records_reason_without_reward(harness: RolloutHarness
     assert (score.state, score.attempts) == (ScoreState.FALLBACK, 1)
     assert score.reason is not None
     assert "got nan" in score.reason
-    assert "1 without a reward (reward: reward rule" in runner.doing
+    assert "1 without a reward (reward: reward rule" in runner.activity
 
 
 async def test_failed_rule_may_have_a_fallback_reward(harness: RolloutHarness) -> None:
@@ -240,7 +240,7 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
     assert group.status is GroupStatus.OPEN
     assert {s.status for s in await load_sessions(harness, group)} == {SessionStatus.ABANDONED}
     if not graceful:
-        # The state after a killed process: slot 0 completed with its second attempt, slot 1 is running.
+        # The state after the process was killed: slot 0 completed at its second attempt, slot 1 is running.
         completed = await harness.gateway.open_session(
             OpenSession(channel=Channel.TRAIN, group_id=group.group_id, slot=0, attempt=1)
         )
@@ -252,8 +252,8 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
     (group,) = await run_once(harness, harness.create_runner(config), groups=1)
     assert group.status is GroupStatus.READY
     ended = Counter((s.slot, s.attempt, s.status, s.reason) for s in await load_sessions(harness, group))
-    last = 1 if graceful else 2
-    assert ended[(1, last, SessionStatus.COMPLETED, None)] == 1
+    last_attempt = 1 if graceful else 2
+    assert ended[(1, last_attempt, SessionStatus.COMPLETED, None)] == 1
     assert ended[(0, 1, SessionStatus.COMPLETED, None)] == 1
     interrupted = [key for key in ended if key[2] is SessionStatus.ABANDONED]
     assert {key[3] for key in interrupted} == {"interrupted"}

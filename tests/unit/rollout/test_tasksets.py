@@ -80,9 +80,9 @@ def test_final_number_uses_marked_or_last_number(text: str, number: float | None
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b'{"question": "Why?"}', r"line 1: the string 'question' or 'answer' is missing"),
-        (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer does not end in '####'"),
-        (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer does not end in '####'"),
+        (b'{"question": "Why?"}', r"line 1: 'question' and 'answer' must both be strings"),
+        (b'{"question": "Why?", "answer": "Because."}', r"line 1: the answer must end in '####'"),
+        (b'{"question": "Why?", "answer": "#### many"}', r"line 1: the answer must end in '####'"),
         (b"[1]", r"line 1: a task must be a JSON object"),
         (b"", "the gsm8k task set is empty"),
     ],
@@ -94,7 +94,7 @@ def test_gsm8k_errors_name_file_and_line(tmp_path: Path, content: bytes, message
         load(type="gsm8k", path=path)
 
 
-def test_uncompressed_file_with_gz_suffix_raises(tmp_path: Path) -> None:
+def test_invalid_gzip_file_raises(tmp_path: Path) -> None:
     path = tmp_path / "test.jsonl.gz"
     path.write_bytes(b'{"question": "Why?", "answer": "#### 1"}')
     with pytest.raises(ConfigError, match=r"cannot read .*test\.jsonl\.gz: Not a gzipped file"):
@@ -195,7 +195,7 @@ def test_textarena_moves_may_lack_brackets() -> None:
     game.observe()
     game.move("A C")
     assert game.is_done
-    assert game.rewards() == {0: 1}
+    assert game.collect_rewards() == {0: 1}
 
 
 # --- packages -----------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Fits to generated timings recover the parameters that the timings were generated with."""
+"""Tests that fits recover the parameters of generated timings, and tests for workload files."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_fit_latency_separates_base_latency_and_growth() -> None:
     latency, growth = fit_latency(calls, engines=1)
     assert growth == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
-    same = [CallTiming(start, start + 0.3, start + 1.0, 20) for start in range(0, 50, 2)]
-    assert fit_latency(same, engines=1)[1] == 0
+    constant = [CallTiming(start, start + 0.3, start + 1.0, 20) for start in range(0, 50, 2)]
+    assert fit_latency(constant, engines=1)[1] == 0
     faster_if_shared = [CallTiming(0.0, 0.5, 1.0, 20), *[CallTiming(2.0, 2.1, 3.0, 20)] * 16]
     assert fit_latency(faster_if_shared, engines=1)[1] == 0
 
@@ -55,9 +55,9 @@ def test_fit_training_separates_base_and_token_time() -> None:
         for tokens in (rng.randrange(1000, 50_000) for _ in range(20))
     ]
     assert fit_training(steps) == pytest.approx((2.0, 1e-4))
-    same = [{"train_seconds": 3.0, "sequence_tokens": 100}] * 5
-    assert fit_training(same) == (3.0, 0.0)
-    slow_start = [{"train_seconds": 60.0, "sequence_tokens": 100}, *same]
+    constant = [{"train_seconds": 3.0, "sequence_tokens": 100}] * 5
+    assert fit_training(constant) == (3.0, 0.0)
+    slow_start = [{"train_seconds": 60.0, "sequence_tokens": 100}, *constant]
     assert fit_training(slow_start) == (3.0, 0.0)
 
 
@@ -88,7 +88,7 @@ def test_branching_session_counts_tokens_of_all_samples() -> None:
     calls = [first, second, sibling, branch, last]
     recorded = make_session()
     simulated = to_simulated_session(recorded, calls)
-    assert [turn.prompt for turn in simulated.turns] == [3, 1, 7, 2, 1]
+    assert [turn.prompt_tokens for turn in simulated.turns] == [3, 1, 7, 2, 1]
     assert simulated.tokens == sum(len(sample) for sample in linearize(recorded, calls))
 
 

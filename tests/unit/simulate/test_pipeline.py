@@ -1,4 +1,4 @@
-"""The simulated pipeline, compared with results computed by hand and with the rules of a real run."""
+"""Tests that compare the simulated pipeline with results computed by hand and the rules of a real run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 
 from instar.config import DistributionConfig, SimulateConfig
 from instar.simulate.base import ClusterSpec, EngineSpeed, Workload
-from instar.simulate.bound import upper_bound
+from instar.simulate.bound import compute_upper_bound
 from instar.simulate.engines import SimulatedPool, SimulatedRequest, VirtualClock
-from instar.simulate.pipeline import POLL_DELAY, simulate
+from instar.simulate.pipeline import POLL_DELAY_SECONDS, simulate
 from instar.simulate.recommend import recommend
 from instar.simulate.sessions import (
     SimulatedSession,
@@ -56,9 +56,9 @@ def make_cluster(**overrides: Any) -> ClusterSpec:
     return ClusterSpec(**settings)
 
 
-def make_session(tokens: int, tool: float = 0.0, turns: int = 1) -> SimulatedSession:
+def make_session(tokens: int, tool_seconds: float = 0.0, turns: int = 1) -> SimulatedSession:
     """Return a session whose replies have ``tokens`` tokens after the first token."""
-    return SimulatedSession(tuple(SimulatedTurn(0, 1 + tokens, tool) for _ in range(turns)))
+    return SimulatedSession(tuple(SimulatedTurn(0, 1 + tokens, tool_seconds) for _ in range(turns)))
 
 
 LONG_TAIL = [make_session(10), make_session(10), make_session(10), make_session(300)]
@@ -66,7 +66,7 @@ LONG_TAIL = [make_session(10), make_session(10), make_session(10), make_session(
 
 def test_sync_waits_for_the_longest_session_of_every_step() -> None:
     result = simulate(make_workload(LONG_TAIL), make_cluster())
-    assert result.seconds == pytest.approx(10 * (30 + 4 + 1), abs=10 * 2 * POLL_DELAY + 0.01)
+    assert result.seconds == pytest.approx(10 * (30 + 4 + 1), abs=10 * 2 * POLL_DELAY_SECONDS + 0.01)
     assert (result.samples, result.staleness) == (40, {0: 40})
     assert result.trainer_idle == pytest.approx(30 / 35, abs=0.01)
 
@@ -81,10 +81,10 @@ def test_async_overlaps_training_with_sessions() -> None:
 
 
 def test_more_staleness_trains_other_groups_while_a_straggler_runs() -> None:
-    tail = simulate(make_workload(LONG_TAIL), make_cluster(max_staleness=8))
-    assert tail.seconds < 0.6 * simulate(make_workload(LONG_TAIL), make_cluster()).seconds
-    assert tail.samples == 40
-    assert max(tail.staleness) <= 8
+    result = simulate(make_workload(LONG_TAIL), make_cluster(max_staleness=8))
+    assert result.seconds < 0.6 * simulate(make_workload(LONG_TAIL), make_cluster()).seconds
+    assert result.samples == 40
+    assert max(result.staleness) <= 8
 
 
 def test_stale_groups_are_dropped_and_replaced() -> None:
@@ -98,28 +98,29 @@ def test_stale_groups_are_dropped_and_replaced() -> None:
 
 
 def test_replies_share_an_engine_up_to_max_batch() -> None:
-    flat = {1: 10.0, 2: 10.0}
+    shared_speed = {1: 10.0, 2: 10.0}
     cluster = make_cluster(steps=1, group_size=4, groups_per_step=1)
-    shared = simulate(make_workload([make_session(10)], speed=flat), cluster)
+    shared = simulate(make_workload([make_session(10)], speed=shared_speed), cluster)
     assert shared.seconds == pytest.approx(4 + 5, abs=0.1), "four replies share ten tokens per second"
     queued = simulate(
         make_workload([make_session(10)]), make_cluster(steps=1, group_size=4, groups_per_step=1, max_batch=2)
     )
     assert queued.seconds == pytest.approx(2 + 5, abs=0.1), "two replies run at a time"
     spread = simulate(
-        make_workload([make_session(10)], speed=flat),
+        make_workload([make_session(10)], speed=shared_speed),
         make_cluster(steps=1, group_size=4, groups_per_step=1, engines=4),
     )
     assert spread.seconds == pytest.approx(1 + 5, abs=0.1)
 
 
 def test_first_token_arrives_after_the_latency() -> None:
-    quick = make_workload([make_session(0, turns=20)], latency=DistributionConfig(value=0.1))
-    assert simulate(quick, make_cluster(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
+    workload = make_workload([make_session(0, turns=20)], latency=DistributionConfig(value=0.1))
+    assert simulate(workload, make_cluster(steps=1)).seconds == pytest.approx(20 * 0.1 + 5, abs=0.1)
 
 
 def test_latency_grows_with_the_calls_on_an_engine() -> None:
-    """Four sessions start their calls at the same time, so each call finds zero to three others there."""
+    """Four sessions start their calls at the same time, so each call shares the engine with zero to three
+    others that started before it."""
     crowded = make_workload(
         [make_session(0, turns=20)], latency=DistributionConfig(value=0.1), latency_growth_per_call=0.5
     )
@@ -131,7 +132,8 @@ def test_latency_grows_with_the_calls_on_an_engine() -> None:
 
 def test_concurrent_sessions_stay_within_concurrency() -> None:
     result = simulate(
-        make_workload([make_session(10, tool=9.0)]), make_cluster(concurrency=2, steps=5, max_staleness=4)
+        make_workload([make_session(10, tool_seconds=9.0)]),
+        make_cluster(concurrency=2, steps=5, max_staleness=4),
     )
     assert result.in_flight <= 2
     assert result.seconds == pytest.approx(5 * 2 * 10 + 5, rel=0.05)
@@ -204,9 +206,9 @@ def test_run_stops_if_all_sessions_fail(policy: Any) -> None:
 def test_recommend_returns_none_if_nothing_is_trained() -> None:
     untrainable = make_workload([make_session(10)], zero_signal=1.0)
     assert recommend(untrainable, make_cluster(), max_engines=2, max_staleness=1) is None
-    assert upper_bound(untrainable, make_cluster()).samples_per_hour == 0
+    assert compute_upper_bound(untrainable, make_cluster()).samples_per_hour == 0
     assert (
-        upper_bound(
+        compute_upper_bound(
             make_workload([make_session(10)], failures=1.0), make_cluster(group_policy="drop")
         ).samples_per_hour
         == 0
@@ -249,16 +251,17 @@ def count_one_group_per_two_steps(steps: int) -> int:
 
 
 def test_exported_groups_are_not_rolled_out() -> None:
-    """First one group in four is live, then one in eight, so every other step has only exported data."""
+    """One group in four is live in the first run. In the second run, it is one in eight, so every other step
+    has only exported data."""
     quarter = simulate(
         make_workload([make_session(10)]),
-        make_cluster(groups_per_step=4, live_groups=count_one_group_per_step),
+        make_cluster(groups_per_step=4, live_group_counter=count_one_group_per_step),
     )
     assert (quarter.samples, quarter.data_samples, quarter.staleness) == (80, 60, {0: 20})
     assert quarter.in_flight <= 2
     eighth = simulate(
         make_workload([make_session(10)]),
-        make_cluster(groups_per_step=4, live_groups=count_one_group_per_two_steps),
+        make_cluster(groups_per_step=4, live_group_counter=count_one_group_per_two_steps),
     )
     assert eighth.finished
     assert (eighth.samples, eighth.staleness.total()) == (80, 10)
@@ -267,7 +270,7 @@ def test_exported_groups_are_not_rolled_out() -> None:
 
 def test_exported_tokens_are_trained() -> None:
     heavy = make_workload([make_session(9)], train_per_token=0.1)
-    mixed = simulate(heavy, make_cluster(live_groups=count_one_group_per_step))
+    mixed = simulate(heavy, make_cluster(live_group_counter=count_one_group_per_step))
     live_only = simulate(heavy, make_cluster())
     assert mixed.seconds == pytest.approx(live_only.seconds)
 
@@ -313,7 +316,7 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
         steps=40,
     )
     result = simulate(workload, cluster, seed=seed)
-    assert 0 < result.samples_per_hour <= 1.02 * upper_bound(workload, cluster).samples_per_hour
+    assert 0 < result.samples_per_hour <= 1.02 * compute_upper_bound(workload, cluster).samples_per_hour
 
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
@@ -325,7 +328,7 @@ def test_throughput_with_failures_stays_below_the_bound(
     """The bound is also tight: the mean throughput over several seeds comes close to it."""
     truncated = DistributionConfig(median=1.0, sigma=1.5, max=1.5)
     workload = make_workload(
-        [make_session(20, turns=6, tool=0.5), make_session(60), make_session(5, turns=3)],
+        [make_session(20, turns=6, tool_seconds=0.5), make_session(60), make_session(5, turns=3)],
         failures=0.3,
         latency=truncated,
         publish_seconds=truncated,
@@ -335,7 +338,7 @@ def test_throughput_with_failures_stays_below_the_bound(
     cluster = make_cluster(
         max_staleness=1000, steps=100, concurrency=16, group_policy=policy, trains_on_failed=trains_on_failed
     )
-    bound = upper_bound(workload, cluster)
+    bound = compute_upper_bound(workload, cluster)
     assert bound.limit == limit
     rates = [simulate(workload, cluster, seed=seed).samples_per_hour for seed in range(4)]
     assert 0.8 < statistics.mean(rates) / bound.samples_per_hour <= 1.02
@@ -356,13 +359,13 @@ def test_distribution_mean_matches_the_draws(sigma: float, maximum: float | None
 def test_saturated_trainer_reaches_the_bound() -> None:
     workload = make_workload([make_session(50)], train_base=30.0)
     cluster = make_cluster(max_staleness=2, steps=50)
-    bound = upper_bound(workload, cluster)
+    bound = compute_upper_bound(workload, cluster)
     assert bound.limit == "trainer"
     assert bound.samples_per_hour == pytest.approx(3600 * 4 / 31)
     assert simulate(workload, cluster).samples_per_hour > 0.97 * bound.samples_per_hour
-    half = replace(cluster, live_groups=count_one_group_per_step)
-    assert upper_bound(workload, half).samples_per_hour == bound.samples_per_hour
-    assert upper_bound(workload, half).rollout > bound.rollout
+    half_live = replace(cluster, live_group_counter=count_one_group_per_step)
+    assert compute_upper_bound(workload, half_live).samples_per_hour == bound.samples_per_hour
+    assert compute_upper_bound(workload, half_live).rollout > bound.rollout
 
 
 def test_seed_makes_a_simulation_reproducible() -> None:
@@ -393,7 +396,7 @@ def test_recommendation_stops_when_more_engines_do_not_help() -> None:
 
 
 def test_requests_spread_over_thousands_of_engines() -> None:
-    workload = make_workload([make_session(20, tool=1.0, turns=3)], train_base=0.1)
+    workload = make_workload([make_session(20, tool_seconds=1.0, turns=3)], train_base=0.1)
     result = simulate(
         workload, make_cluster(engines=2000, concurrency=4000, groups_per_step=200, steps=5, max_staleness=4)
     )

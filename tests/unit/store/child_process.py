@@ -1,9 +1,11 @@
 """A process that writes to a store and prints acknowledged writes: ``python -m ... MODE LOCATION NAME``.
 
-LOCATION is a file path or ``postgresql://…#schema``. ``write`` continues until it is killed. ``count`` adds
-200 calls. ``claim`` tries to claim 40 samples, each in its own step. ``fill`` continues until the disk is
-full, then lifts the file-size limit that it set itself, if any, and writes once more. ``read`` counts the
-calls.
+LOCATION is a file path or ``postgresql://…#schema``. NAME is the prefix of the call ids; for ``claim``, it is
+a number that makes the steps of this process unique.
+
+``write`` adds calls until it is killed, and ``count`` adds 200. ``claim`` tries to claim 40 samples, each in
+its own step. ``fill`` adds calls until the disk is full. If NAME contains "limit", ``fill`` sets a file-size
+limit, and lifts it to add one more call at the end. ``read`` prints the number of calls.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from instar.store.postgres import PostgresStore
 from instar.store.postgres_server import PostgresServer
 from instar.store.sqlite import SqliteStore
 
-from .factories import RUN, make_call, make_claim, make_session
+from .factories import RUN_ID, make_call, make_claim, make_session
 
 
 def print_line(line: str) -> None:
@@ -36,17 +38,17 @@ async def add_call(store: Store, name: str, size: int = 50) -> None:
 
 
 async def write(store: Store, name: str, count: int) -> None:
-    async def client(number: int) -> None:
+    async def add_turns(client: int) -> None:
         for turn in range(count):
-            await add_call(store, f"{name}-{number}-{turn}")
+            await add_call(store, f"{name}-{client}-{turn}")
 
-    await asyncio.gather(*(client(number) for number in range(8)))
+    await asyncio.gather(*(add_turns(client) for client in range(8)))
 
 
 async def claim(store: Store, name: str) -> None:
     for number in range(40):
         try:
-            await store.claim_step(RUN, int(name) * 100 + number, [make_claim(f"k{number}")])
+            await store.claim_step(RUN_ID, int(name) * 100 + number, [make_claim(f"k{number}")])
             print_line(f"k{number}")
         except ConflictError:
             continue
@@ -57,20 +59,20 @@ async def fill(store: Store, name: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     if "limit" in name:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, limits[1]))
-    full = 0
+    full_errors = 0
     for turn in range(400):
         sizes = (50, 5000, 40_000)
         writes = (add_call(store, f"{name}-{turn}-{size}", size) for size in sizes)
         results = await asyncio.gather(*writes, return_exceptions=True)
         for result in results:
             if isinstance(result, StoreFull):
-                full += 1
+                full_errors += 1
             elif result is not None:
                 raise result
-        if full > 20:
+        if full_errors > 20:
             break
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    print_line(f"full {full}")
+    print_line(f"full {full_errors}")
     if "limit" in name:
         await add_call(store, f"{name}-afterwards")
 

@@ -33,12 +33,12 @@ from .conformance_sharing import SeveralHostsTests
 from .conformance_training import GroupAndStepTests, PolicyTests, ProgressTests
 from .factories import (
     CALCULATOR,
-    POLICY,
-    RUN,
+    POLICY_ID,
+    RUN_ID,
     assert_same_call,
-    follow,
     ids,
     make_call,
+    make_next_call,
     make_session,
     user,
 )
@@ -47,7 +47,7 @@ StoreFactory = Callable[[], Store]
 
 
 class StoreFixtures:
-    """Within one test, `open_store` always opens the same storage, which is empty at the start."""
+    """Subclasses override `open_store`. It opens the same storage throughout a test, initially empty."""
 
     @pytest.fixture
     def open_store(self) -> StoreFactory:
@@ -62,16 +62,16 @@ class StoreFixtures:
 
 class RunAndSessionTests(StoreFixtures):
     async def test_put_run_again_replaces_it_and_keeps_created_at(self, store: Store) -> None:
-        assert await store.run(RUN) is None
-        await store.put_run(Run(RUN, POLICY, {"seed": 3}))
-        first = await store.run(RUN)
+        assert await store.run(RUN_ID) is None
+        await store.put_run(Run(RUN_ID, POLICY_ID, {"seed": 3}))
+        first = await store.run(RUN_ID)
         assert first is not None
         assert first.created_at == pytest.approx(time.time(), abs=30)
-        await store.put_run(Run(RUN, POLICY, {"seed": 3}, status="failed", reason="test"))
-        await store.put_run(Run("other", POLICY, {}, created_at=first.created_at + 1))
+        await store.put_run(Run(RUN_ID, POLICY_ID, {"seed": 3}, status="failed", reason="test"))
+        await store.put_run(Run("other", POLICY_ID, {}, created_at=first.created_at + 1))
         assert await store.runs() == [
             replace(first, status="failed", reason="test"),
-            Run("other", POLICY, {}, created_at=first.created_at + 1),
+            Run("other", POLICY_ID, {}, created_at=first.created_at + 1),
         ]
 
     async def test_session_with_every_field_round_trips(self, store: Store) -> None:
@@ -88,8 +88,8 @@ class RunAndSessionTests(StoreFixtures):
         await store.open_session(session, key_hash="hash")
         assert await store.session("s") == session
         assert await store.session_by_key("hash") == session
-        assert await store.session("none") is None
-        assert await store.session_by_key("none") is None
+        assert await store.session("missing") is None
+        assert await store.session_by_key("missing") is None
 
     async def test_open_session_with_a_used_id_or_key_raises_conflict(self, store: Store) -> None:
         await store.open_session(make_session("a"), key_hash="hash")
@@ -144,9 +144,9 @@ class RunAndSessionTests(StoreFixtures):
             assert await store.session(name) is None
             assert await store.call(name) is None
             assert await store.calls(name) == await store.calls_by_request(name) == []
-            assert await store.session_by_external_id(RUN, "agent", name) is None
+            assert await store.session_by_external_id(RUN_ID, "agent", name) is None
         await store.open_session(make_session("named", external_id="\0"))
-        assert await store.session_by_external_id(RUN, "agent", "\0") is not None
+        assert await store.session_by_external_id(RUN_ID, "agent", "\0") is not None
 
     async def test_end_session_called_concurrently_succeeds_once(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -182,26 +182,26 @@ class RunAndSessionTests(StoreFixtures):
         async def list_ids(**filters: object) -> list[str]:
             return [row.session.session_id for row in await store.sessions(**filters)]  # type: ignore[arg-type]
 
-        assert await list_ids(run_id=RUN) == ["a", "b"]
+        assert await list_ids(run_id=RUN_ID) == ["a", "b"]
         assert await list_ids(group_id="g") == ["a"]
-        assert await list_ids(run_id=RUN, channel=Channel.VAL) == ["b"]
+        assert await list_ids(run_id=RUN_ID, channel=Channel.VAL) == ["b"]
         assert await list_ids(status=SessionStatus.FAILED) == ["b"]
         assert await list_ids(limit=2) == ["b", "c"]
 
     async def test_put_endpoint_with_the_same_role_and_name_replaces_it(self, store: Store) -> None:
         gateway_endpoint = Endpoint(
-            RUN, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0
+            RUN_ID, "gateway", "0", "http://127.0.0.1:1", 10, "serving", "g.log", heartbeat=3.0
         )
         await store.put_endpoint(gateway_endpoint)
-        await store.put_endpoint(Endpoint(RUN, "engine", "0", "http://127.0.0.1:2", 11))
+        await store.put_endpoint(Endpoint(RUN_ID, "engine", "0", "http://127.0.0.1:2", 11))
         await store.put_endpoint(Endpoint("other", "engine", "0", "http://127.0.0.1:3", 12))
-        engine, gateway = await store.endpoints(RUN)
+        engine, gateway = await store.endpoints(RUN_ID)
         assert gateway == gateway_endpoint
         assert engine.heartbeat == pytest.approx(time.time(), abs=30)
         await store.put_endpoint(replace(gateway_endpoint, pid=99, doing="draining"))
-        assert (await store.endpoints(RUN))[1] == replace(gateway_endpoint, pid=99, doing="draining")
-        await store.remove_endpoint(RUN, "gateway", "0")
-        assert [endpoint.role for endpoint in await store.endpoints(RUN)] == ["engine"]
+        assert (await store.endpoints(RUN_ID))[1] == replace(gateway_endpoint, pid=99, doing="draining")
+        await store.remove_endpoint(RUN_ID, "gateway", "0")
+        assert [endpoint.role for endpoint in await store.endpoints(RUN_ID)] == ["engine"]
 
 
 class CallTests(StoreFixtures):
@@ -242,7 +242,7 @@ class CallTests(StoreFixtures):
         stored = await store.call("c")
         assert stored is not None
         assert_same_call(stored, call)
-        assert await store.call("none") is None
+        assert await store.call("missing") is None
 
     async def test_call_with_an_empty_reply_round_trips(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -259,9 +259,11 @@ class CallTests(StoreFixtures):
         await store.open_session(make_session())
         await store.open_session(make_session("sub"))
         root = make_call("root", tools=(CALCULATOR,), ended_at=1.0)
-        second = follow(root, "second", ids(20, 21), user("and?"), tools=(CALCULATOR,), ended_at=1.0)
-        third = follow(second, "third", ids(30), user("more"), ended_at=1.0)
-        regenerated = follow(second, "regenerated", ids(30), user("more"), sampled_ids=ids(5), ended_at=1.0)
+        second = make_next_call(root, "second", ids(20, 21), user("and?"), tools=(CALCULATOR,), ended_at=1.0)
+        third = make_next_call(second, "third", ids(30), user("more"), ended_at=1.0)
+        regenerated = make_next_call(
+            second, "regenerated", ids(30), user("more"), sampled_ids=ids(5), ended_at=1.0
+        )
         within = make_call(
             "within",
             prompt_ids=np.concatenate([second.sequence[:4], ids(90)]),
@@ -272,9 +274,9 @@ class CallTests(StoreFixtures):
             base_messages=1,
             ended_at=1.0,
         )
-        after = follow(regenerated, "after", ids(31), user("yes"), ended_at=1.0)
+        after = make_next_call(regenerated, "after", ids(31), user("yes"), ended_at=1.0)
         outside = replace(
-            follow(third, "outside", ids(40), user("sub-agent"), ended_at=1.0), session_id="sub"
+            make_next_call(third, "outside", ids(40), user("sub-agent"), ended_at=1.0), session_id="sub"
         )
         calls = [root, second, third, regenerated, within, after]
         await store.add_calls(calls[:2])
@@ -288,7 +290,7 @@ class CallTests(StoreFixtures):
             stored_call = await store.call(call.call_id)
             assert stored_call is not None
             assert_same_call(stored_call, call)
-        assert await store.calls("none") == []
+        assert await store.calls("missing") == []
 
     async def test_add_calls_with_a_duplicate_id_stores_none(self, store: Store) -> None:
         await store.open_session(make_session())
@@ -301,21 +303,24 @@ class CallTests(StoreFixtures):
         await store.open_session(make_session())
         root = make_call("root")
         await store.add_calls([root])
-        good = follow(root, "next", ids(9), user("x"))
-        other = good.prompt_ids.copy()
-        other[1] += 1
-        for bad, message in [
-            (replace(good, base_id="none"), "none is not stored"),
-            (replace(good, base_id=None), "but no base_id"),
-            (replace(good, prompt_ids=other), "does not begin with"),
-            (replace(good, prompt_ids=good.prompt_ids[:3]), "must be between 0 and 3"),
-            (replace(good, base_messages=3, messages=(*good.messages, user("y"))), "its base has 2 messages"),
-            (replace(good, logprobs=good.logprobs[:1]), "1 logprobs for 2"),
-            (replace(good, session_id="missing"), "no session missing"),
+        valid = make_next_call(root, "next", ids(9), user("x"))
+        different_ids = valid.prompt_ids.copy()
+        different_ids[1] += 1
+        for invalid, message in [
+            (replace(valid, base_id="missing"), "missing is not stored"),
+            (replace(valid, base_id=None), "but no base_id"),
+            (replace(valid, prompt_ids=different_ids), "does not begin with"),
+            (replace(valid, prompt_ids=valid.prompt_ids[:3]), "must be between 0 and 3"),
+            (
+                replace(valid, base_messages=3, messages=(*valid.messages, user("y"))),
+                "its base has 2 messages",
+            ),
+            (replace(valid, logprobs=valid.logprobs[:1]), "1 logprobs for 2"),
+            (replace(valid, session_id="missing"), "no session missing"),
         ]:
             with pytest.raises(StoreError, match=message):
-                await store.add_calls([bad])
-        await store.add_calls([good])
+                await store.add_calls([invalid])
+        await store.add_calls([valid])
         assert len(await store.calls("s")) == 2
 
     async def test_add_calls_to_an_ended_session_stores_them(self, store: Store) -> None:
@@ -329,7 +334,9 @@ class CallTests(StoreFixtures):
         call = make_call("0", prompt_ids=np.arange(500, dtype=np.int32), ended_at=1.0)
         calls = [call]
         for turn in range(1, 60):
-            call = follow(call, str(turn), np.full(20, turn, np.int32), user(f"turn {turn}"), ended_at=1.0)
+            call = make_next_call(
+                call, str(turn), np.full(20, turn, np.int32), user(f"turn {turn}"), ended_at=1.0
+            )
             calls.append(call)
         await store.add_calls(calls)
         for stored, expected in zip(await store.calls("s"), calls, strict=True):
@@ -344,10 +351,10 @@ class SharingTests(StoreFixtures):
         await store.open_session(make_session())
         await other.add_calls([make_call()])
         assert len(await store.calls("s")) == 1
-        numbers = await asyncio.gather(
-            *(client.reserve_version(POLICY, RUN, 0) for client in [store, other] * 10)
+        versions = await asyncio.gather(
+            *(client.reserve_version(POLICY_ID, RUN_ID, 0) for client in [store, other] * 10)
         )
-        assert sorted(numbers) == list(range(1, 21))
+        assert sorted(versions) == list(range(1, 21))
         await other.close()
 
     async def test_close_completes_queued_writes(self, open_store: StoreFactory) -> None:

@@ -19,18 +19,18 @@ from instar.types import (
     Tag,
 )
 
-from .factories import POLICY, RUN, make_group, make_session
+from .factories import POLICY_ID, RUN_ID, make_group, make_session
 
 SCORER = "judge:outcome@1"
 CHANNELS = (Channel.TRAIN, Channel.VAL, Channel.LIVE)
 
 
-def make_score(session: str, scorer: str = SCORER, **changes: object) -> Score:
-    return Score(session, scorer, ScoreState.SCORED, **changes)  # type: ignore[arg-type]
+def make_score(session_id: str, scorer: str = SCORER, **overrides: object) -> Score:
+    return Score(session_id, scorer, ScoreState.SCORED, **overrides)  # type: ignore[arg-type]
 
 
-def make_reward(session: str, value: float = 1.0, reward_id: str | None = None) -> Reward:
-    return Reward(session, value, RewardSource.JUDGE, "judge:outcome", reward_id=reward_id)
+def make_reward(session_id: str, value: float = 1.0, reward_id: str | None = None) -> Reward:
+    return Reward(session_id, value, RewardSource.JUDGE, "judge:outcome", reward_id=reward_id)
 
 
 async def complete_sessions(store: Store, *session_ids: str, channel: Channel = Channel.LIVE) -> None:
@@ -40,7 +40,7 @@ async def complete_sessions(store: Store, *session_ids: str, channel: Channel = 
 
 
 async def list_unscored(store: Store, scorer: str = SCORER, **options: object) -> list[str]:
-    rows = await store.unscored_sessions(RUN, scorer, CHANNELS, **options)  # type: ignore[arg-type]
+    rows = await store.unscored_sessions(RUN_ID, scorer, CHANNELS, **options)  # type: ignore[arg-type]
     return [row.session.session_id for row in rows]
 
 
@@ -64,7 +64,7 @@ class ScoreTests:
         )
         assert await store.record_scores([make_score("a", "judge:outcome@2")], [make_reward("a", 0.5)])
         assert [r.value for r in await store.rewards("a")] == [1.0, 0.5]
-        assert await store.rewards("b") == [], "all or none"
+        assert await store.rewards("b") == [], "a rejected call must not store any reward"
         assert [s.scorer for s in (await store.scores(["a", "b"]))["a"]] == [SCORER, "judge:outcome@2"]
 
     async def test_record_scores_called_concurrently_succeeds_once(self, store: Store) -> None:
@@ -96,7 +96,7 @@ class ScoreTests:
         await store.end_session("failed", SessionStatus.FAILED)
         assert await list_unscored(store) == ["a", "b", "c", "val"]
         assert await list_unscored(store, limit=2) == ["a", "b"]
-        rows = await store.unscored_sessions(RUN, SCORER, [Channel.LIVE])
+        rows = await store.unscored_sessions(RUN_ID, SCORER, [Channel.LIVE])
         assert [row.session.session_id for row in rows] == ["a", "b", "c"]
         assert await list_unscored(store, after=rows[0].seq) == ["b", "c", "val"]
         await store.record_scores([make_score("b")], [])
@@ -115,37 +115,40 @@ class ScoreTests:
         assert len(await list_unscored(store)) == len(GroupStatus)
 
     async def test_last_ended_seq_stops_before_the_first_open_session(self, store: Store) -> None:
-        assert await store.last_ended_seq(RUN, CHANNELS) == 0
+        assert await store.last_ended_seq(RUN_ID, CHANNELS) == 0
         await complete_sessions(store, "a", "b")
-        last = (await store.unscored_sessions(RUN, SCORER, CHANNELS))[-1].seq
-        assert await store.last_ended_seq(RUN, CHANNELS) == last
+        last_seq = (await store.unscored_sessions(RUN_ID, SCORER, CHANNELS))[-1].seq
+        assert await store.last_ended_seq(RUN_ID, CHANNELS) == last_seq
         await store.open_session(make_session("open", channel=Channel.VAL))
         await complete_sessions(store, "c")
-        assert await store.last_ended_seq(RUN, CHANNELS) == last
-        assert await store.last_ended_seq(RUN, [Channel.LIVE]) > last
+        assert await store.last_ended_seq(RUN_ID, CHANNELS) == last_seq
+        assert await store.last_ended_seq(RUN_ID, [Channel.LIVE]) > last_seq
         await store.end_session("open", SessionStatus.ABANDONED)
-        assert await store.last_ended_seq(RUN, CHANNELS) > last
+        assert await store.last_ended_seq(RUN_ID, CHANNELS) > last_seq
 
     async def test_score_counts_are_by_scorer_and_state(self, store: Store) -> None:
         await complete_sessions(store, "a", "b")
         await store.record_scores([make_score("a"), make_score("a", "math")], [])
         await store.record_scores([Score("b", SCORER, ScoreState.FALLBACK, 2, "late")], [])
-        assert await store.score_counts(RUN) == {SCORER: {"fallback": 1, "scored": 1}, "math": {"scored": 1}}
+        assert await store.score_counts(RUN_ID) == {
+            SCORER: {"fallback": 1, "scored": 1},
+            "math": {"scored": 1},
+        }
         assert await store.score_counts("other") == {}
 
     async def test_progress_counts_a_scoring_group_as_open(self, store: Store) -> None:
-        await store.put_run(Run(RUN, POLICY, {}))
+        await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         await store.open_group(make_group("g"))
         await store.close_group("g", GroupStatus.SCORING)
-        progress = await store.progress(RUN)
+        progress = await store.progress(RUN_ID)
         assert (progress.groups_open, progress.groups_ready) == (1, 0)
-        assert await store.groups(RUN, Channel.TRAIN, GroupStatus.READY) == []
+        assert await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.READY) == []
         group = await store.group("g")
         assert group is not None
         assert group.status is GroupStatus.SCORING
         assert await store.group("missing") is None
         await store.close_group("g", GroupStatus.READY)
-        assert (await store.progress(RUN)).groups_ready == 1
+        assert (await store.progress(RUN_ID)).groups_ready == 1
 
 
 class TagAndJudgmentTests:
@@ -162,11 +165,11 @@ class TagAndJudgmentTests:
 
     async def test_put_judgment_again_keeps_the_first_answer(self, store: Store) -> None:
         assert await store.judgment(b"q") is None
-        await store.put_judgment(b"q", RUN, {"score": 1}, 0.25)
-        await store.put_judgment(b"q", RUN, {"score": 2}, 0.25)
-        await store.put_judgment(b"other", RUN, {"score": 3}, 0.5)
+        await store.put_judgment(b"q", RUN_ID, {"score": 1}, 0.25)
+        await store.put_judgment(b"q", RUN_ID, {"score": 2}, 0.25)
+        await store.put_judgment(b"other", RUN_ID, {"score": 3}, 0.5)
         assert await store.judgment(b"q") == {"score": 1}
-        assert await store.judgment_totals(RUN) == (2, 0.75)
+        assert await store.judgment_totals(RUN_ID) == (2, 0.75)
         assert await store.judgment_totals("other") == (0, 0.0)
 
 

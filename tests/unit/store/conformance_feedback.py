@@ -10,7 +10,7 @@ from instar.errors import StoreError
 from instar.store.base import Store, make_feedback_key
 from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, Tag
 
-from .factories import RUN, ids, make_claim, make_session
+from .factories import RUN_ID, ids, make_claim, make_session
 
 
 def make_correction(number: int, session_id: str = "s") -> Feedback:
@@ -31,7 +31,7 @@ class FeedbackTests:
         reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=make_feedback_key("f1"))
         assert await store.add_feedback(feedback, [reward])
         assert not await store.add_feedback(replace(feedback, text="other"), [replace(reward, value=1.0)])
-        (stored,) = await store.feedback(RUN)
+        (stored,) = await store.feedback(RUN_ID)
         assert stored.correction_ids is not None
         assert stored.correction_ids.tolist() == [5, 1]
         actual = (stored.thumbs, stored.score, stored.author, stored.call_id, stored.created_at)
@@ -42,12 +42,12 @@ class FeedbackTests:
     async def test_add_feedback_on_an_unknown_session_raises(self, store: Store) -> None:
         with pytest.raises(StoreError):
             await store.add_feedback(make_correction(1, "missing"))
-        assert await store.feedback(RUN) == []
+        assert await store.feedback(RUN_ID) == []
 
     async def test_corrections_excludes_claimed_and_untrainable_ones(self, store: Store) -> None:
         for name, channel in (("s", Channel.LIVE), ("tagged", Channel.TRAIN), ("val", Channel.VAL)):
             await store.open_session(make_session(name, channel=channel))
-        await store.open_session(make_session("other", run_id="another"))
+        await store.open_session(make_session("other", run_id="other-run"))
         await store.add_tags([Tag("tagged", UNTRAINABLE)])
         corrections = [make_correction(1), make_correction(2), make_correction(3)]
         corrections += [make_correction(4, "tagged"), make_correction(5, "val"), make_correction(6, "other")]
@@ -55,13 +55,13 @@ class FeedbackTests:
             await store.add_feedback(feedback)
 
         async def list_remaining(epoch: int = 0, limit: int = 10) -> list[str]:
-            return [feedback.feedback_id for feedback in await store.corrections(RUN, epoch, limit)]
+            return [feedback.feedback_id for feedback in await store.corrections(RUN_ID, epoch, limit)]
 
         assert await list_remaining() == ["f1", "f2", "f3"]
         assert await list_remaining(limit=2) == ["f1", "f2"]
         claim = replace(make_claim(make_feedback_key("f1")), session_id="s", group_id=None, step=1)
-        await store.claim_step(RUN, 1, [claim])
+        await store.claim_step(RUN_ID, 1, [claim])
         assert await list_remaining() == ["f2", "f3"]
         assert await list_remaining(epoch=1) == ["f1", "f2", "f3"]
-        await store.release_steps(RUN, after=0)
-        assert await list_remaining() == ["f1", "f2", "f3"], "released"
+        await store.release_steps(RUN_ID, after=0)
+        assert await list_remaining() == ["f1", "f2", "f3"], "released corrections must be listed again"

@@ -12,11 +12,11 @@ from instar.store.base import SessionFilter, Store
 from instar.store.listing import MAX_START_SESSIONS
 from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
 
-from .factories import RUN, follow, ids, make_call, make_claim, make_group, make_session, user
+from .factories import RUN_ID, ids, make_call, make_claim, make_group, make_next_call, make_session, user
 
 
 async def fill_store(store: Store) -> None:
-    """Add sessions s0..s9, created at 0.5..9.5. The even ones are completed with their number as reward."""
+    """Add sessions s0 to s9, created at 0.5 to 9.5. Even ones are completed, with their number as reward."""
     for number in range(10):
         channel = Channel.VAL if number == 9 else Channel.TRAIN
         session = make_session(f"s{number}", channel=channel, task_id=f"t{number % 3}")
@@ -55,47 +55,50 @@ FILTERS: list[tuple[dict[str, Any], str]] = [
     ({"agent": "other-agent"}, ""),
     ({"since": 3.5, "until": 5.5}, "34"),
 ]
+"""Filters, and the numbers of the sessions that match, one digit each."""
 
 
 class ListingTests:
     @pytest.mark.parametrize(("fields", "expected"), FILTERS)
-    async def test_filter_paginates_consistently(
+    async def test_filter_returns_the_same_sessions_in_pages(
         self, store: Store, fields: dict[str, Any], expected: str
     ) -> None:
         await fill_store(store)
         where = SessionFilter(**fields)
-        session_ids = [row.session.session_id for row in await store.sessions(RUN, where=where)]
+        session_ids = [row.session.session_id for row in await store.sessions(RUN_ID, where=where)]
         assert session_ids == [f"s{number}" for number in expected]
         pages: list[list[str]] = []
         before = None
-        while page := await store.sessions(RUN, where=where, before=before, limit=2):
+        while page := await store.sessions(RUN_ID, where=where, before=before, limit=2):
             pages.insert(0, [row.session.session_id for row in page])
             before = page[0].seq
         assert [session_id for page in pages for session_id in page] == session_ids
         forward: list[str] = []
         after = 0
-        while page := await store.sessions(RUN, where=where, after=after, limit=2):
+        while page := await store.sessions(RUN_ID, where=where, after=after, limit=2):
             forward += [row.session.session_id for row in page]
             after = page[-1].seq
         assert forward == session_ids
 
-    async def test_row_reward_is_latest_session_reward(self, store: Store) -> None:
+    async def test_session_row_has_the_latest_session_reward(self, store: Store) -> None:
         await fill_store(store)
-        rewards = {row.session.session_id: row.reward for row in await store.sessions(RUN)}
+        rewards = {row.session.session_id: row.reward for row in await store.sessions(RUN_ID)}
         assert (rewards["s2"], rewards["s4"], rewards["s1"]) == (-1.0, 4.0, None)
 
     async def test_sessions_with_a_common_tag_returns_the_newest(self, store: Store) -> None:
         session_ids = [f"s{number:05}" for number in range(MAX_START_SESSIONS + 5)]
         await asyncio.gather(*(store.open_session(make_session(session_id)) for session_id in session_ids))
         await store.add_tags([Tag(session_id, "seen") for session_id in session_ids[:-1]])
-        (row,) = await store.sessions(RUN, where=SessionFilter(tags=(("seen", None),)), limit=1)
+        (row,) = await store.sessions(RUN_ID, where=SessionFilter(tags=(("seen", None),)), limit=1)
         assert row.session.session_id == session_ids[-2]
 
     async def test_sessions_by_group_and_calls_by_session_return_each_key(self, store: Store) -> None:
         await store.open_session(make_session("a", group_id="g"))
         await store.open_session(make_session("b", group_id="g"))
         first = make_call("a1", "a")
-        await store.add_calls([first, make_call("b1", "b"), follow(first, "a2", ids(9), user("go on"))])
+        await store.add_calls(
+            [first, make_call("b1", "b"), make_next_call(first, "a2", ids(9), user("go on"))]
+        )
         sessions = await store.sessions_by_group(["g", "missing"])
         assert [session.session_id for session in sessions["g"]] == ["a", "b"]
         assert sessions["missing"] == []
@@ -113,7 +116,7 @@ class ListingTests:
         claims = [
             make_claim(f"g{index}/0", group_id=f"g{index}", session_id=f"s{index}") for index in range(2)
         ]
-        await store.claim_step(RUN, 1, claims)
-        assert [claim.group_id for claim in await store.recent_claims(RUN, 0, 9)] == ["g0", "g1"]
-        assert [claim.group_id for claim in await store.recent_claims(RUN, 0, 1)] == ["g1"]
-        assert await store.recent_claims(RUN, 1, 9) == []
+        await store.claim_step(RUN_ID, 1, claims)
+        assert [claim.group_id for claim in await store.recent_claims(RUN_ID, 0, 9)] == ["g0", "g1"]
+        assert [claim.group_id for claim in await store.recent_claims(RUN_ID, 0, 1)] == ["g1"]
+        assert await store.recent_claims(RUN_ID, 1, 9) == []

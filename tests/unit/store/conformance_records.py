@@ -10,7 +10,7 @@ from instar.errors import ConflictError
 from instar.store.base import SessionRecord, Store
 from instar.types import Feedback, GroupStatus, Reward, RewardSource, Score, ScoreState, SessionStatus, Tag
 
-from .factories import RUN, make_call, make_group, make_session
+from .factories import RUN_ID, make_call, make_group, make_session
 
 
 def make_record(session_id: str = "s", **fields: Any) -> SessionRecord:
@@ -35,8 +35,8 @@ class RecordTests:
         assert await store.rewards("s") == list(record.rewards)
         assert await store.scores(["s"]) == {"s": list(record.scores)}
         assert await store.tags(["s"]) == {"s": list(record.tags)}
-        assert await store.feedback(RUN) == list(record.feedback)
-        (stored,) = await store.groups(RUN, group.channel)
+        assert await store.feedback(RUN_ID) == list(record.feedback)
+        (stored,) = await store.groups(RUN_ID, group.channel)
         assert (stored.group_id, stored.status) == ("g", GroupStatus.READY)
 
     @pytest.mark.parametrize("conflict", ["session", "call", "reward", "feedback"])
@@ -50,8 +50,8 @@ class RecordTests:
         }[conflict]
         with pytest.raises(ConflictError):
             await store.put_records([make_group("g")], [make_record("u"), conflicting])
-        assert [row.session.session_id for row in await store.sessions(RUN)] == ["s"]
-        assert await store.groups(RUN, make_group("g").channel) == []
+        assert [row.session.session_id for row in await store.sessions(RUN_ID)] == ["s"]
+        assert await store.groups(RUN_ID, make_group("g").channel) == []
 
     async def test_put_dataset_with_the_same_hash_updates_its_path(self, store: Store) -> None:
         first = await store.put_dataset("golden", "/old", "h", {"format": "jsonl"})

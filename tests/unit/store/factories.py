@@ -20,7 +20,7 @@ from instar.types import (
     Tool,
 )
 
-RUN, AGENT, POLICY = "run", "agent", "policy"
+RUN_ID, AGENT_ID, POLICY_ID = "run", "agent", "policy"
 CALCULATOR: Tool = {"name": "calc", "description": "Computes.", "parameters": {"type": "object"}}
 
 
@@ -36,18 +36,28 @@ def assistant(content: str) -> Message:
     return {"role": "assistant", "content": content}
 
 
-def make_session(session_id: str = "s", **changes: Any) -> Session:
-    fields: dict[str, Any] = {"run_id": RUN, "agent_id": AGENT, "policy_id": POLICY, "channel": Channel.TRAIN}
-    return Session(session_id, **(fields | changes))
+def make_session(session_id: str = "s", **overrides: Any) -> Session:
+    fields: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "agent_id": AGENT_ID,
+        "policy_id": POLICY_ID,
+        "channel": Channel.TRAIN,
+    }
+    return Session(session_id, **(fields | overrides))
 
 
-def make_group(group_id: str = "g", index: int = 0, **changes: Any) -> Group:
-    fields: dict[str, Any] = {"run_id": RUN, "channel": Channel.TRAIN, "size": 2, "task": Task("t", {"q": 1})}
-    return Group(group_id=group_id, index=index, **(fields | changes))
+def make_group(group_id: str = "g", index: int = 0, **overrides: Any) -> Group:
+    fields: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "channel": Channel.TRAIN,
+        "size": 2,
+        "task": Task("t", {"q": 1}),
+    }
+    return Group(group_id=group_id, index=index, **(fields | overrides))
 
 
-def make_call(call_id: str = "c", session_id: str = "s", **changes: Any) -> Call:
-    sampled: Ids = changes.pop("sampled_ids", ids(7, 8))
+def make_call(call_id: str = "c", session_id: str = "s", **overrides: Any) -> Call:
+    sampled: Ids = overrides.pop("sampled_ids", ids(7, 8))
     fields: dict[str, Any] = {
         "request_id": f"request-{call_id}",
         "prompt_ids": ids(1, 2, 3),
@@ -58,13 +68,13 @@ def make_call(call_id: str = "c", session_id: str = "s", **changes: Any) -> Call
         "reply": assistant("hi"),
         "finish_reason": "stop",
     }
-    return Call(call_id, session_id, RUN, AGENT, POLICY, **(fields | changes))
+    return Call(call_id, session_id, RUN_ID, AGENT_ID, POLICY_ID, **(fields | overrides))
 
 
-def follow(base: Call, call_id: str, new: Ids, message: Message, **changes: Any) -> Call:
-    """Return the next turn: the base's tokens and messages, followed by new ones."""
+def make_next_call(base: Call, call_id: str, new_ids: Ids, message: Message, **overrides: Any) -> Call:
+    """Return a call that extends the base call by new tokens and a message."""
     fields: dict[str, Any] = {
-        "prompt_ids": np.concatenate([base.sequence, new]),
+        "prompt_ids": np.concatenate([base.sequence, new_ids]),
         "messages": (*base.messages, base.reply, message),
         "parent_id": base.call_id,
         "link": Link.EXTENDS,
@@ -72,26 +82,26 @@ def follow(base: Call, call_id: str, new: Ids, message: Message, **changes: Any)
         "base_tokens": len(base.sequence),
         "base_messages": len(base.messages) + 1,
     }
-    return make_call(call_id, base.session_id, **(fields | changes))
+    return make_call(call_id, base.session_id, **(fields | overrides))
 
 
-def make_claim(sample_key: str, **changes: Any) -> Claim:
+def make_claim(sample_key: str, **overrides: Any) -> Claim:
     fields: dict[str, Any] = {
-        "run_id": RUN,
+        "run_id": RUN_ID,
         "epoch": 0,
         "session_id": "s",
         "group_id": "g",
         "outcome": ClaimOutcome.TRAINED,
     }
-    return Claim(sample_key=sample_key, **(fields | changes))
+    return Claim(sample_key=sample_key, **(fields | overrides))
 
 
-def make_dropped_claim(sample_key: str, reason: str = "too old", **changes: Any) -> Claim:
-    return make_claim(sample_key, outcome=ClaimOutcome.DROPPED, reason=reason, **changes)
+def make_dropped_claim(sample_key: str, reason: str = "too old", **overrides: Any) -> Claim:
+    return make_claim(sample_key, outcome=ClaimOutcome.DROPPED, reason=reason, **overrides)
 
 
 def assert_same_call(left: Call, right: Call) -> None:
-    """Compare every field, and arrays bit for bit, so that NaN equals NaN."""
+    """Check that all fields are equal. Arrays are compared by their bytes, so that NaN equals NaN."""
     for name in Call.__dataclass_fields__:
         a, b = getattr(left, name), getattr(right, name)
         if isinstance(a, np.ndarray):

@@ -1,4 +1,4 @@
-"""Helpers that run `child_process`, which uses a store."""
+"""Start, kill and wait for processes that run `child_process`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def build_command(mode: str, location: Path | str, name: str) -> list[str]:
     return [sys.executable, "-m", f"{__package__}.child_process", mode, str(location), name]
 
 
-def start(mode: str, location: Path | str, name: str) -> subprocess.Popen[str]:
+def start_child(mode: str, location: Path | str, name: str) -> subprocess.Popen[str]:
     return subprocess.Popen(build_command(mode, location, name), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def kill(child: subprocess.Popen[str]) -> list[str]:
-    """Kill the process and return the complete lines of its output that were not read yet."""
+def kill_child(child: subprocess.Popen[str]) -> list[str]:
+    """Kill the process and return the remaining complete lines of its output."""
     child.send_signal(signal.SIGKILL)
     child.wait(30)
     assert child.stdout is not None
@@ -27,7 +27,7 @@ def kill(child: subprocess.Popen[str]) -> list[str]:
         return [line.strip() for line in child.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
 
 
-def run(arguments: list[str]) -> str:
+def run_command(arguments: list[str]) -> str:
     result = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
     return result.stdout

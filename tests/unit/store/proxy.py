@@ -1,4 +1,4 @@
-"""A TCP proxy between a store and its server that fails on demand."""
+"""A TCP proxy between a store and its server that makes commits fail on demand."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class CommitFailure(Enum):
     BEFORE_AND_OPEN = auto()
     """The commit does not reach the server, whose connection stays open after the client's is closed."""
     AFTER = auto()
-    """The commit reaches the server, and the response is lost."""
-    SILENCE = auto()
+    """The commit reaches the server, but its response is lost and the client's connection is closed."""
+    UNRESPONSIVE = auto()
     """Nothing is forwarded any more, and both connections stay open."""
 
 
 class Proxy:
-    """Forwards connections on a loopback port to another TCP port of this machine."""
+    """Forwards connections to a port of this machine. The next commit fails as ``next_failure`` says."""
 
     def __init__(self, port: int) -> None:
         self.next_failure: CommitFailure | None = None
         self.failure_count = 0
-        self._target = port
+        self._target_port = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._sockets: list[socket.socket] = [self._listener]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -51,7 +51,7 @@ class Proxy:
         with contextlib.suppress(OSError):
             while True:
                 client, _ = self._listener.accept()
-                server = socket.create_connection(("127.0.0.1", self._target))
+                server = socket.create_connection(("127.0.0.1", self._target_port))
                 self._sockets += [client, server]
                 threading.Thread(target=self._forward, args=(client, server), daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Tests for the PostgreSQL store on a real server: conformance and grouped commits."""
+"""Tests for the PostgreSQL store on a real server: conformance, shared commits, full disks and an index."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .factories import make_call, make_session
 
 @pytest.fixture
 def server(postgres: PostgresTestServer) -> PostgresServer:
-    return PostgresServer(postgres.socket_url, postgres.new_schema(), timeout=30.0)
+    return PostgresServer(postgres.socket_url, postgres.new_schema_name(), timeout=30.0)
 
 
 class TestPostgresStore(StoreConformance):
     @pytest.fixture
     def open_store(self, postgres: PostgresTestServer) -> StoreFactory:
         server = PostgresServer(postgres.socket_url, "conformance", timeout=30.0)
-        postgres.empty(server.schema)
+        postgres.delete_rows(server.schema)
         return lambda: PostgresStore(server)
 
 
@@ -39,7 +39,7 @@ async def store(server: PostgresServer) -> AsyncIterator[PostgresStore]:
 
 async def test_concurrent_writes_share_commits_and_fail_separately(store: PostgresStore) -> None:
     await store.open_session(make_session())
-    before = store.commit_count
+    commits_before = store.commit_count
     writes = [
         store.add_calls([make_call(f"new-{i}"), make_call("duplicate" if i % 2 else f"other-{i}")])
         for i in range(40)
@@ -48,7 +48,7 @@ async def test_concurrent_writes_share_commits_and_fail_separately(store: Postgr
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
-    assert store.commit_count - before <= 5
+    assert store.commit_count - commits_before <= 5
 
 
 async def test_write_on_a_full_disk_fails_separately(

@@ -18,14 +18,14 @@ from instar.store.postgres_server import PostgresServer
 from tests.postgres import PASSWORD, PostgresTestServer
 
 from .child_process import open_store
-from .factories import POLICY, RUN, make_call, make_session
-from .processes import kill, start
+from .factories import POLICY_ID, RUN_ID, make_call, make_session
+from .processes import kill_child, start_child
 from .proxy import CommitFailure, Proxy
 
 
 @pytest.fixture
 def location(postgres: PostgresTestServer) -> str:
-    return f"{postgres.socket_url}#{postgres.new_schema()}"
+    return f"{postgres.socket_url}#{postgres.new_schema_name()}"
 
 
 async def load_call_ids(location: str) -> list[str]:
@@ -37,12 +37,12 @@ async def load_call_ids(location: str) -> list[str]:
 
 async def test_acknowledged_calls_survive_sigkill_with_other_writers(location: str) -> None:
     """One of three processes is killed; the others are not affected."""
-    killed = start("write", location, "killed")
-    others = [start("count", location, name) for name in ("a", "b")]
+    killed = start_child("write", location, "killed")
+    others = [start_child("count", location, name) for name in ("a", "b")]
     assert killed.stdout is not None
     acknowledged = {killed.stdout.readline().strip()}
     await asyncio.sleep(0.3)
-    acknowledged.update(kill(killed))
+    acknowledged.update(kill_child(killed))
     for other in others:
         lines, _ = other.communicate(timeout=60)
         assert other.returncode == 0
@@ -54,7 +54,7 @@ async def test_acknowledged_calls_survive_sigkill_with_other_writers(location: s
 
 
 async def test_claim_step_from_several_processes_claims_each_sample_once(location: str) -> None:
-    children = [start("claim", location, name) for name in ("1", "2", "3")]
+    children = [start_child("claim", location, name) for name in ("1", "2", "3")]
     claimed: list[str] = []
     for child in children:
         lines, _ = child.communicate(timeout=60)
@@ -62,7 +62,7 @@ async def test_claim_step_from_several_processes_claims_each_sample_once(locatio
         claimed += lines.split()
     assert Counter(claimed) == Counter(f"k{number}" for number in range(40))
     store = open_store(location, read_only=True)
-    assert len(await store.claims(RUN)) == 40
+    assert len(await store.claims(RUN_ID)) == 40
     await store.close()
 
 
@@ -103,7 +103,7 @@ async def test_store_waits_for_a_restarting_server(stoppable_server: PostgresTes
 
     async def reserve() -> None:
         while not finished.is_set():
-            versions.append(await store.reserve_version(POLICY, RUN, 0))
+            versions.append(await store.reserve_version(POLICY_ID, RUN_ID, 0))
 
     async def read() -> None:
         while not finished.is_set():
@@ -148,7 +148,7 @@ async def test_store_reports_a_stopped_server_and_recovers(stoppable_server: Pos
 @pytest.fixture
 def proxied_store(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
     with Proxy(postgres.port) as proxy:
-        url, schema = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres", postgres.new_schema()
+        url, schema = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres", postgres.new_schema_name()
         yield proxy, lambda timeout: PostgresStore(PostgresServer(url, schema, timeout, PASSWORD))
 
 
@@ -165,9 +165,9 @@ async def test_commit_with_a_lost_response_is_applied_once(
     for number in range(3):
         proxy.next_failure = failure
         await store.add_calls([make_call(str(number))])
-        assert await store.reserve_version(POLICY, RUN, number) == 2 * number + 1
+        assert await store.reserve_version(POLICY_ID, RUN_ID, number) == 2 * number + 1
         proxy.next_failure = failure
-        assert await store.reserve_version(POLICY, RUN, number) == 2 * number + 2
+        assert await store.reserve_version(POLICY_ID, RUN_ID, number) == 2 * number + 2
     assert proxy.failure_count == 6
     assert [call.call_id for call in await store.calls("s")] == ["0", "1", "2"]
     await store.close()
@@ -179,7 +179,7 @@ async def test_store_reconnects_to_a_server_that_does_not_respond(
     proxy, connect = proxied_store
     store = connect(1.0)
     await store.open_session(make_session())
-    proxy.next_failure = CommitFailure.SILENCE
+    proxy.next_failure = CommitFailure.UNRESPONSIVE
     await asyncio.wait_for(store.add_calls([make_call("call")]), 30)
     assert proxy.failure_count == 1
     assert [call.call_id for call in await store.calls("s")] == ["call"]

@@ -1,5 +1,7 @@
-"""Schemas of other versions are migrated, or rejected with advice, and schemas of other programs are never
-changed. Passwords are checked, and never shown."""
+"""Schemas of older versions are migrated. Other schemas are rejected with advice and left unchanged.
+
+Passwords are checked and never shown.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,13 @@ from instar.store.postgres_server import PostgresServer
 from instar.store.schema import TABLES, VERSION
 from tests.postgres import PASSWORD, PostgresTestServer
 
-from .factories import POLICY, RUN, make_call, make_session
+from .factories import POLICY_ID, RUN_ID, make_call, make_session
 from .test_sqlite_files import FAILING_MIGRATION, NEXT_MIGRATION
 
 
 @pytest.fixture
 def server(postgres: PostgresTestServer) -> PostgresServer:
-    return PostgresServer(postgres.socket_url, postgres.new_schema(), timeout=10.0)
+    return PostgresServer(postgres.socket_url, postgres.new_schema_name(), timeout=10.0)
 
 
 async def fill_store(server: PostgresServer) -> None:
@@ -74,7 +76,7 @@ async def test_open_store_without_a_table_raises(
 async def test_read_only_store_creates_and_writes_nothing(
     postgres: PostgresTestServer, server: PostgresServer
 ) -> None:
-    with pytest.raises(StoreError, match="no store in"):
+    with pytest.raises(StoreError, match="no store found in"):
         PostgresStore(server, read_only=True)
     assert postgres.query("SELECT 1 FROM pg_namespace WHERE nspname = %s", server.schema) == []
     await fill_store(server)
@@ -120,7 +122,7 @@ async def test_created_columns_match_the_declarations(
 
 
 def make_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> RunConfig:
-    section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema(), **settings)
+    section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema_name(), **settings)
     return RunConfig(name="demo", dir=folder / "demo", store=section)
 
 
@@ -131,11 +133,11 @@ async def test_open_store_opens_the_configured_store(
     monkeypatch.setenv("PGPASSWORD", "password of another server")
     monkeypatch.setenv("STORE_PASSWORD", PASSWORD)
     assert isinstance(config.store, PostgresStoreConfig)
-    with pytest.raises(StoreError, match="no store in"):
+    with pytest.raises(StoreError, match="no store found in"):
         open_store(config, read_only=True)
     store = open_store(config)
     monkeypatch.delenv("STORE_PASSWORD")  # the store keeps it for later connections
-    await store.put_run(Run(RUN, POLICY, {}))
+    await store.put_run(Run(RUN_ID, POLICY_ID, {}))
     assert len(await store.runs()) == 1
     await store.close()
     assert PASSWORD not in json.dumps(public_settings(config))

@@ -1,4 +1,4 @@
-"""Tests for the SQLite store: conformance, grouped commits and storage of new tokens only."""
+"""Tests for the SQLite store: conformance, shared commits, failed writes, file size and query times."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from instar.types import Channel, Group, GroupStatus, StepState
 from .conformance import StoreConformance, StoreFactory
 from .factories import (
     CALCULATOR,
-    POLICY,
-    RUN,
+    POLICY_ID,
+    RUN_ID,
     assert_same_call,
-    follow,
     ids,
     make_call,
     make_claim,
     make_group,
+    make_next_call,
     make_session,
     user,
 )
@@ -50,24 +50,24 @@ async def store(tmp_path: Path) -> AsyncIterator[SqliteStore]:
 
 async def test_open_store_opens_the_configured_store(tmp_path: Path) -> None:
     config = RunConfig(name="demo", dir=tmp_path / "deep" / "demo")
-    with pytest.raises(StoreError, match="no store at"):
+    with pytest.raises(StoreError, match="no store found at"):
         open_store(config, read_only=True)
     assert not config.run_dir.exists()
     store = open_store(config)
-    await store.put_run(Run(RUN, POLICY, {}))
+    await store.put_run(Run(RUN_ID, POLICY_ID, {}))
     assert config.store_path.stat().st_mode & 0o077 == 0
     reader = open_store(config, read_only=True)
     assert len(await reader.runs()) == 1
     with pytest.raises(StoreError, match="opened read-only"):
-        await reader.put_run(Run(RUN, POLICY, {}))
+        await reader.put_run(Run(RUN_ID, POLICY_ID, {}))
     await reader.close()
     await store.close()
 
 
 async def test_failed_write_in_a_shared_commit_is_rolled_back_alone(store: SqliteStore) -> None:
-    """The failed writes in a commit leave nothing behind, and all others are stored."""
+    """A failed write stores nothing, and the other writes in its commit are stored."""
     await store.open_session(make_session())
-    before = store.commit_count
+    commits_before = store.commit_count
     writes = [
         store.add_calls([make_call(f"new-{i}"), make_call("duplicate" if i % 2 else f"other-{i}")])
         for i in range(40)
@@ -76,24 +76,24 @@ async def test_failed_write_in_a_shared_commit_is_rolled_back_alone(store: Sqlit
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
-    assert store.commit_count - before <= 5
+    assert store.commit_count - commits_before <= 5
 
 
 async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
     await store.open_session(make_session())
-    before = store.commit_count
+    commits_before = store.commit_count
 
-    async def client(number: int) -> None:
+    async def add_turns(client: int) -> None:
         for turn in range(20):
-            await store.add_calls([make_call(f"{number}-{turn}")])
+            await store.add_calls([make_call(f"{client}-{turn}")])
 
-    await asyncio.gather(*(client(number) for number in range(32)))
+    await asyncio.gather(*(add_turns(client) for client in range(32)))
     assert len(await store.calls("s")) == 640
-    assert store.commit_count - before <= 640 / 5
+    assert store.commit_count - commits_before <= 640 / 5
 
 
 async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
-    """One statement is enough if session, tools and base are stored. A rejected call gets its own error."""
+    """The session, tools and base call are already stored. Each rejected call raises its own error."""
     await store.open_session(make_session())
     first = make_call("first", tools=(CALCULATOR,))
     await store.add_calls([first])
@@ -101,13 +101,13 @@ async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
     connection = store._writer._db  # pyright: ignore[reportPrivateUsage, reportOptionalMemberAccess]
     assert isinstance(connection, sqlite3.Connection)
     connection.set_trace_callback(statements.append)
-    second = follow(first, "second", ids(9), user("and?"), tools=(CALCULATOR,))
+    second = make_next_call(first, "second", ids(9), user("and?"), tools=(CALCULATOR,))
     await store.add_calls([second])
     (statement,) = statements
     assert statement.startswith("INSERT INTO calls")
 
-    wrong = follow(second, "wrong", ids(9), user("and?"), prompt_ids=ids(*range(50, 60)))
-    third = follow(second, "third", ids(9), user("and?"))
+    wrong = make_next_call(second, "wrong", ids(9), user("and?"), prompt_ids=ids(*range(50, 60)))
+    third = make_next_call(second, "third", ids(9), user("and?"))
     results = await asyncio.gather(
         store.add_calls([wrong]),
         store.add_calls([make_call("lost", "missing")]),
@@ -161,11 +161,11 @@ async def test_add_calls_reads_base_calls_evicted_from_the_cache(store: SqliteSt
     calls = [make_call("0")]
     await store.add_calls(calls)
     for turn in range(1, 9):
-        calls.append(follow(calls[-1], str(turn), ids(turn), user("and?")))
+        calls.append(make_next_call(calls[-1], str(turn), ids(turn), user("and?")))
         await store.add_calls([calls[-1]])
-        await store.add_calls([follow(calls[0], f"aside-{turn}", ids(turn), user("or?"))])
+        await store.add_calls([make_next_call(calls[0], f"aside-{turn}", ids(turn), user("or?"))])
     with pytest.raises(StoreError, match="its base call missing is not stored"):
-        await store.add_calls([follow(calls[-1], "late", ids(1), user("?"), base_id="missing")])
+        await store.add_calls([make_next_call(calls[-1], "late", ids(1), user("?"), base_id="missing")])
     stored = {call.call_id: call for call in await store.calls("s")}
     assert len(stored) == 17
     for call in calls:
@@ -199,31 +199,39 @@ def test_store_works_from_consecutive_event_loops(tmp_path: Path) -> None:
 
 async def test_long_session_stores_only_new_tokens(store: SqliteStore) -> None:
     """The session has 100 turns and up to 120k tokens of context."""
-    turns, new, sampled = 100, 1000, 200
+    turns, new_tokens, sampled_tokens = 100, 1000, 200
     rng = np.random.default_rng(0)
 
     def make_tokens(count: int) -> np.ndarray:
         return rng.integers(0, 150_000, count, dtype=np.int32)
 
-    empty = _file_size(store.path)
+    empty_size = _file_size(store.path)
     await store.open_session(make_session())
     call = make_call(
-        "0", prompt_ids=make_tokens(new), sampled_ids=make_tokens(sampled), tools=(CALCULATOR,) * 50
+        "0",
+        prompt_ids=make_tokens(new_tokens),
+        sampled_ids=make_tokens(sampled_tokens),
+        tools=(CALCULATOR,) * 50,
     )
     await store.add_calls([call])
     prompt_tokens = len(call.prompt_ids)
     for turn in range(1, turns):
-        message = user(f"turn {turn} " + "word " * new)
-        call = follow(
-            call, str(turn), make_tokens(new), message, sampled_ids=make_tokens(sampled), tools=call.tools
+        message = user(f"turn {turn} " + "word " * new_tokens)
+        call = make_next_call(
+            call,
+            str(turn),
+            make_tokens(new_tokens),
+            message,
+            sampled_ids=make_tokens(sampled_tokens),
+            tools=call.tools,
         )
         prompt_tokens += len(call.prompt_ids)
         await store.add_calls([call])
     assert len(call.sequence) == 120_000
-    size = _file_size(store.path) - empty
+    size = _file_size(store.path) - empty_size
     # 4 bytes per token id, 4 more for the logprob of a sampled token, and the text of the messages.
-    text = turns * 5 * new
-    minimum = turns * (4 * new + 8 * sampled) + text
+    text_bytes = turns * 5 * new_tokens
+    minimum = turns * (4 * new_tokens + 8 * sampled_tokens) + text_bytes
     assert size < 1.3 * minimum
     assert size < 0.06 * 4 * prompt_tokens
 
@@ -260,7 +268,7 @@ async def test_call_with_changed_tokens_raises_corrupt(store: SqliteStore) -> No
     """One sampled token is changed in the file."""
     await store.open_session(make_session())
     root = make_call("root")
-    await store.add_calls([root, follow(root, "next", ids(9), user("x"))])
+    await store.add_calls([root, make_next_call(root, "next", ids(9), user("x"))])
     database = sqlite3.connect(store.path)
     database.execute(
         "UPDATE calls SET sampled_ids = ? WHERE call_id = 'root'", (np.array([7, 9], "<i4").tobytes(),)
@@ -271,7 +279,7 @@ async def test_call_with_changed_tokens_raises_corrupt(store: SqliteStore) -> No
         await store.calls("s")
 
 
-async def measure_best_time(read: Callable[[], Awaitable[object]]) -> float:
+async def measure_best_seconds(read: Callable[[], Awaitable[object]]) -> float:
     best = float("inf")
     for _ in range(30):
         started = time.perf_counter()
@@ -287,42 +295,42 @@ async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(sto
         await asyncio.gather(
             *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes)
         )
-        await store.claim_step(RUN, indexes[0], [make_claim(f"k{i}", group_id=f"g{i}") for i in indexes])
+        await store.claim_step(RUN_ID, indexes[0], [make_claim(f"k{i}", group_id=f"g{i}") for i in indexes])
 
     async def list_unclaimed() -> list[Group]:
-        return await store.groups(RUN, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
+        return await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
 
     await claim(range(50))
-    few = await measure_best_time(list_unclaimed)
+    seconds_with_few = await measure_best_seconds(list_unclaimed)
     await claim(range(50, 8000))
     await store.open_group(make_group("new", 8000, status=GroupStatus.READY))
-    many = await measure_best_time(list_unclaimed)
+    seconds_with_many = await measure_best_seconds(list_unclaimed)
     assert [group.group_id for group in await list_unclaimed()] == ["new"]
-    assert many < 3 * few + 0.0003, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
+    assert seconds_with_many < 3 * seconds_with_few + 0.0003
 
 
 async def test_progress_does_not_slow_down_with_groups_and_sessions(store: SqliteStore) -> None:
     """The cost of a poll does not grow with the number of groups and sessions."""
-    await store.put_run(Run(RUN, POLICY, {}))
+    await store.put_run(Run(RUN_ID, POLICY_ID, {}))
 
-    async def progress() -> Progress:
-        return await store.progress(RUN)
+    async def get_progress() -> Progress:
+        return await store.progress(RUN_ID)
 
     async def fill(indexes: range) -> None:
         await asyncio.gather(
             *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes),
             *(store.open_session(make_session(f"s{i}")) for i in indexes),
-            *(store.claim_step(RUN, i, [make_claim(f"k{i}", group_id=f"g{i}")]) for i in indexes[::50]),
+            *(store.claim_step(RUN_ID, i, [make_claim(f"k{i}", group_id=f"g{i}")]) for i in indexes[::50]),
         )
 
     await fill(range(50))
-    few = await measure_best_time(progress)
+    seconds_with_few = await measure_best_seconds(get_progress)
     await fill(range(50, 4000))
-    many = await measure_best_time(progress)
-    assert (await store.progress(RUN)).groups_ready == 4000
-    assert many < 3 * few + 0.0005, f"{few * 1e6:.0f} µs, then {many * 1e6:.0f} µs"
-    await store.advance_step(RUN, 0, StepState.COMMITTED)
-    assert (await store.progress(RUN, Channel.TRAIN)).groups_consumed == 1
+    seconds_with_many = await measure_best_seconds(get_progress)
+    assert (await store.progress(RUN_ID)).groups_ready == 4000
+    assert seconds_with_many < 3 * seconds_with_few + 0.0005
+    await store.advance_step(RUN_ID, 0, StepState.COMMITTED)
+    assert (await store.progress(RUN_ID, Channel.TRAIN)).groups_consumed == 1
 
 
 async def test_store_method_called_through_the_class_runs_its_query(tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from instar.errors import ConflictError
 from instar.store.sqlite import SqliteStore
 
 from .factories import make_call, make_session
-from .processes import kill, start
+from .processes import kill_child, start_child
 
 
 def kill_writer(path: Path) -> int:
     """Write to the store in a process that is killed, and return the number of acknowledged calls."""
-    child = start("write", path, "0")
+    child = start_child("write", path, "0")
     assert child.stdout is not None
     lines = [child.stdout.readline() for _ in range(300)]
-    return len(lines) + len(kill(child))
+    return len(lines) + len(kill_child(child))
 
 
 def count_calls(path: Path) -> int:
@@ -50,17 +50,17 @@ async def test_missing_acknowledged_calls_are_reported_once(
     path: Path, caplog: pytest.LogCaptureFixture, kept_fraction: float
 ) -> None:
     await reopen(path)
-    acknowledged = kill_writer(path)
-    log = path.with_name("store.db-wal")
-    os.truncate(log, int(log.stat().st_size * kept_fraction))
+    acknowledged_count = kill_writer(path)
+    wal_file = path.with_name("store.db-wal")
+    os.truncate(wal_file, int(wal_file.stat().st_size * kept_fraction))
     # Another program may open the file first.
-    missing = acknowledged - count_calls(path)
-    assert missing > 0
+    missing_count = acknowledged_count - count_calls(path)
+    assert missing_count > 0
     await reopen(path)
     [warning] = get_warnings(caplog)
     assert str(path) in warning
     # The writes in the last commit may have been stored but not acknowledged.
-    assert missing - 8 <= int(warning.split()[0]) <= missing + 8
+    assert missing_count - 8 <= int(warning.split()[0]) <= missing_count + 8
     caplog.clear()
     await reopen(path)
     assert get_warnings(caplog) == []

@@ -1,4 +1,4 @@
-"""Acknowledged writes are stored: after SIGKILL, with concurrent writers, and when the disk is full."""
+"""Acknowledged writes survive SIGKILL, concurrent writers and a full disk; other writes raise errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.store.writer import Writer
 
 from .factories import make_call, make_session
-from .processes import build_command, kill, run, start
+from .processes import build_command, kill_child, run_command, start_child
 
 
 async def load_call_ids(path: Path) -> set[str]:
@@ -34,36 +34,36 @@ async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
     rng = random.Random(0)
     acknowledged: set[str] = set()
     for attempt in range(5):
-        child = start("write", path, str(attempt))
+        child = start_child("write", path, str(attempt))
         assert child.stdout is not None
         acknowledged.add(child.stdout.readline().strip())
         await asyncio.sleep(rng.uniform(0.0, 0.3))
-        acknowledged.update(kill(child))
+        acknowledged.update(kill_child(child))
         assert acknowledged <= await load_call_ids(path)
     assert len(acknowledged) > 50
 
 
 async def test_several_processes_write_concurrently_without_loss(tmp_path: Path) -> None:
-    """Nothing is lost, and none of the three processes starves."""
+    """No call is lost, and none of the three processes waits for long."""
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     await store.open_session(make_session())
-    children = [start("count", path, name) for name in ("a", "b")]
-    slowest = 0.0
-    own_calls = 0
+    children = [start_child("count", path, name) for name in ("a", "b")]
+    slowest_seconds = 0.0
+    own_count = 0
     while any(child.poll() is None for child in children):
         started = time.perf_counter()
-        await store.add_calls([make_call(f"own-{own_calls}")])
-        slowest = max(slowest, time.perf_counter() - started)
-        own_calls += 1
+        await store.add_calls([make_call(f"own-{own_count}")])
+        slowest_seconds = max(slowest_seconds, time.perf_counter() - started)
+        own_count += 1
     for child in children:
         lines, _ = child.communicate(timeout=30)
         assert child.returncode == 0
         assert len(lines.split()) == 200
     await store.close()
-    assert len(await load_call_ids(path)) == 400 + own_calls
-    assert own_calls > 10
-    assert slowest < 5
+    assert len(await load_call_ids(path)) == 400 + own_count
+    assert own_count > 10
+    assert slowest_seconds < 5
 
 
 async def test_new_file_opened_concurrently_is_created_once(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ async def test_write_that_does_not_fit_fails_separately(tmp_path: Path) -> None:
 async def test_file_size_limit_loses_no_acknowledged_call(tmp_path: Path) -> None:
     """Writing continues once the limit is raised."""
     path = tmp_path / "store.db"
-    output = run(build_command("fill", path, "limit"))
-    await _assert_nothing_lost(path, output)
+    output = run_command(build_command("fill", path, "limit"))
+    await _assert_acknowledged_calls_are_stored(path, output)
     assert "limit-afterwards" in output
 
 
@@ -144,7 +144,7 @@ def wrap_in_namespace(script: str, *arguments: str) -> list[str]:
 
 def can_mount(tmp_path: Path) -> bool:
     try:
-        run(wrap_in_namespace(f"mount -t tmpfs none {tmp_path}"))
+        run_command(wrap_in_namespace(f"mount -t tmpfs none {tmp_path}"))
     except (OSError, AssertionError):
         return False
     return True
@@ -158,23 +158,23 @@ async def test_full_disk_loses_no_acknowledged_call(tmp_path: Path) -> None:
     disk.mkdir()
     copy.mkdir()
     script = f'mount -t tmpfs -o size=2m none {disk}; "$@"; cp {disk}/store.db* {copy}/'
-    output = run(wrap_in_namespace(script, *build_command("fill", disk / "store.db", "disk")))
-    await _assert_nothing_lost(copy / "store.db", output)
+    output = run_command(wrap_in_namespace(script, *build_command("fill", disk / "store.db", "disk")))
+    await _assert_acknowledged_calls_are_stored(copy / "store.db", output)
 
 
 async def test_closed_store_can_be_read_from_a_read_only_disk(tmp_path: Path) -> None:
     if not can_mount(tmp_path):
         pytest.skip("users cannot mount file systems on this system")
     disk = tmp_path / "disk"
-    run(build_command("count", disk / "store.db", "a"))
+    run_command(build_command("count", disk / "store.db", "a"))
     script = f'mount --bind {disk} {disk}; mount -o remount,bind,ro {disk}; "$@"'
-    assert run(wrap_in_namespace(script, *build_command("read", disk / "store.db", ""))) == "200\n"
+    assert run_command(wrap_in_namespace(script, *build_command("read", disk / "store.db", ""))) == "200\n"
 
 
-async def _assert_nothing_lost(path: Path, output: str) -> None:
+async def _assert_acknowledged_calls_are_stored(path: Path, output: str) -> None:
     lines = output.splitlines()
-    (full,) = [line for line in lines if line.startswith("full ")]
-    assert int(full.split()[1]) > 20
+    (full_line,) = [line for line in lines if line.startswith("full ")]
+    assert int(full_line.split()[1]) > 20
     acknowledged = {line for line in lines if not line.startswith("full ")}
     assert len(acknowledged) > 5
     assert acknowledged == await load_call_ids(path)

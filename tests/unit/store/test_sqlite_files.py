@@ -1,4 +1,4 @@
-"""Files of other versions are migrated, or rejected with advice, and other files are never changed."""
+"""Files of older versions are migrated. Other files are rejected with advice and left unchanged."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "store.db"
 
 
-async def fill_store(path: Path, calls: int = 200) -> None:
+async def fill_store(path: Path, call_count: int = 200) -> None:
     store = SqliteStore(path)
     await store.open_session(make_session())
     await store.add_calls(
-        [make_call(str(i), prompt_ids=np.full(500, i, np.int32), ended_at=1.0) for i in range(calls)]
+        [make_call(str(i), prompt_ids=np.full(500, i, np.int32), ended_at=1.0) for i in range(call_count)]
     )
     await store.close()
 
@@ -114,7 +114,7 @@ def test_open_store_without_a_table_raises(path: Path) -> None:
         SqliteStore(path)
 
 
-def test_open_path_that_is_a_folder_raises(path: Path) -> None:
+def test_open_invalid_path_raises(path: Path) -> None:
     path.mkdir()
     with pytest.raises(StoreError, match=r"store\.db"):
         SqliteStore(path)
@@ -124,7 +124,7 @@ def test_open_path_that_is_a_folder_raises(path: Path) -> None:
 
 
 def test_read_only_store_creates_no_file(path: Path) -> None:
-    with pytest.raises(StoreError, match="no store at"):
+    with pytest.raises(StoreError, match="no store found at"):
         SqliteStore(path, read_only=True)
     assert not path.exists()
     path.touch()
@@ -134,7 +134,7 @@ def test_read_only_store_creates_no_file(path: Path) -> None:
 
 
 async def test_read_only_store_does_not_change_a_closed_file(path: Path) -> None:
-    await fill_store(path, calls=3)
+    await fill_store(path, call_count=3)
     before = read_bytes(path)
     store = SqliteStore(path, read_only=True)
     assert len(await store.calls("s")) == 3
@@ -188,7 +188,7 @@ async def test_failed_migration_changes_nothing(path: Path) -> None:
     assert read_version(path) == VERSION
 
 
-def test_every_older_version_has_its_migration_and_fixture() -> None:
+def test_every_older_version_has_a_migration_and_a_fixture() -> None:
     assert sorted(migrations.MIGRATIONS) == list(range(1, VERSION))
     fixtures = {path.name for path in FIXTURES.glob("v*.sql")}
     assert fixtures == {f"v{n}.sql" for n in range(1, VERSION + 1)}

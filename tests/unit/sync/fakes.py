@@ -1,4 +1,4 @@
-"""An engine that receives weights like a vLLM worker, and a backend that sends weights."""
+"""A fake engine that receives weights like a vLLM worker, and a fake backend that sends weights."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FusedModel(nn.Module):
                 loaded.add(name)
         return loaded
 
-    def unfused_weights(self) -> dict[str, Tensor]:
+    def get_unfused_weights(self) -> dict[str, Tensor]:
         qk = self.qk.weight.data
         return {
             "embed.weight": self.embed.weight.data,
@@ -51,11 +51,11 @@ class FusedModel(nn.Module):
 
 
 class WeightReceivingEngine(Engine):
-    def __init__(self, *, routes: tuple[Any, ...] = ("ipc", "ray"), failing: str = "") -> None:
-        """``failing`` is the method that fails: ``stage`` or ``commit``."""
+    def __init__(self, *, routes: tuple[Any, ...] = ("ipc", "ray"), failing_method: str = "") -> None:
+        """``failing_method`` is the method that raises: ``stage``, ``commit`` or empty for neither."""
         self.model = FusedModel()
         self.version = 0
-        self.failing = failing
+        self.failing_method = failing_method
         self.received_bytes = 0
         """Total size of the received JSON."""
         self._staged = StagedWeights()
@@ -72,16 +72,16 @@ class WeightReceivingEngine(Engine):
         self.version = policy.version
 
     async def stage(self, transfer: WeightTransfer) -> Json:
-        if self.failing == "stage":
+        if self.failing_method == "stage":
             raise EngineError("out of memory")
-        text = msgspec.json.encode(transfer.body)
-        self.received_bytes += len(text)
+        body = msgspec.json.encode(transfer.body)
+        self.received_bytes += len(body)
         key = f"{transfer.policy.policy_id}:{transfer.policy.version}"
-        result = self._staged.receive(msgspec.json.decode(text) | {"key": key}, torch.device("cpu"))
+        result = self._staged.receive(msgspec.json.decode(body) | {"key": key}, torch.device("cpu"))
         return result | {"workers": [result]}
 
     async def commit(self, policy: Policy) -> None:
-        if self.failing == "commit":
+        if self.failing_method == "commit":
             raise EngineError("the GPU is gone")
         mapped = self._staged.mapped_buffer
         if mapped and mapped.copy_plan:
@@ -126,4 +126,6 @@ class WeightSendingBackend(Backend):
 
 def has_weights(engine: WeightReceivingEngine, value: float) -> bool:
     expected = {name: torch.full(shape, value + index) for index, (name, shape) in enumerate(SHAPES.items())}
-    return all(torch.equal(tensor, expected[name]) for name, tensor in engine.model.unfused_weights().items())
+    return all(
+        torch.equal(tensor, expected[name]) for name, tensor in engine.model.get_unfused_weights().items()
+    )

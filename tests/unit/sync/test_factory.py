@@ -54,9 +54,9 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
 @pytest.mark.parametrize(
     ("route", "backend", "engine", "message"),
     [
-        ("ipc", AdapterBackend(), WeightReceivingEngine(), "does not provide its weights"),
+        ("ipc", AdapterBackend(), WeightReceivingEngine(), "cannot export its weights as tensors"),
         ("ipc", WeightSendingBackend(), WeightReceivingEngine(routes=()), "does not accept weights over ipc"),
-        ("ipc", WeightSendingBackend(), OtherMachineEngine(), "another machine"),
+        ("ipc", WeightSendingBackend(), OtherMachineEngine(), "a different machine"),
         ("nccl", WeightSendingBackend(), WeightReceivingEngine(routes=("nccl",)), "runs on a CPU"),
         (
             "ray",
@@ -84,7 +84,7 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
     with pytest.raises(
-        ConfigError, match=r"the backend publishes adapter, but the .* engine loads base, remote"
+        ConfigError, match=r"the backend publishes adapter, but the .* engine loads only base, remote"
     ):
         await create_sync_route(
             make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()]

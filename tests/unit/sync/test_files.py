@@ -16,11 +16,11 @@ POLICY = Policy("p", 3, Artifact("adapter", "path"))
 
 
 class LoadingEngine(Engine):
-    """An engine whose first loads raise ``errors``. Each load takes ``seconds``."""
+    """An engine whose first loads raise ``errors``. Each load takes ``load_seconds``."""
 
-    def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
+    def __init__(self, *errors: Exception, load_seconds: float = 0.0) -> None:
         self.errors = list(errors)
-        self.seconds = seconds
+        self.load_seconds = load_seconds
         self.attempts = 0
         self.version = 0
 
@@ -33,7 +33,7 @@ class LoadingEngine(Engine):
 
     async def load(self, policy: Policy) -> None:
         self.attempts += 1
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(self.load_seconds)
         if self.errors:
             raise self.errors.pop(0)
         self.version = policy.version
@@ -45,7 +45,7 @@ class LoadingEngine(Engine):
 
 
 async def test_push_loads_on_all_engines_concurrently() -> None:
-    engines = [LoadingEngine(seconds=0.2) for _ in range(5)]
+    engines = [LoadingEngine(load_seconds=0.2) for _ in range(5)]
     start = time.perf_counter()
     assert await FileSync().push(POLICY, engines) == [None] * 5
     assert time.perf_counter() - start < 0.9
@@ -78,10 +78,12 @@ async def test_push_stops_after_max_attempts() -> None:
     assert engine.attempts == 4
 
 
-@pytest.mark.parametrize("engine", [LoadingEngine(seconds=60), LoadingEngine(EngineUnavailable("starting"))])
-async def test_push_fails_after_the_deadline(engine: LoadingEngine) -> None:
+@pytest.mark.parametrize(
+    "engine", [LoadingEngine(load_seconds=60), LoadingEngine(EngineUnavailable("starting"))]
+)
+async def test_push_fails_after_the_timeout(engine: LoadingEngine) -> None:
     start = time.perf_counter()
-    (outcome,) = await FileSync(deadline=0.1, retry=RetryPolicy(first_delay=60, max_delay=60)).push(
+    (outcome,) = await FileSync(timeout=0.1, retry=RetryPolicy(first_delay=60, max_delay=60)).push(
         POLICY, [engine]
     )
     assert isinstance(outcome, SyncError)

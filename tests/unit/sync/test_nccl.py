@@ -54,8 +54,8 @@ class FakeRendezvous:
 
 
 class GroupMemberEngine(WeightReceivingEngine):
-    def __init__(self, rendezvous: FakeRendezvous, failing: str = "") -> None:
-        super().__init__(routes=("nccl",), failing=failing)
+    def __init__(self, rendezvous: FakeRendezvous, failing_method: str = "") -> None:
+        super().__init__(routes=("nccl",), failing_method=failing_method)
         self._rendezvous = rendezvous
         self.mailbox: queue.Queue[Tensor] | None = None
         self.names: list[str] = []
@@ -71,7 +71,7 @@ class GroupMemberEngine(WeightReceivingEngine):
         return {"world_size": 1}
 
     async def commit(self, policy: Policy) -> None:
-        if self.failing == "commit":
+        if self.failing_method == "commit":
             raise EngineError("the GPU is gone")
         assert self.mailbox is not None
         for name in self.names:
@@ -106,10 +106,10 @@ def make_policy(version: int) -> Policy:
 
 
 def create_sync(
-    backend: Any, rendezvous: FakeRendezvous, deadline: float = 60, error: str = ""
+    backend: Any, rendezvous: FakeRendezvous, timeout: float = 60, error: str = ""
 ) -> nccl.NcclSync:
     transport = FakeTransport(rendezvous, error=error)
-    return nccl.NcclSync(backend, host="127.0.0.1", deadline=deadline, transport=transport)
+    return nccl.NcclSync(backend, host="127.0.0.1", timeout=timeout, transport=transport)
 
 
 async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRendezvous) -> None:
@@ -125,35 +125,35 @@ async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRende
 
 
 async def test_push_aborts_the_broadcast_if_a_member_fails(rendezvous: FakeRendezvous) -> None:
-    """The push must not wait for the deadline, because a broadcast blocks the trainer's GPU."""
-    failing_engine = GroupMemberEngine(rendezvous, failing="commit")
+    """The push must not wait for the timeout, because a broadcast blocks the trainer's GPU."""
+    failing_engine = GroupMemberEngine(rendezvous, failing_method="commit")
     healthy_engine = GroupMemberEngine(rendezvous)
     sync = create_sync(WeightSendingBackend(), rendezvous)
     async with asyncio.timeout(10):
-        outcome, other = await sync.push(make_policy(1), [failing_engine, healthy_engine])
-    assert "the GPU is gone" in str(outcome)
-    assert "another engine in its group failed" in str(other)
+        failing_outcome, healthy_outcome = await sync.push(make_policy(1), [failing_engine, healthy_engine])
+    assert "the GPU is gone" in str(failing_outcome)
+    assert "another engine in the NCCL group failed" in str(healthy_outcome)
     assert rendezvous.groups[0].destroyed.is_set()
     assert healthy_engine.version == 0
-    failing_engine.failing = ""
+    failing_engine.failing_method = ""
     assert await sync.push(make_policy(1), [failing_engine, healthy_engine]) == [None, None]
     assert has_weights(healthy_engine, 0.0)
     assert len(rendezvous.groups) == 2
     await sync.close()
 
 
-async def test_push_destroys_the_group_after_the_deadline(rendezvous: FakeRendezvous) -> None:
+async def test_push_destroys_the_group_after_the_timeout(rendezvous: FakeRendezvous) -> None:
     class HangingEngine(GroupMemberEngine):
         async def commit(self, policy: Policy) -> None:
             await asyncio.sleep(60)
 
-    sync = create_sync(WeightSendingBackend(), rendezvous, deadline=0.3)
+    sync = create_sync(WeightSendingBackend(), rendezvous, timeout=0.3)
     (outcome,) = await sync.push(make_policy(1), [HangingEngine(rendezvous)])
     assert "longer than 0.3 s" in str(outcome)
     assert rendezvous.groups[0].destroyed.is_set()
 
 
-async def test_push_succeeds_for_engines_that_serve_the_version_at_the_deadline(
+async def test_push_succeeds_for_engines_that_serve_the_version_at_the_timeout(
     rendezvous: FakeRendezvous,
 ) -> None:
     class SlowEngine(GroupMemberEngine):
@@ -161,12 +161,12 @@ async def test_push_succeeds_for_engines_that_serve_the_version_at_the_deadline(
             await super().commit(policy)
             await asyncio.sleep(60)
 
-    slow, healthy_engine = SlowEngine(rendezvous), GroupMemberEngine(rendezvous)
-    outcome, succeeded = await create_sync(WeightSendingBackend(), rendezvous, deadline=1.0).push(
-        make_policy(1), [slow, healthy_engine]
+    slow_engine, healthy_engine = SlowEngine(rendezvous), GroupMemberEngine(rendezvous)
+    slow_outcome, healthy_outcome = await create_sync(WeightSendingBackend(), rendezvous, timeout=1.0).push(
+        make_policy(1), [slow_engine, healthy_engine]
     )
-    assert "longer than 1 s" in str(outcome)
-    assert succeeded is None
+    assert "longer than 1 s" in str(slow_outcome)
+    assert healthy_outcome is None
     assert healthy_engine.version == 1
 
 

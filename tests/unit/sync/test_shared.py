@@ -25,7 +25,7 @@ def make_policy(version: int) -> Policy:
 
 async def test_push_copies_the_weights_to_all_engines() -> None:
     backend, engines = WeightSendingBackend(), [WeightReceivingEngine(), WeightReceivingEngine()]
-    sync = SharedSync(backend, device="cpu", deadline=60)
+    sync = SharedSync(backend, device="cpu", timeout=60)
     for version in (1, 2, 3):
         backend.value = 10.0 * version
         assert await sync.push(make_policy(version), engines) == [None, None]
@@ -36,11 +36,11 @@ async def test_push_copies_the_weights_to_all_engines() -> None:
 
 async def test_push_sends_the_layout_once_per_engine() -> None:
     backend, engine = WeightSendingBackend(), WeightReceivingEngine()
-    sync = SharedSync(backend, device="cpu", deadline=60)
+    sync = SharedSync(backend, device="cpu", timeout=60)
     await sync.push(make_policy(1), [engine])
-    first, engine.received_bytes = engine.received_bytes, 0
+    first_bytes, engine.received_bytes = engine.received_bytes, 0
     await sync.push(make_policy(2), [engine])
-    assert engine.received_bytes < first / 4
+    assert engine.received_bytes < first_bytes / 4
     restarted_engine = WeightReceivingEngine()
     backend.value = 7.0
     assert await sync.push(make_policy(2), [restarted_engine]) == [None]
@@ -50,27 +50,27 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
 
 @pytest.mark.parametrize("phase", ["stage", "commit"])
 async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
-    failing_engine, healthy_engine = WeightReceivingEngine(failing=phase), WeightReceivingEngine()
-    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
+    failing_engine, healthy_engine = WeightReceivingEngine(failing_method=phase), WeightReceivingEngine()
+    sync = SharedSync(WeightSendingBackend(), device="cpu", timeout=60)
     failed, succeeded = await sync.push(make_policy(4), [failing_engine, healthy_engine])
     assert isinstance(failed, SyncError)
     assert "version 4 of p" in str(failed)
     assert isinstance(failed.__cause__, EngineError)
     assert succeeded is None
     assert (failing_engine.version, healthy_engine.version) == (0, 4)
-    failing_engine.failing = ""
+    failing_engine.failing_method = ""
     assert await sync.push(make_policy(4), [failing_engine]) == [None]
     assert failing_engine.version == 4
     await sync.close()
 
 
-async def test_push_fails_after_the_deadline() -> None:
+async def test_push_fails_after_the_timeout() -> None:
     class SlowBackend(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             await asyncio.sleep(60)
             yield "unused", torch.zeros(1)
 
-    (outcome,) = await SharedSync(SlowBackend(), device="cpu", deadline=0.05).push(
+    (outcome,) = await SharedSync(SlowBackend(), device="cpu", timeout=0.05).push(
         make_policy(1), [WeightReceivingEngine()]
     )
     assert isinstance(outcome, SyncError)
@@ -78,7 +78,7 @@ async def test_push_fails_after_the_deadline() -> None:
 
 
 class LateEngine(WeightReceivingEngine):
-    """An engine that copies once ``may_copy`` is set, even if the call was cancelled, as over HTTP."""
+    """An engine that copies when ``may_copy`` is set, even if the call was cancelled, like an HTTP server."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class LateEngine(WeightReceivingEngine):
 
 async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
     backend, late_engine, healthy_engine = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
-    sync = SharedSync(backend, device="cpu", deadline=0.5)
+    sync = SharedSync(backend, device="cpu", timeout=0.5)
     backend.value = 10.0
     failed, succeeded = await sync.push(make_policy(1), [late_engine, healthy_engine])
     assert "longer than 0.5 s" in str(failed)
@@ -127,12 +127,12 @@ async def test_push_replaces_the_buffer_only_if_a_commit_may_still_run(
         async def commit(self, policy: Policy) -> None:
             raise failure
 
-    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
+    sync = SharedSync(WeightSendingBackend(), device="cpu", timeout=60)
     await sync.push(make_policy(1), [FailingEngine()])
-    before = sync._buffer
+    first_buffer = sync._buffer
     engine = WeightReceivingEngine()
     assert await sync.push(make_policy(1), [engine]) == [None]
-    assert (sync._buffer is not before) == replaces_buffer
+    assert (sync._buffer is not first_buffer) == replaces_buffer
     await sync.close()
 
 
@@ -144,7 +144,7 @@ async def test_push_returns_buffer_errors_as_outcome() -> None:
             if self.errors:
                 raise RuntimeError(self.errors.pop())
 
-    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60, create_buffer=FailingOnceBuffer)
+    sync = SharedSync(WeightSendingBackend(), device="cpu", timeout=60, create_buffer=FailingOnceBuffer)
     (outcome,) = await sync.push(make_policy(1), [WeightReceivingEngine()])
     assert isinstance(outcome, SyncError)
     assert isinstance(outcome.__cause__, RouteError)
@@ -160,7 +160,7 @@ async def test_push_raises_backend_errors() -> None:
             yield
 
     with pytest.raises(RuntimeError, match="out of memory"):
-        await SharedSync(FailingBackend(), device="cpu", deadline=60).push(
+        await SharedSync(FailingBackend(), device="cpu", timeout=60).push(
             make_policy(1), [WeightReceivingEngine()]
         )
 
@@ -168,7 +168,7 @@ async def test_push_raises_backend_errors() -> None:
 async def test_push_loads_the_base_model_without_sending_weights() -> None:
     engine = WeightReceivingEngine()
     engine.version = 3
-    sync = SharedSync(WeightSendingBackend(), device="cpu", deadline=60)
+    sync = SharedSync(WeightSendingBackend(), device="cpu", timeout=60)
     assert await sync.push(Policy("p", 0, Artifact("base")), [engine]) == [None]
     assert engine.version == 0
     assert not engine.received_bytes
@@ -210,10 +210,10 @@ def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
     )
     mapped = open_buffer(buffer.handle, torch.device("cpu"))
     model = ScalingModel()
-    missing = create_buffer_views(mapped, buffer.layout)
+    incomplete_weights = create_buffer_views(mapped, buffer.layout)
     with pytest.raises(ValueError, match=r"qk\.weight"):
-        load_in_place(model, missing, mapped)
-    weights = [*missing, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
+        load_in_place(model, incomplete_weights, mapped)
+    weights = [*incomplete_weights, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
     assert load_in_place(model, weights, mapped) is None
     assert load_in_place(FusedModel(), weights, mapped) is None  # q and k are outside the buffer
     buffer.close()

@@ -1,4 +1,4 @@
-"""`tools/audit.py` fails only on known vulnerabilities, and names the packages that it could not look up."""
+"""Tests that `tools/audit.py` fails only on known vulnerabilities, and names packages it cannot look up."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.tools.test_licences import install
+from tests.unit.tools.test_licences import write_package_metadata
 
 TOOLS = Path(__file__).parents[3] / "tools"
 UNREACHABLE = "http://127.0.0.1:9"
@@ -32,7 +32,7 @@ class IndexHandler(BaseHTTPRequestHandler):
         self.wfile.write(json.dumps(page).encode())
 
     def do_POST(self) -> None:
-        """Answer a query as OSV does."""
+        """Respond to a query as OSV does."""
         query = json.loads(self.rfile.read(int(self.headers["content-length"])))
         affected = [{"package": {"name": "old", "ecosystem": "PyPI"}, "ranges": []}]
         is_vulnerable = query["package"]["name"] == "old"
@@ -79,12 +79,14 @@ def packages(tmp_path: Path) -> Path:
 
 def run_audit(tool: Path, packages: Path, index: str, osv: str = UNREACHABLE) -> tuple[int, str]:
     options = ["--path", str(packages), "--index", index, "--osv", osv]
-    run = subprocess.run([sys.executable, str(tool), *options], capture_output=True, text=True, check=False)
-    return run.returncode, run.stdout + run.stderr
+    completed = subprocess.run(
+        [sys.executable, str(tool), *options], capture_output=True, text=True, check=False
+    )
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages: Path) -> None:
-    install(packages, "safe")
+    write_package_metadata(packages, "safe")
     code, output = run_audit(tool, packages, UNREACHABLE)
     assert code == 0
     assert "pip-audit was not run" in output
@@ -92,18 +94,18 @@ def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages
 
 
 def test_audit_by_project_pages_names_outdated_packages(tool: Path, packages: Path, index: str) -> None:
-    install(packages, "safe")
-    install(packages, "old")
+    write_package_metadata(packages, "safe")
+    write_package_metadata(packages, "old")
     code, output = run_audit(tool, packages, index)
     assert code == 0
-    assert "1 packages were audited using their project pages" in output
+    assert "packages audited using their project pages: 1" in output
     assert "NOT AUDITED: 1 of 2 packages: old 1.0" in output
 
 
 def test_audit_of_vulnerable_package_fails_until_it_is_allowed(
     tool: Path, packages: Path, index: str
 ) -> None:
-    install(packages, "bad")
+    write_package_metadata(packages, "bad")
     code, output = run_audit(tool, packages, index)
     assert code == 1
     assert "bad 1.0 has the known vulnerability PYSEC-2026-1" in output
@@ -113,11 +115,11 @@ def test_audit_of_vulnerable_package_fails_until_it_is_allowed(
 
 
 def test_audit_uses_its_cache_until_packages_change(tool: Path, packages: Path, index: str) -> None:
-    install(packages, "safe")
+    write_package_metadata(packages, "safe")
     assert run_audit(tool, packages, index)[0] == 0
     IndexHandler.projects["/pypi/safe/json"]["vulnerabilities"] = [{"id": "PYSEC-2026-2"}]
     assert run_audit(tool, packages, index)[0] == 0
-    install(packages, "old")
+    write_package_metadata(packages, "old")
     assert run_audit(tool, packages, index)[0] == 1
 
 
@@ -125,10 +127,10 @@ def test_audit_with_reachable_osv_finds_vulnerability_in_older_version(
     tool: Path, packages: Path, index: str
 ) -> None:
     pytest.importorskip("pip_audit")
-    install(packages, "safe")
-    install(packages, "old")
+    write_package_metadata(packages, "safe")
+    write_package_metadata(packages, "old")
     code, output = run_audit(tool, packages, index, f"{index}/osv")
     assert code == 1, output
-    assert "2 packages were audited by pip-audit with osv" in output
+    assert "packages audited by pip-audit with osv: 2" in output
     assert "old 1.0 has the known vulnerability GHSA-1" in output
     assert "NOT AUDITED" not in output

@@ -1,4 +1,4 @@
-"""`tools/licences.py` accepts only allow-listed licences, in every metadata format."""
+"""Tests that `tools/licences.py` accepts only allow-listed licences, in every metadata format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 TOOL = Path(__file__).parents[3] / "tools" / "licences.py"
 
 
-def install(folder: Path, name: str, *metadata: str) -> None:
+def write_package_metadata(folder: Path, name: str, *metadata: str) -> None:
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(
@@ -19,11 +19,11 @@ def install(folder: Path, name: str, *metadata: str) -> None:
     )
 
 
-def check(folder: Path) -> tuple[int, str]:
-    run = subprocess.run(
+def check_licences(folder: Path) -> tuple[int, str]:
+    completed = subprocess.run(
         [sys.executable, str(TOOL), "--path", str(folder)], capture_output=True, text=True, check=False
     )
-    return run.returncode, run.stdout + run.stderr
+    return completed.returncode, completed.stdout + completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -36,8 +36,8 @@ def check(folder: Path) -> tuple[int, str]:
     ],
 )
 def test_licence_in_allow_list_passes(tmp_path: Path, metadata: str) -> None:
-    install(tmp_path, "good", metadata)
-    assert check(tmp_path) == (0, "0 of 1 packages have a licence that is not allowed\n")
+    write_package_metadata(tmp_path, "good", metadata)
+    assert check_licences(tmp_path) == (0, "0 of 1 packages have a licence that is not allowed\n")
 
 
 @pytest.mark.parametrize(
@@ -53,17 +53,17 @@ def test_licence_in_allow_list_passes(tmp_path: Path, metadata: str) -> None:
     ],
 )
 def test_licence_outside_allow_list_is_rejected_by_name(tmp_path: Path, metadata: str, licence: str) -> None:
-    install(tmp_path, "bad", metadata)
-    code, output = check(tmp_path)
+    write_package_metadata(tmp_path, "bad", metadata)
+    code, output = check_licences(tmp_path)
     assert code == 1
     assert f"bad: the licence '{licence}' is not in tools/licences_allow.txt" in output
 
 
 def test_licence_allowed_for_one_package_is_rejected_for_another(tmp_path: Path) -> None:
-    install(tmp_path, "psycopg", "License-Expression: LGPL-3.0-only")
-    assert check(tmp_path)[0] == 0
-    install(tmp_path, "other", "License-Expression: LGPL-3.0-only")
-    code, output = check(tmp_path)
+    write_package_metadata(tmp_path, "psycopg", "License-Expression: LGPL-3.0-only")
+    assert check_licences(tmp_path)[0] == 0
+    write_package_metadata(tmp_path, "other", "License-Expression: LGPL-3.0-only")
+    code, output = check_licences(tmp_path)
     assert code == 1
     assert "other: the licence 'LGPL-3.0-only'" in output
     assert "psycopg" not in output

@@ -31,16 +31,17 @@ class SimulatedCrash(Exception):
 
 @dataclass
 class FaultInjector:
-    """Records the points reached, and raises ``error`` the ``times``-th time that ``point`` is reached."""
+    """Records the points that are reached, and raises ``error`` when ``point`` is reached for the
+    ``occurrence``-th time."""
 
     point: str = ""
-    times: int = 1
+    occurrence: int = 1
     error: type[Exception] = SimulatedCrash
     reached: list[str] = field(default_factory=list[str])
 
     def reach(self, point: str) -> None:
         self.reached.append(point)
-        if point == self.point and self.reached.count(point) == self.times:
+        if point == self.point and self.reached.count(point) == self.occurrence:
             raise self.error(point)
 
 
@@ -81,7 +82,7 @@ class FaultyBackend(LocalBackend):
         super().__init__(config.model, config.backend, seed=config.seed)
         self.faults = faults
         self.initial_state = config.run_dir / "initial_state"
-        self.artifact_lifetime: float | None = None
+        self.artifact_lifetime_seconds: float | None = None
         """Seconds until published artifacts expire, or None if they do not."""
 
     async def start(self) -> None:
@@ -108,8 +109,10 @@ class FaultyBackend(LocalBackend):
     async def publish(self, path: Path) -> Artifact:
         artifact = await super().publish(path)
         self.faults.reach("artifact written")
-        if self.artifact_lifetime is not None:
-            return Artifact(artifact.kind, artifact.path, expires_at=time.time() + self.artifact_lifetime)
+        if self.artifact_lifetime_seconds is not None:
+            return Artifact(
+                artifact.kind, artifact.path, expires_at=time.time() + self.artifact_lifetime_seconds
+            )
         return artifact
 
 
@@ -122,10 +125,11 @@ class TrainerHarness:
     faults: FaultInjector
     log: list[str]
 
-    async def claims(self) -> list[tuple[int | None, str, float | None]]:
+    async def list_claims(self) -> list[tuple[int | None, str, float | None]]:
+        """Return the step, sample key and advantage of each claim."""
         return sorted((c.step, c.sample_key, c.advantage) for c in await self.store.claims(RUN))
 
-    async def head_hash(self) -> str:
+    async def hash_latest_adapter(self) -> str:
         return hash_adapter(Path((await self.store.latest_policy(RUN)).artifact.path))
 
 
@@ -190,17 +194,17 @@ async def open_trainer(
     faults = faults or FaultInjector()
     store = FaultyStore(config.store_path, faults)
     backend = FaultyBackend(config, faults)
-    engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType] — as configured
+    engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType]
     monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
 
-    async def engines() -> list[Engine]:
+    async def list_engines() -> list[Engine]:
         return [engine]
 
     trainer = trainer_class(
         TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        publisher=PolicyPublisher(FileSync(), engines),
+        publisher=PolicyPublisher(FileSync(), list_engines),
         monitor=monitor,
     )
     trainer.is_rollout_finished = True

@@ -1,4 +1,4 @@
-"""Corrected replies are trained along with a step, exactly once even if the trainer crashes."""
+"""Tests that corrected replies are trained along with a step, exactly once even if the trainer crashes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
 # --- training -----------------------------------------------------------------------------------
 
 
-async def test_training_on_corrections_raises_their_logprob(tmp_path: Path, model: Path) -> None:
+async def test_training_on_corrections_increases_their_logprob(tmp_path: Path, model: Path) -> None:
     config = make_config(tmp_path / "run", model, corrections={"per_step": 1})
     await fill_store(config)
     await add_corrections(config, 3)
@@ -155,14 +155,14 @@ async def test_step_without_advantages_still_trains_corrections(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("point", "times"),
+    ("point", "occurrence"),
     [("claimed", 2), ("forward_backward", 4), ("optim_step", 2), ("state written", 2), ("published", 2)],
 )
 async def test_corrections_are_trained_once_after_crash(
-    tmp_path: Path, model: Path, point: str, times: int
+    tmp_path: Path, model: Path, point: str, occurrence: int
 ) -> None:
     results: list[tuple[Any, str]] = []
-    for faults in (FaultInjector(), FaultInjector(point, times)):
+    for faults in (FaultInjector(), FaultInjector(point, occurrence)):
         config = make_config(tmp_path / (faults.point or "uninterrupted"), model, corrections={"per_step": 1})
         await fill_store(config)
         await add_corrections(config, 3)
@@ -175,7 +175,7 @@ async def test_corrections_are_trained_once_after_crash(
             assert await load_correction_claims(harness.store) == [
                 (n + 1, f"feedback:c{n}") for n in range(3)
             ]
-            results.append((await harness.claims(), await harness.head_hash()))
+            results.append((await harness.list_claims(), await harness.hash_latest_adapter()))
     assert results[0] == results[1], "the weights are the same as without a crash"
 
 

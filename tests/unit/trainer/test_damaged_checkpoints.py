@@ -1,4 +1,4 @@
-"""Damaged checkpoints are reported, and the run resumes from the newest intact one."""
+"""Tests that damaged checkpoints are reported, and that the run resumes from the newest intact one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def train(config: RunConfig) -> TrainingResult:
     await fill_store(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
-        return await harness.claims(), await harness.head_hash()
+        return await harness.list_claims(), await harness.hash_latest_adapter()
 
 
 @pytest.fixture(scope="module")
@@ -73,12 +73,13 @@ DAMAGES: dict[str, Damage] = {
     "trainer.json": lambda path: (path / "trainer.json").write_text("{"),
     "does not exist": shutil.rmtree,
 }
+"""Functions that damage a checkpoint, by the text that the warning must contain."""
 
 
 async def assert_trained_once(harness: TrainerHarness, uninterrupted: TrainingResult) -> None:
     rows = await harness.store.steps(RUN)
     assert [(row.step, row.state) for row in rows] == [(step, StepState.COMMITTED) for step in (1, 2, 3, 4)]
-    assert (await harness.claims(), await harness.head_hash()) == uninterrupted
+    assert (await harness.list_claims(), await harness.hash_latest_adapter()) == uninterrupted
     assert [row.version for row in rows] == [1, 2, 4, 5], "version 3 contains the lost weights"
     assert (await harness.engine.status()).version == 5
 
@@ -128,7 +129,7 @@ async def test_recovery_republishes_pruned_weights(tmp_path: Path, model: Path) 
     async with open_trainer(config) as harness:
         await harness.trainer.recover()
         assert (await harness.store.latest_policy(RUN)).version == 2
-        assert await harness.head_hash() == expected
+        assert await harness.hash_latest_adapter() == expected
         assert (await harness.engine.status()).version == 2
 
 

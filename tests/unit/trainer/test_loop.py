@@ -53,12 +53,12 @@ async def config(tmp_path: Path, model: Path) -> RunConfig:
     return config
 
 
-def with_trainer(config: RunConfig, **changes: object) -> RunConfig:
-    return config.model_copy(update={"trainer": config.trainer.model_copy(update=changes)})
+def with_trainer_settings(config: RunConfig, **settings: object) -> RunConfig:
+    return config.model_copy(update={"trainer": config.trainer.model_copy(update=settings)})
 
 
-async def run_until_crash(config: RunConfig, point: str, times: int) -> None:
-    async with open_trainer(config, FaultInjector(point, times)) as harness:
+async def run_until_crash(config: RunConfig, point: str, occurrence: int) -> None:
+    async with open_trainer(config, FaultInjector(point, occurrence)) as harness:
         with pytest.raises(SimulatedCrash):
             await harness.trainer.run()
 
@@ -84,7 +84,7 @@ async def test_trainer_step_passes_all_states_in_order(config: RunConfig) -> Non
             "v000002",
             "v000003",
         ]
-        assert harness.trainer.doing == "finished"
+        assert harness.trainer.activity == "finished"
 
 
 TrainingResult = tuple[list[tuple[int | None, str, float | None]], str]
@@ -99,25 +99,25 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
         await fill_store(config)
         async with open_trainer(config) as harness:
             await harness.trainer.run()
-            return await harness.claims(), await harness.head_hash()
+            return await harness.list_claims(), await harness.hash_latest_adapter()
 
     return asyncio.run(train())
 
 
 @pytest.mark.parametrize(
-    ("point", "times"), [(p, 2) for p in dict.fromkeys(STEP_POINTS)] + [("submitted", 3)]
+    ("point", "occurrence"), [(p, 2) for p in dict.fromkeys(STEP_POINTS)] + [("submitted", 3)]
 )
 async def test_trainer_recovers_from_crash_at_every_point(
     config: RunConfig,
     uninterrupted: TrainingResult,
     point: str,
-    times: int,
+    occurrence: int,
 ) -> None:
-    await run_until_crash(config, point, times)
+    await run_until_crash(config, point, occurrence)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         await assert_committed(harness, 3)
-        assert (await harness.claims(), await harness.head_hash()) == uninterrupted
+        assert (await harness.list_claims(), await harness.hash_latest_adapter()) == uninterrupted
         assert await harness.store.reserved_versions(RUN) == []
         assert [step for _, step in await harness.store.published_policies(RUN)] == [1, 2, 3], (
             "each step is published once"
@@ -131,7 +131,7 @@ async def test_trainer_recovers_from_crash_at_every_point(
 async def test_trainer_recovers_from_crash_during_recovery(
     config: RunConfig, uninterrupted: TrainingResult, point: str
 ) -> None:
-    every_two = with_trainer(config, checkpoint_every=2)
+    every_two = with_trainer_settings(config, checkpoint_every=2)
     await run_until_crash(every_two, "published", 1)
     await run_until_crash(every_two, point, 1)
     async with open_trainer(every_two) as harness:
@@ -141,14 +141,14 @@ async def test_trainer_recovers_from_crash_during_recovery(
         )
         await harness.trainer.run()
         await assert_committed(harness, 3)
-        assert (await harness.claims(), await harness.head_hash()) == uninterrupted
+        assert (await harness.list_claims(), await harness.hash_latest_adapter()) == uninterrupted
 
 
-@pytest.mark.parametrize("times", [1, 2])
-async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfig, times: int) -> None:
-    """The crash happens after the first or the second row is written."""
-    every_two = with_trainer(config, checkpoint_every=2, steps=2)
-    await run_until_crash(every_two, "saved" if times == 1 else "committed", 1)
+@pytest.mark.parametrize("point", ["saved", "committed"])
+async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfig, point: str) -> None:
+    """The crash happens after the checkpoint is recorded or after the first step is committed."""
+    every_two = with_trainer_settings(config, checkpoint_every=2, steps=2)
+    await run_until_crash(every_two, point, 1)
     async with open_trainer(every_two) as harness:
         await harness.trainer.run()
         await assert_committed(harness, 2)
@@ -156,7 +156,7 @@ async def test_checkpoint_commits_all_earlier_steps_after_crash(config: RunConfi
 
 
 async def test_recovery_discards_versions_of_unsaved_steps(config: RunConfig) -> None:
-    every_two = with_trainer(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
+    every_two = with_trainer_settings(config, checkpoint_every=2, keep_checkpoints=1, steps=4)
     # The eighth `submitted` is in step 3: steps 1 and 3 have three each, step 2 has two. By then,
     # version 3 is published and old versions are pruned.
     await run_until_crash(every_two, "submitted", 8)
@@ -175,7 +175,7 @@ async def test_recovery_discards_versions_of_unsaved_steps(config: RunConfig) ->
 
 
 async def test_recovery_reloads_base_into_engine_with_discarded_version(config: RunConfig) -> None:
-    every_two = with_trainer(config, checkpoint_every=2)
+    every_two = with_trainer_settings(config, checkpoint_every=2)
     async with open_trainer(every_two, FaultInjector("submitted", 3)) as harness:
         with pytest.raises(SimulatedCrash):
             await harness.trainer.run()
@@ -186,7 +186,7 @@ async def test_recovery_reloads_base_into_engine_with_discarded_version(config: 
 
 
 async def test_recovery_prunes_orphaned_checkpoint_and_keeps_valid_one(config: RunConfig) -> None:
-    every_three = with_trainer(config, checkpoint_every=3, keep_checkpoints=1)
+    every_three = with_trainer_settings(config, checkpoint_every=3, keep_checkpoints=1)
     await run_until_crash(every_three, "saved", 1)
     orphan = checkpoint_path(config.run_dir, 9)
     orphan.mkdir()
@@ -205,7 +205,7 @@ async def test_recovery_with_missing_checkpoint_names_it(config: RunConfig) -> N
 
 
 async def test_trainer_with_non_finite_loss_raises(config: RunConfig) -> None:
-    diverging = with_trainer(
+    diverging = with_trainer_settings(
         config, adam=config.trainer.adam.model_copy(update={"lr": 1e30, "grad_clip_norm": 0})
     )
     async with open_trainer(diverging) as harness:
@@ -220,7 +220,7 @@ async def test_trainer_with_non_finite_loss_raises(config: RunConfig) -> None:
 
 
 async def test_stop_during_step_finishes_and_saves_it(config: RunConfig) -> None:
-    rare_checkpoints = with_trainer(config, checkpoint_every=100)
+    rare_checkpoints = with_trainer_settings(config, checkpoint_every=100)
     async with open_trainer(rare_checkpoints) as harness:
         trainer_task = asyncio.create_task(harness.trainer.run())
         while "forward_backward" not in harness.faults.reached:  # noqa: ASYNC110 - no event to wait for
@@ -237,11 +237,11 @@ async def test_stop_during_step_finishes_and_saves_it(config: RunConfig) -> None
 
 
 async def test_stop_while_waiting_for_data_saves_trained_steps(config: RunConfig) -> None:
-    rare_checkpoints = with_trainer(config, checkpoint_every=100, steps=50)
+    rare_checkpoints = with_trainer_settings(config, checkpoint_every=100, steps=50)
     async with open_trainer(rare_checkpoints) as harness:
         harness.trainer.is_rollout_finished = False
         trainer_task = asyncio.create_task(harness.trainer.run())
-        while not (harness.trainer.step == 6 and "waiting" in harness.trainer.doing):  # noqa: ASYNC110 - no event
+        while not (harness.trainer.step == 6 and "waiting" in harness.trainer.activity):  # noqa: ASYNC110 - no event
             await asyncio.sleep(0.005)
         harness.trainer.stop()
         async with asyncio.timeout(10):
@@ -252,7 +252,7 @@ async def test_stop_while_waiting_for_data_saves_trained_steps(config: RunConfig
 
 
 async def test_trainer_after_rollout_trains_remaining_groups(config: RunConfig) -> None:
-    large_steps = with_trainer(config, steps=50, groups_per_step=4)
+    large_steps = with_trainer_settings(config, steps=50, groups_per_step=4)
     async with open_trainer(large_steps) as harness:
         await harness.trainer.run()
         claims = await harness.store.claims(RUN)
@@ -262,7 +262,7 @@ async def test_trainer_after_rollout_trains_remaining_groups(config: RunConfig) 
 
 
 async def test_trainer_writes_metrics_file_and_tensorboard_events(config: RunConfig) -> None:
-    async with open_trainer(with_trainer(config, tensorboard=True)) as harness:
+    async with open_trainer(with_trainer_settings(config, tensorboard=True)) as harness:
         await harness.trainer.run()
     records = list(read_metrics(config.run_dir))
     assert [(record["kind"], record["step"]) for record in records] == [("train", n) for n in (1, 2, 3)]
@@ -290,15 +290,15 @@ async def test_read_steps_skips_truncated_line(config: RunConfig) -> None:
     assert [record["step"] for record in read_steps(config.run_dir)] == [1, 2, 3]
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("occurrence", [1, 2])
 @pytest.mark.parametrize("point", ["forward_backward", "optim_step", "state written", "artifact written"])
 async def test_trainer_restarts_lost_backend_session(
-    config: RunConfig, uninterrupted: TrainingResult, point: str, times: int
+    config: RunConfig, uninterrupted: TrainingResult, point: str, occurrence: int
 ) -> None:
-    async with open_trainer(config, FaultInjector(point, times, BackendLost)) as harness:
+    async with open_trainer(config, FaultInjector(point, occurrence, BackendLost)) as harness:
         await harness.trainer.run()
         await assert_committed(harness, 3)
-        assert (await harness.claims(), await harness.head_hash()) == uninterrupted
+        assert (await harness.list_claims(), await harness.hash_latest_adapter()) == uninterrupted
         assert any("lost" in line for line in harness.log)
 
 
@@ -315,8 +315,8 @@ async def test_trainer_stops_after_repeated_backend_loss(config: RunConfig) -> N
 
 
 async def test_trainer_republishes_policy_before_it_expires(config: RunConfig) -> None:
-    async with open_trainer(with_trainer(config, steps=50)) as harness:
-        harness.backend.artifact_lifetime = 0.6
+    async with open_trainer(with_trainer_settings(config, steps=50)) as harness:
+        harness.backend.artifact_lifetime_seconds = 0.6
         harness.trainer.is_rollout_finished = False
         trainer_task = asyncio.create_task(harness.trainer.run())
         while (first := await harness.store.latest_policy(RUN)).version < 6:  # noqa: ASYNC110 - no event to wait for
@@ -332,11 +332,11 @@ async def test_trainer_republishes_policy_before_it_expires(config: RunConfig) -
 
 
 @pytest.mark.parametrize(
-    ("point", "times", "checkpoint_every"),
+    ("point", "occurrence", "checkpoint_every"),
     [("optim_step", 3, 4), ("artifact written", 3, 4), ("reserved", 2, 1)],
 )
 async def test_crash_does_not_increase_staleness(
-    tmp_path: Path, model: Path, point: str, times: int, checkpoint_every: int
+    tmp_path: Path, model: Path, point: str, occurrence: int, checkpoint_every: int
 ) -> None:
     """Every group but the first has a staleness of 1, which is the limit."""
     config = make_config(tmp_path / "run", model, steps=4, max_staleness=1, checkpoint_every=checkpoint_every)
@@ -345,7 +345,7 @@ async def test_crash_does_not_increase_staleness(
     for index in range(4):
         await add_group(store, index, [1.0, 0.0, 0.25], version=max(0, index - 1))
     await store.close()
-    await run_until_crash(config, point, times)
+    await run_until_crash(config, point, occurrence)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         claims = await harness.store.claims(RUN)
@@ -353,7 +353,7 @@ async def test_crash_does_not_increase_staleness(
 
 
 class ImpatientTrainer(Trainer):
-    """A trainer that does not wait for batches, as if its policy had to be renewed at once."""
+    """A trainer that does not wait for batches, as if its policy had to be renewed immediately."""
 
     def _batch_timeout(self) -> float | None:
         return 0.0

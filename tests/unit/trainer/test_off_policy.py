@@ -1,4 +1,4 @@
-"""Training steps with a real backend, on tokens that other policies sampled."""
+"""Tests for training with a real backend on tokens that other policies sampled."""
 
 from __future__ import annotations
 
@@ -132,14 +132,14 @@ async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Pat
     adjusted, metrics = await ReferencePenalty(ConstantReference(-2.0), 0.5).apply(
         corrected.samples, corrected.scales
     )
-    gaps: list[float] = []
+    log_ratios: list[float] = []
     for sample, after, logprobs, scale in zip(batch.samples, adjusted, proximal, batch.scales, strict=True):
         for i in np.flatnonzero(sample.mask):
             weight = min(math.exp(float(logprobs[i]) - float(sample.logprobs[i])), 1.5)
-            gaps.append(float(logprobs[i]) + 2.0)
-            expected = weight * (float(sample.advantages[i]) - 0.5 * gaps[-1] * float(scale[i]))
+            log_ratios.append(float(logprobs[i]) + 2.0)
+            expected = weight * (float(sample.advantages[i]) - 0.5 * log_ratios[-1] * float(scale[i]))
             assert after.advantages[i] == pytest.approx(expected, rel=1e-4)
-    assert metrics["reference_kl"] == pytest.approx(np.mean(gaps), rel=1e-4)
+    assert metrics["reference_kl"] == pytest.approx(np.mean(log_ratios), rel=1e-4)
 
 
 async def test_truncated_softmax_sampling_is_weighted_once(model: Path, tmp_path: Path) -> None:

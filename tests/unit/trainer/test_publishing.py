@@ -1,4 +1,4 @@
-"""Policies are pushed to all engines, and again to engines that lag behind."""
+"""Tests that policies are pushed to all engines, and again to engines that do not serve them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_publisher(*engines: Engine, sync: SyncRoute | None = None) -> PolicyPub
 
 async def wait_until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - the condition has no event
+        while not condition():  # noqa: ASYNC110 - there is no event to wait for
             await asyncio.sleep(0.005)
 
 
@@ -111,11 +111,11 @@ class SlowLiveSync(SyncRoute):
     def __init__(self) -> None:
         self.pushed: list[int] = []
         self.has_started = asyncio.Event()
-        self.seconds = 0.0
+        self.push_seconds = 0.0
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
         self.has_started.set()
-        await asyncio.sleep(self.seconds)
+        await asyncio.sleep(self.push_seconds)
         for engine in engines:
             await engine.load(Policy(policy.policy_id, policy.version, Artifact("base")))
         self.pushed.append(policy.version)
@@ -124,14 +124,14 @@ class SlowLiveSync(SyncRoute):
 
 async def test_live_push_finishes_before_the_batch_is_trained() -> None:
     sync = SlowLiveSync()
-    sync.seconds = 0.2
+    sync.push_seconds = 0.2
     publisher = make_publisher(LoadingEngine(), sync=sync)
     await publisher.sync_while_waiting(HEAD, sync.has_started.wait())
     assert sync.pushed == [3]
 
 
 async def test_file_push_does_not_delay_the_batch() -> None:
-    engine = LoadingEngine(seconds=60)
+    engine = LoadingEngine(load_seconds=60)
     async with asyncio.timeout(20):
         await make_publisher(engine).sync_while_waiting(HEAD, wait_until(lambda: engine.attempts > 0))
 
@@ -150,7 +150,7 @@ async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:
         assert sync.pushed == [0, 1, 2, 3]
         assert kinds == {1: "live", 2: "adapter", 3: "adapter"}
         assert (await harness.engine.status()).version == 3
-        await harness.head_hash()
-    async with open_trainer(config) as harness:  # as after a crash, but with file sync
+        await harness.hash_latest_adapter()
+    async with open_trainer(config) as harness:  # a restarted trainer, with file sync
         await harness.trainer.run()
         assert (await harness.engine.status()).version == 3

@@ -1,4 +1,4 @@
-"""Loss terms that do not depend on the advantages."""
+"""Tests for `scale_loss`, which scales loss terms that do not depend on the advantages."""
 
 from __future__ import annotations
 

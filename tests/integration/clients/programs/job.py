@@ -23,12 +23,13 @@ class Job:
     """The URL of the server or of a session, without ``/v1``."""
     key: str
     variant: str
-    """How the client is used, as words joined by ``-``."""
+    """The dialect and options to use, joined by ``-``, such as ``chat-async-stream``."""
     question: str
     follow_up: str
 
     @property
-    def words(self) -> set[str]:
+    def flags(self) -> set[str]:
+        """The dialect and the options in ``variant``."""
         return set(self.variant.split("-"))
 
     @property
@@ -57,6 +58,7 @@ def calc(expression: str) -> str:
 
 
 def run_jobs(run: Callable[[Job, JobResult], None]) -> None:
+    """Run the jobs from stdin, print their results and exit. ``run`` adds results to its JobResult."""
     jobs = [Job(**job) for job in json.load(sys.stdin)]
     with ThreadPoolExecutor(len(jobs)) as pool:
         results = list(pool.map(lambda job: _attempt(run, job), jobs))

@@ -26,18 +26,18 @@ async def _stream_message(client: Any, request: dict[str, Any]) -> Any:
 
 def send_request(job: Job, request: dict[str, Any]) -> Any:
     options = {"base_url": job.url, "api_key": job.key}
-    streams = "stream" in job.words
-    if "async" in job.words:
+    use_streaming = "stream" in job.flags
+    if "async" in job.flags:
 
-        async def answer() -> Any:
+        async def send() -> Any:
             async with anthropic.AsyncAnthropic(**options) as client:
                 return await (
-                    _stream_message(client, request) if streams else client.messages.create(**request)
+                    _stream_message(client, request) if use_streaming else client.messages.create(**request)
                 )
 
-        return asyncio.run(answer())
+        return asyncio.run(send())
     with anthropic.Anthropic(**options) as client:
-        if not streams:
+        if not use_streaming:
             return client.messages.create(**request)
         with client.messages.stream(**request) as stream:
             return stream.get_final_message()
@@ -49,21 +49,21 @@ def run(job: Job, job_result: JobResult) -> None:
     for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         while True:
-            answer = send_request(job, {**request, "messages": messages})
-            prompt = answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
-            job_result.usage.append((prompt, answer.usage.output_tokens))
-            messages.append({"role": "assistant", "content": answer.content})
-            results = [
+            reply = send_request(job, {**request, "messages": messages})
+            prompt_tokens = reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0)
+            job_result.usage.append((prompt_tokens, reply.usage.output_tokens))
+            messages.append({"role": "assistant", "content": reply.content})
+            tool_results = [
                 {"type": "tool_result", "tool_use_id": block.id, "content": calc(**block.input)}
-                for block in answer.content
+                for block in reply.content
                 if block.type == "tool_use"
             ]
-            if not results:
+            if not tool_results:
                 job_result.answers.append(
-                    "".join(block.text for block in answer.content if block.type == "text")
+                    "".join(block.text for block in reply.content if block.type == "text")
                 )
                 break
-            messages.append({"role": "user", "content": results})
+            messages.append({"role": "user", "content": tool_results})
 
 
 run_jobs(run)

@@ -16,15 +16,15 @@ warnings.simplefilter("ignore")
 
 
 def create_model(job: Job) -> Any:
-    if "messages" in job.words:
+    if "messages" in job.flags:
         return ChatAnthropic(model="instar", base_url=job.url, api_key=job.key, max_tokens=500)
     return ChatOpenAI(
-        model="instar", use_responses_api="responses" in job.words, stream_usage=True, **job.openai_options
+        model="instar", use_responses_api="responses" in job.flags, stream_usage=True, **job.openai_options
     )
 
 
 def create_job_agent(job: Job) -> Any:
-    if "react" in job.words:
+    if "react" in job.flags:
         from langgraph.prebuilt import create_react_agent
 
         return create_react_agent(create_model(job), [calc], prompt="Work it out.")
@@ -37,10 +37,10 @@ def run(job: Job, job_result: JobResult) -> None:
     for question in (job.question, job.follow_up):
         messages.append({"role": "user", "content": question})
         message_count = len(messages)
-        if "stream" in job.words:
-            for mode, piece in agent.stream({"messages": messages}, stream_mode=["messages", "values"]):
+        if "stream" in job.flags:
+            for mode, state in agent.stream({"messages": messages}, stream_mode=["messages", "values"]):
                 if mode == "values":
-                    messages = piece["messages"]
+                    messages = state["messages"]
         else:
             messages = agent.invoke({"messages": messages})["messages"]
         for message in messages[message_count:]:

@@ -25,12 +25,12 @@ from minisweagent.models.litellm_textbased_model import LitellmTextbasedModel
 
 
 def run(job: Job, job_result: JobResult) -> None:
-    file = "mini_textbased.yaml" if "text" in job.words else "mini.yaml"
-    settings = yaml.safe_load((builtin_config_dir / file).read_text())
+    config_name = "mini_textbased.yaml" if "text" in job.flags else "mini.yaml"
+    settings = yaml.safe_load((builtin_config_dir / config_name).read_text())
     settings["agent"].pop("mode", None)
     model_classes: dict[str, Any] = {"responses": LitellmResponseModel, "text": LitellmTextbasedModel}
-    model_class = next((model_classes[word] for word in job.words if word in model_classes), LitellmModel)
-    url, provider = (job.url, "anthropic") if "messages" in job.words else (f"{job.url}/v1", "openai")
+    model_class = next((model_classes[flag] for flag in job.flags if flag in model_classes), LitellmModel)
+    url, provider = (job.url, "anthropic") if "messages" in job.flags else (f"{job.url}/v1", "openai")
     endpoint = {"api_base": url, "api_key": job.key}
     options = {**settings["model"], "model_kwargs": {**settings["model"].get("model_kwargs", {}), **endpoint}}
     with tempfile.TemporaryDirectory() as folder:

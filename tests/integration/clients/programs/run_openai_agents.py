@@ -22,16 +22,16 @@ set_tracing_disabled(True)
 
 async def converse(job: Job, job_result: JobResult) -> None:
     client = AsyncOpenAI(**job.openai_options)
-    model_class = OpenAIResponsesModel if "responses" in job.words else OpenAIChatCompletionsModel
+    model_class = OpenAIResponsesModel if "responses" in job.flags else OpenAIChatCompletionsModel
     model = model_class(model="instar", openai_client=client)
     options: Any = {"model": model, "model_settings": ModelSettings(include_usage=True)}
     agent = Agent(name="Worker", instructions="Work it out.", tools=[function_tool(calc)], **options)
-    if "handoff" in job.words:
+    if "handoff" in job.flags:
         agent = Agent(name="Front", instructions="Hand it over.", handoffs=[agent], **options)
     items: list[Any] = []
     for question in (job.question, job.follow_up):
         items.append({"role": "user", "content": question})
-        if "stream" in job.words:
+        if "stream" in job.flags:
             result: Any = Runner.run_streamed(agent, items)
             async for _ in result.stream_events():
                 pass

@@ -22,26 +22,27 @@ class Answer(BaseModel):
 
 
 def create_model(job: Job) -> Any:
-    if "messages" in job.words:
+    if "messages" in job.flags:
         client = AsyncAnthropic(base_url=job.url, api_key=job.key)
         return AnthropicModel("instar", provider=AnthropicProvider(anthropic_client=client))
-    model_class = OpenAIResponsesModel if "responses" in job.words else OpenAIChatModel
+    model_class = OpenAIResponsesModel if "responses" in job.flags else OpenAIChatModel
     return model_class("instar", provider=OpenAIProvider(**job.openai_options))
 
 
 async def consume_events(_: Any, events: AsyncIterable[Any]) -> None:
-    """Consume the events. With a handler, every call is streamed; `run_stream` ends at the first text."""
+    """Discard the events. With an event handler, `run` streams every call; `run_stream` would stop at the
+    first text."""
     async for _event in events:
         pass
 
 
 async def converse(job: Job, job_result: JobResult) -> None:
-    output_type: Any = Answer if "typed" in job.words else str
+    output_type: Any = Answer if "typed" in job.flags else str
     agent = Agent(create_model(job), instructions="Work it out.", output_type=output_type)
     agent.tool_plain(calc)
     history: list[Any] = []
     for question in (job.question, job.follow_up):
-        handler = consume_events if "stream" in job.words else None
+        handler = consume_events if "stream" in job.flags else None
         result = await agent.run(question, message_history=history, event_stream_handler=handler)
         output: Any = result.output
         job_result.answers.append(output.value if isinstance(output, Answer) else output)

@@ -10,9 +10,9 @@ from smolagents import CodeAgent, LogLevel, OpenAIServerModel, ToolCallingAgent,
 
 def run(job: Job, job_result: JobResult) -> None:
     model = OpenAIServerModel("instar", api_base=f"{job.url}/v1", api_key=job.key)
-    agent_class: Any = CodeAgent if "code" in job.words else ToolCallingAgent
+    agent_class: Any = CodeAgent if "code" in job.flags else ToolCallingAgent
     agent = agent_class(
-        [tool(calc)], model, verbosity_level=LogLevel.OFF, stream_outputs="stream" in job.words
+        [tool(calc)], model, verbosity_level=LogLevel.OFF, stream_outputs="stream" in job.flags
     )
     job_result.answers.append(agent.run(job.question))
     job_result.answers.append(agent.run(job.follow_up, reset=False))

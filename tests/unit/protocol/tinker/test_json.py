@@ -1,4 +1,4 @@
-"""The older JSON protocol, and cases that no SDK covers: repeated requests, limits and other key formats."""
+"""Tests for the older JSON protocol, and for cases that the SDK does not cover, such as repeated requests."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
     assert raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
     response = raw.post("optim_step", step | {"seq_id": 1})
     assert response.status_code == 422
-    assert "was used for another operation" in response.json()["detail"]
+    assert "was already used for a different operation" in response.json()["detail"]
 
 
 def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> None:
@@ -180,6 +180,6 @@ def test_invalid_requests_get_user_errors(
     assert response.json()["category"] == "user"
 
 
-def test_telemetry_is_accepted_and_discarded(raw: RawTinkerClient) -> None:
+def test_telemetry_and_health_requests_are_accepted(raw: RawTinkerClient) -> None:
     assert raw.post("telemetry", {"events": []}).json() == {"status": "accepted"}
     assert raw.get("healthz").json() == {"status": "ok"}

@@ -1,4 +1,4 @@
-"""Passes that the SDK sends as protobuf or JSON are parsed into samples, and the SDK decodes the results."""
+"""Tests that passes in protobuf and JSON are parsed into samples, and that the SDK decodes the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.protocol.tinker.passes import TinkerBatch, parse_json_pass, parse_protobuf_pass
 from instar.protocol.tinker.results import TinkerPassResult, TinkerSampleResult
 
-RATIO = {
+RATIO_TENSORS = {
     "target_tokens": [2, 3, 4],
     "logprobs": [-0.5, -0.25, -2.0],
     "advantages": [0.0, 1.0, -1.5],
@@ -77,7 +77,7 @@ def parse_both_formats(
 
 
 def test_datum_tensors_apply_to_the_next_token() -> None:
-    [sample] = parse_both_formats([make_datum([1, 2, 3], **RATIO)], "importance_sampling").samples
+    [sample] = parse_both_formats([make_datum([1, 2, 3], **RATIO_TENSORS)], "importance_sampling").samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
     assert sample.token_ids.dtype == np.int32
     assert sample.mask.tolist() == [0, 1, 1, 1]
@@ -102,9 +102,9 @@ def test_chunks_are_concatenated() -> None:
 
 def test_loss_options_are_converted() -> None:
     clip = {"clip_low_threshold": 0.7, "clip_high_threshold": 1.5}
-    loss = parse_both_formats([make_datum([1, 2, 3], **RATIO)], "ppo", clip).loss
+    loss = parse_both_formats([make_datum([1, 2, 3], **RATIO_TENSORS)], "ppo", clip).loss
     assert (loss.name, loss.clip_low, loss.clip_high) == ("ppo", 0.7, 1.5)
-    assert parse_both_formats([make_datum([1, 2, 3], **RATIO)], "dro", {"beta": 0.1}).loss.beta == 0.1
+    assert parse_both_formats([make_datum([1, 2, 3], **RATIO_TENSORS)], "dro", {"beta": 0.1}).loss.beta == 0.1
 
 
 def test_filler_targets_with_zero_weight_are_masked() -> None:
@@ -115,7 +115,7 @@ def test_filler_targets_with_zero_weight_are_masked() -> None:
 
 
 def test_token_without_old_logprob_and_advantage_is_masked() -> None:
-    tensors = RATIO | {"logprobs": [float("nan"), -0.25, -2.0]}
+    tensors = RATIO_TENSORS | {"logprobs": [float("nan"), -0.25, -2.0]}
     for loss in ("importance_sampling", "dro"):
         [sample] = (
             parse_protobuf_pass(encode_protobuf([make_datum([1, 2, 3], **tensors)], loss))
@@ -126,7 +126,7 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss", "change", "config", "message"),
+    ("loss", "override", "config", "message"),
     [
         ("ppo", {"mask": [1.0, 1.0, 1.0]}, None, "datum 1: unknown loss_fn_inputs mask; ppo supports"),
         (
@@ -149,9 +149,9 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
     ],
 )
 def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
-    loss: str, change: dict[str, Any], config: dict[str, Any] | None, message: str
+    loss: str, override: dict[str, Any], config: dict[str, Any] | None, message: str
 ) -> None:
-    data = [make_datum([1, 2, 3], **RATIO), make_datum([1, 2, 3], **RATIO | change)]
+    data = [make_datum([1, 2, 3], **RATIO_TENSORS), make_datum([1, 2, 3], **RATIO_TENSORS | override)]
     for tinker_pass in (
         parse_protobuf_pass(encode_protobuf(data, loss, config)),
         parse_json_pass(encode_json(data, loss, config), forward_only=False),
@@ -173,7 +173,7 @@ def test_images_and_matrices_are_rejected() -> None:
         model_input=types.ModelInput.from_ints([1, 2]),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[1, 2, 3, 4], dtype="int64", shape=[2, 2])},
     )
-    with pytest.raises(ProtocolError, match="target_tokens is sparse or not one-dimensional"):
+    with pytest.raises(ProtocolError, match="target_tokens must be a dense, one-dimensional tensor"):
         parse_protobuf_pass(encode_protobuf([matrix], "cross_entropy")).require_batch()
 
 

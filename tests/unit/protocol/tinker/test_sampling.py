@@ -1,4 +1,4 @@
-"""Sampling through the real SDK, over a socket."""
+"""Tests for sampling through the real SDK, over a socket."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ PROMPT = types.ModelInput.from_ints(TOKENS)
 pytestmark = IGNORE_SDK_LEAKS
 
 
-def score_tokens(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:
+def compute_logprobs(sampling: tinker.SamplingClient, tokens: list[int] = TOKENS) -> list[float]:
     first, *rest = sampling.compute_logprobs(types.ModelInput.from_ints(tokens)).result(20)
     assert first is None
     return [value for value in rest if value is not None]
 
 
-def score_trained_model(training: tinker.TrainingClient) -> list[float]:
+def compute_trained_logprobs(training: tinker.TrainingClient) -> list[float]:
     return get_logprobs(training.forward([make_next_token_datum()], "cross_entropy").result()).tolist()
 
 
 def test_base_model_can_be_sampled(service: tinker.ServiceClient, training: tinker.TrainingClient) -> None:
     """A new adapter does not change the logprobs, so an untrained model has those of the base model."""
     sampling = service.create_sampling_client(base_model=BASE_MODEL)
-    assert score_tokens(sampling) == pytest.approx(score_trained_model(training), abs=1e-4)
+    assert compute_logprobs(sampling) == pytest.approx(compute_trained_logprobs(training), abs=1e-4)
     assert sampling.get_base_model() == BASE_MODEL
     last = sampling.compute_logprobs(PROMPT, prompt_logprobs_last_n=2).result(20)
     assert last[:4] == [None] * 4
-    assert last[4:] == pytest.approx(score_tokens(sampling)[-2:], abs=1e-5)
+    assert last[4:] == pytest.approx(compute_logprobs(sampling)[-2:], abs=1e-5)
 
 
 def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
@@ -44,7 +44,7 @@ def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
     assert len({s.sequence_id for s in response.sequences}) == 3
     assert response.prompt_logprobs is not None
     for sequence in response.sequences:
-        logprobs = score_tokens(sampling, TOKENS + sequence.tokens)
+        logprobs = compute_logprobs(sampling, TOKENS + sequence.tokens)
         assert sequence.logprobs == pytest.approx(logprobs[-len(sequence.tokens) :], abs=1e-4)
     repeated = sampling.sample(PROMPT, 1, params).result(20)
     assert repeated.sequences[0].tokens == response.sequences[0].tokens
@@ -64,33 +64,35 @@ def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None
         sampling.sample(PROMPT, 1, types.SamplingParams(max_tokens=8, stop=[])).result(20)
 
 
-def test_published_weights_do_not_change(
+def test_saved_weights_do_not_change_during_training(
     service: tinker.ServiceClient, training: tinker.TrainingClient
 ) -> None:
     run_step(training)
-    expected = score_trained_model(training)
+    expected = compute_trained_logprobs(training)
     named = training.save_weights_for_sampler("first").result()
     unnamed = training.save_weights_and_get_sampling_client()
     state = training.save_state("first").result()
     run_step(training)
-    assert score_trained_model(training) != pytest.approx(expected, abs=1e-2)
+    assert compute_trained_logprobs(training) != pytest.approx(expected, abs=1e-2)
     for sampling in (
         service.create_sampling_client(model_path=named.path),
         unnamed,
         training.create_sampling_client(state.path),
     ):
-        assert score_tokens(sampling) == pytest.approx(expected, abs=1e-4)
+        assert compute_logprobs(sampling) == pytest.approx(expected, abs=1e-4)
 
 
-def test_prompt_with_full_context_length_is_scored(service: tinker.ServiceClient) -> None:
+def test_prompt_with_full_context_length_has_logprobs_but_cannot_be_sampled(
+    service: tinker.ServiceClient,
+) -> None:
     sampling = service.create_sampling_client(base_model=BASE_MODEL)
     tokens = [3 + i % 250 for i in range(256)]
-    assert np.isfinite(score_tokens(sampling, tokens)).all()
+    assert np.isfinite(compute_logprobs(sampling, tokens)).all()
     with pytest.raises(tinker.RequestFailedError, match="256"):
         sampling.sample(types.ModelInput.from_ints(tokens), 1, types.SamplingParams(max_tokens=1)).result(20)
 
 
-def test_unsupported_options_are_rejected_by_name(service: tinker.ServiceClient) -> None:
+def test_unsupported_options_and_unknown_models_are_rejected(service: tinker.ServiceClient) -> None:
     sampling = service.create_sampling_client(base_model=BASE_MODEL)
     params = types.SamplingParams(max_tokens=1)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):

@@ -1,4 +1,4 @@
-"""Keys, sessions, listings, and requests for objects that the server no longer has."""
+"""Tests for keys, sessions, listings, and requests for objects that the server no longer has."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
     state = training.save_state("s", ttl_seconds=7200).result().path
     sampler = training.save_weights_for_sampler("p").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
-    run = training.model_id
-    checkpoints = {c.tinker_path: c for c in rest.list_checkpoints(run).result().checkpoints}
+    run_id = training.model_id
+    checkpoints = {c.tinker_path: c for c in rest.list_checkpoints(run_id).result().checkpoints}
     assert checkpoints.keys() == {state, sampler}
     assert (checkpoints[state].checkpoint_type, checkpoints[sampler].checkpoint_type) == (
         "training",
@@ -52,17 +52,17 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
     assert checkpoints[state].expires_at is not None
     assert checkpoints[sampler].expires_at is None
     assert rest.get_weights_info_by_tinker_path(state).result().lora_rank == 4
-    training_run = rest.get_training_run(run).result()
+    training_run = rest.get_training_run(run_id).result()
     assert training_run.last_checkpoint is not None
     assert training_run.last_checkpoint.tinker_path == state
-    assert run in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
+    assert run_id in {r.training_run_id for r in rest.list_training_runs().result().training_runs}
     page = rest.list_user_checkpoints(limit=1).result()
     assert len(page.checkpoints) == 1
     assert page.cursor is not None
     assert page.cursor.total_count >= 2
     rest.delete_checkpoint_from_tinker_path(sampler).result()
-    rest.delete_checkpoint(run, checkpoints[state].checkpoint_id).result()
-    assert rest.list_checkpoints(run).result().checkpoints == []
+    rest.delete_checkpoint(run_id, checkpoints[state].checkpoint_id).result()
+    assert rest.list_checkpoints(run_id).result().checkpoints == []
     with pytest.raises(tinker.NotFoundError):
         rest.delete_checkpoint_from_tinker_path(state).result()
     with pytest.raises(tinker.APIStatusError, match="does not support POST"):
@@ -96,7 +96,7 @@ def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConf
     port = int(url.rpartition(":")[2])
     with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
         start = time.monotonic()
-        with pytest.raises(tinker.NotFoundError, match="does not exist or has ended"):
+        with pytest.raises(tinker.NotFoundError, match="does not exist or was closed"):
             training.forward_backward([make_next_token_datum()], "cross_entropy").result(20)
         with pytest.raises(tinker.NotFoundError, match=r"sampling session .* does not exist or has ended"):
             sampling.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result(20)

@@ -1,4 +1,4 @@
-"""Training through the real SDK, over a socket."""
+"""Tests for training through the real SDK, over a socket."""
 
 from __future__ import annotations
 
@@ -80,8 +80,12 @@ def test_ratio_losses_use_old_logprobs(training: tinker.TrainingClient, loss: An
         "dro": -(advantages * old - 0.025 * 0.1**2).sum(),
     }
     assert output.metrics["loss:sum"] == pytest.approx(expected[loss], rel=1e-4)
-    clipped = {"clip_low_threshold": 0.5, "clip_high_threshold": 1.0} if loss in ("ppo", "cispo") else None
-    assert training.forward_backward(data, loss, clipped).result().metrics.keys() == output.metrics.keys()
+    clip_options = (
+        {"clip_low_threshold": 0.5, "clip_high_threshold": 1.0} if loss in ("ppo", "cispo") else None
+    )
+    assert (
+        training.forward_backward(data, loss, clip_options).result().metrics.keys() == output.metrics.keys()
+    )
 
 
 def test_many_pass_chunks_out_of_order_are_combined(training: tinker.TrainingClient) -> None:
@@ -97,11 +101,11 @@ def test_many_pass_chunks_out_of_order_are_combined(training: tinker.TrainingCli
 
 
 def test_custom_loss_is_computed_by_the_client(training: tinker.TrainingClient) -> None:
-    def loss(data: list[types.Datum], lps: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        return -sum(lp.sum() for lp in lps), {"mine": 1.0}  # pyright: ignore
+    def loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        return -sum(row.sum() for row in logprobs), {"custom": 1.0}  # pyright: ignore
 
     output = training.forward_backward_custom([make_next_token_datum()], loss).result()
-    assert output.metrics["mine"] == 1.0
+    assert output.metrics["custom"] == 1.0
     expected = training.optim_step(ZERO_LR).result().metrics["grad_norm"]
     training.forward_backward([make_next_token_datum()], "cross_entropy")
     assert training.optim_step(ZERO_LR).result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-5)
@@ -112,16 +116,16 @@ def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
     run_step(training), run_step(training)
     path = training.save_state("two").result().path
     assert path == f"tinker://{training.model_id}/weights/two"
-    after = [run_step(training), run_step(training)]
+    next_losses = [run_step(training), run_step(training)]
     resumed = service.create_training_client_from_state_with_optimizer(path)
     assert resumed.model_id != training.model_id
-    assert [run_step(resumed), run_step(resumed)] == pytest.approx(after, rel=1e-6)
+    assert [run_step(resumed), run_step(resumed)] == pytest.approx(next_losses, rel=1e-6)
     fresh = service.create_training_client_from_state(path)
-    assert run_step(fresh) == pytest.approx(after[0], rel=1e-6)
-    assert run_step(fresh) != pytest.approx(after[1], rel=1e-4)
+    assert run_step(fresh) == pytest.approx(next_losses[0], rel=1e-6)
+    assert run_step(fresh) != pytest.approx(next_losses[1], rel=1e-4)
     with pytest.warns(FutureWarning):
         assert training.load_state(path).result().path == path
-    assert run_step(training) == pytest.approx(after[0], rel=1e-6)
+    assert run_step(training) == pytest.approx(next_losses[0], rel=1e-6)
 
 
 def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) -> None:

@@ -1,4 +1,4 @@
-"""Runs the server in a separate thread, so that the SDK's blocking client can call it."""
+"""Fixtures that run the server in a separate thread, so that the SDK's blocking client can call it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_server(
     model: Path, folder: Path, *, port: int = 0, limits: ServiceLimits | None = None
 ) -> Generator[str]:
-    """Yield the URL of a running server."""
+    """Run a server until the block exits, and yield its URL."""
     address: Future[str] = Future()
     stop: Future[Callable[[], object]] = Future()
 
@@ -55,7 +55,7 @@ def run_server(
     def main() -> None:
         try:
             asyncio.run(run())
-        except BaseException as error:  # reported by the thread that waits for the address
+        except BaseException as error:  # raised in the thread that waits for the address
             if not address.done():
                 address.set_exception(error)
             raise

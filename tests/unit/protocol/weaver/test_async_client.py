@@ -1,4 +1,4 @@
-"""The SDK's asyncio client: concurrent calls that arrive in any order."""
+"""Tests for the SDK's asyncio client, with concurrent calls that arrive in any order."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient
     sequential, concurrent = await create_model(service), await create_model(service)
     expected = await train_one_by_one(sequential, 4)
 
-    async def call(seq: int) -> Any:
-        step, is_optim_step = divmod(seq, 2)
+    async def call(index: int) -> Any:
+        step, is_optim_step = divmod(index, 2)
         if is_optim_step:
             return await concurrent.optim_step(ADAM)
         return await concurrent.forward_backward([make_datum(20 + step)], "cross_entropy")
 
-    results = await asyncio.gather(*(call(seq) for seq in range(8)))
+    results = await asyncio.gather(*(call(index) for index in range(8)))
     assert [get_loss(result) for result in results[::2]] == expected
 
 
@@ -95,7 +95,7 @@ async def test_save_runs_after_earlier_calls(service: AsyncServiceClient) -> Non
     fresh = await resumed.forward([make_datum(20)], "cross_entropy")
     await resumed.load_state(saved)
     loaded = await resumed.forward([make_datum(20)], "cross_entropy")
-    trainer._next_seq()
+    trainer._next_seq()  # skips the sequence id of the request that this test sent itself
     assert (
         get_loss(loaded)
         == get_loss(await trainer.forward([make_datum(20)], "cross_entropy"))
@@ -103,7 +103,7 @@ async def test_save_runs_after_earlier_calls(service: AsyncServiceClient) -> Non
     )
 
 
-async def test_sdk_pipeline_trains(service: AsyncServiceClient) -> None:
+async def test_sdk_pipeline_trains_like_sequential_calls(service: AsyncServiceClient) -> None:
     expected = await train_one_by_one(await create_model(service), 4)
     queue = SubmitAheadQueue(await create_model(service), submit_ahead=1)
     results: list[Any] = []

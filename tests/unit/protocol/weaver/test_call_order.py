@@ -15,15 +15,15 @@ class SubmittedCalls:
         self.order = WeaverCallOrder()
         self.positions: dict[int, str] = {}
 
-    def submit_numbered(self, seq: int, call: str | None) -> str:
+    def submit_numbered(self, seq: int, call_id: str | None) -> str:
         return self.order.submit_numbered(
-            seq, call, lambda position, _: self.positions.setdefault(position, f"seq {seq}")
+            seq, call_id, lambda position, _: self.positions.setdefault(position, f"seq {seq}")
         )
 
     def submit_unnumbered(self, name: str) -> str:
         return self.order.submit_unnumbered(lambda position, _: self.positions.setdefault(position, name))
 
-    def in_order(self) -> list[str]:
+    def list_in_order(self) -> list[str]:
         assert sorted(self.positions) == list(range(1, len(self.positions) + 1))
         return [self.positions[position] for position in sorted(self.positions)]
 
@@ -36,7 +36,7 @@ def test_unnumbered_call_keeps_its_arrival_order() -> None:
     calls.submit_unnumbered("save")
     calls.submit_unnumbered("second save")
     calls.submit_numbered(3, "f")
-    assert calls.in_order() == ["load", "seq 1", "seq 2", "save", "second save", "seq 3"]
+    assert calls.list_in_order() == ["load", "seq 1", "seq 2", "save", "second save", "seq 3"]
 
 
 def test_numbered_calls_may_arrive_late() -> None:
@@ -46,36 +46,36 @@ def test_numbered_calls_may_arrive_late() -> None:
     calls.submit_numbered(1, "a")
     calls.submit_numbered(4, "e")
     calls.submit_numbered(2, "b")
-    assert calls.in_order() == ["seq 1", "seq 2", "seq 3", "save", "seq 4"]
+    assert calls.list_in_order() == ["seq 1", "seq 2", "seq 3", "save", "seq 4"]
 
 
-def test_repeated_call_keeps_its_sequence_id() -> None:
+def test_repeated_call_keeps_its_position() -> None:
     calls = SubmittedCalls()
-    for call in ("a", "a"):
-        calls.submit_numbered(1, call)
+    for call_id in ("a", "a"):
+        calls.submit_numbered(1, call_id)
     calls.submit_unnumbered("save")
     calls.submit_numbered(2, "c")
     calls.submit_numbered(1, "a")
-    assert calls.in_order() == ["seq 1", "save", "seq 2"]
+    assert calls.list_in_order() == ["seq 1", "save", "seq 2"]
 
 
-def test_every_sequence_id_is_used_once_in_any_order() -> None:
+def test_calls_that_arrive_in_any_order_are_submitted_once() -> None:
     for seed in range(50):
         rng, calls = random.Random(seed), SubmittedCalls()
-        waiting = list(range(1, 20))
-        while waiting:
+        remaining = list(range(1, 20))
+        while remaining:
             if rng.random() < 0.3:
                 calls.submit_unnumbered(f"save {rng.random()}")
-            seq = waiting.pop(rng.randrange(min(3, len(waiting))))
+            seq = remaining.pop(rng.randrange(min(3, len(remaining))))
             calls.submit_numbered(seq, f"call {seq}")
-        numbered = [name for name in calls.in_order() if name.startswith("seq")]
+        numbered = [name for name in calls.list_in_order() if name.startswith("seq")]
         assert numbered == [f"seq {seq}" for seq in range(1, 20)]
 
 
-def test_sequence_id_of_another_call_is_rejected() -> None:
+def test_sequence_id_of_a_different_call_is_rejected() -> None:
     calls = SubmittedCalls()
     calls.submit_numbered(1, "a")
-    with pytest.raises(ProtocolError, match="another call") as caught:
+    with pytest.raises(ProtocolError, match="a different call") as caught:
         calls.submit_numbered(1, "b")
     assert caught.value.status == 409
     calls.submit_numbered(1, None)
@@ -92,4 +92,4 @@ def test_failed_submission_leaves_the_order_unchanged() -> None:
         calls.order.submit_unnumbered(reject)
     calls.submit_numbered(1, "c")
     calls.submit_unnumbered("save")
-    assert calls.in_order() == ["seq 1", "save"]
+    assert calls.list_in_order() == ["seq 1", "save"]

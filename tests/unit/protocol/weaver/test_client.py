@@ -94,8 +94,8 @@ def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
     np.testing.assert_allclose(first["logprobs"], get_logprobs(after)[0][3:9], atol=1e-4)
 
 
-def test_zero_weight_targets_are_scored(trainer: TrainingClient) -> None:
-    """Clients compute the dot product of logprobs and weights over all targets."""
+def test_zero_weight_targets_have_logprobs(trainer: TrainingClient) -> None:
+    """Clients compute the loss as the dot product of logprobs and weights over all targets."""
     weights = [0.0] * 9 + [1.0] * 10
     datum = make_datum().with_loss_fn_inputs(weights=weights)
     result = trainer.forward_backward([datum], "cross_entropy")
@@ -152,9 +152,9 @@ async def test_service_matches_the_local_backend(
         assert trainer.optim_step(adam_params)["metrics"]["grad_norm"] == pytest.approx(
             (await local.optim_step(adam_config)).grad_norm, rel=1e-5
         )
-    forward = trainer.forward(data, name)["result"]["metrics"]["loss"]
-    repeated = trainer.forward_backward(data, name)["result"]["metrics"]["loss"]
-    assert forward == pytest.approx(repeated, rel=1e-5)
+    forward_loss = trainer.forward(data, name)["result"]["metrics"]["loss"]
+    backward_loss = trainer.forward_backward(data, name)["result"]["metrics"]["loss"]
+    assert forward_loss == pytest.approx(backward_loss, rel=1e-5)
     await local.close()
 
 
@@ -166,23 +166,23 @@ def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Conn
 
     step(trainer)
     full = trainer.save_state(name="full", checkpoint_type="weight_and_optimizer")
-    light = trainer.save_state(ttl_seconds=60)
+    weights_only = trainer.save_state(ttl_seconds=60)
     assert full.path == f"weaver://{trainer.model_id}/checkpoints/full"
-    assert (full.checkpoint_type, light.checkpoint_type) == ("weight_and_optimizer", "weight")
-    assert light.expires_at is not None
+    assert (full.checkpoint_type, weights_only.checkpoint_type) == ("weight_and_optimizer", "weight")
+    assert weights_only.expires_at is not None
     sampling = trainer.save_state(name="full", checkpoint_type="sampling")
-    assert trainer.list_checkpoints() == [full, light, sampling]
+    assert trainer.list_checkpoints() == [full, weights_only, sampling]
     expected = [step(trainer) for _ in range(3)]
 
     other = create_model(connect())
     other.load_state_with_optimizer(full)
     assert [step(other) for _ in range(3)] == expected
-    other.load_state(light.path)
+    other.load_state(weights_only.path)
     losses = [step(other) for _ in range(3)]
     assert losses[0] == expected[0]
     assert losses[2] != expected[2]
     with pytest.raises(WeaverOperationError, match="has no optimizer state"):
-        other.load_state_with_optimizer(light)
+        other.load_state_with_optimizer(weights_only)
     with pytest.raises(WeaverOperationError, match="was not found or has expired"):
         other.load_state(f"weaver://{trainer.model_id}/checkpoints/missing")
     with pytest.raises(WeaverOperationError, match="invalid checkpoint path '/etc/passwd'"):
@@ -230,7 +230,7 @@ def test_rejected_request_does_not_block_later_calls(trainer: TrainingClient) ->
     assert "rejected request" in reused["message"]
 
 
-def test_unsupported_options_are_rejected_by_name(connect: Connect) -> None:
+def test_unsupported_options_and_unknown_models_are_rejected(connect: Connect) -> None:
     client = connect()
     with pytest.raises(WeaverAPIError, match="unsupported training_mode 'full_ft'"):
         client.create_model(base_model=BASE_MODEL, training_mode="full_ft")
@@ -267,21 +267,21 @@ def test_invalid_keys_are_rejected_and_objects_belong_to_their_key(
         other_trainer.load_state(saved.path)
 
 
-def test_ended_model_is_not_found(connect: Connect) -> None:
+def test_closed_model_is_not_found(connect: Connect) -> None:
     client = connect()
     trainer = create_model(client)
     saved = trainer.save_state()
     trainer.terminate(["inference"])
     trainer.forward([make_datum()], "forward_logprob")
     trainer.terminate()
-    with pytest.raises(WeaverAPIError, match=r"model .* does not exist or has ended") as caught:
+    with pytest.raises(WeaverAPIError, match=r"model .* does not exist or was closed") as caught:
         trainer.forward([make_datum()], "forward_logprob")
     assert caught.value.status_code == 404
     assert trainer.list_checkpoints() == [saved]
     assert client.get_sampling_client(saved.path).compute_logprobs(prompt=ModelInput.from_ints(IDS))
 
 
-def test_one_client_at_a_time_trains_a_model(connect: Connect, trainer: TrainingClient) -> None:
+def test_second_client_cannot_train_the_same_model(connect: Connect, trainer: TrainingClient) -> None:
     trainer.forward_backward([make_datum()], "cross_entropy")
     second = TrainingClient(
         service=connect(), model_id=trainer.model_id, base_model=BASE_MODEL, session_id=trainer.session_id
@@ -366,6 +366,6 @@ def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Pat
         client.get_model(trainer.model_id)
         client._heartbeat_stop_event.set()
         time.sleep(1.7)
-        with pytest.raises(WeaverAPIError, match=r"model .* does not exist or has ended"):
+        with pytest.raises(WeaverAPIError, match=r"model .* does not exist or was closed"):
             client.get_model(trainer.model_id)
         client.close()

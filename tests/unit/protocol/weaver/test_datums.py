@@ -42,7 +42,7 @@ def test_weaver_tensors_apply_to_the_next_token() -> None:
     assert sample.mask.dtype == sample.logprobs.dtype == sample.advantages.dtype == np.float32
 
 
-def test_cross_entropy_scores_every_target() -> None:
+def test_cross_entropy_computes_logprobs_of_every_target() -> None:
     batch = parse_data("cross_entropy", make_datum([1, 2], [2, 3], weights=[0, 0.5]), make_datum([4], [5]))
     assert batch.samples[0].mask.tolist() == [0, 1, 1]
     assert batch.samples[0].advantages[1:].tolist() == [0, 0.5]
@@ -176,7 +176,7 @@ def test_loss_options_use_tinker_names() -> None:
         ),
     ],
 )
-def test_unsupported_input_is_rejected_by_name(
+def test_unsupported_input_is_rejected(
     loss: str, datum: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ProtocolError, match=message):

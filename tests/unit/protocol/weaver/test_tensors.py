@@ -1,4 +1,4 @@
-"""The SDK's `http-binary` transport: its requests are parsed like the same requests in JSON."""
+"""Tests for the SDK's `http-binary` transport: it trains like JSON, and invalid tensor packs are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from instar.protocol.weaver.tensors import unpack_request
 from instar.protocol.weaver.training import WeaverSequencedRequest
 from tests.unit.protocol.weaver.conftest import BASE_MODEL, KEY, Connect
 
-LIMIT = 100_000
+MAX_BYTES = 100_000
 TensorManifest = dict[str, Any]
 ADAM = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.0)
 
@@ -88,13 +88,13 @@ def test_failed_call_consumes_its_sequence_id(connect: Connect) -> None:
 
 
 def test_repeated_pack_returns_the_same_operation(connect: Connect) -> None:
-    """The SDK does not retry packs that did not arrive; only its caller can send them again."""
+    """The SDK does not retry requests with a pack, so its caller has to send them again."""
     client = connect(tensor_transport="http-binary")
     trainer = create_model(client)
 
-    def send(data: Datum) -> str:
+    def send(datum: Datum) -> str:
         client._operation_seq_by_model[trainer.model_id] = 1
-        return trainer.forward_backward([data], "importance_sampling", wait=False).operation_id
+        return trainer.forward_backward([datum], "importance_sampling", wait=False).operation_id
 
     first = send(make_ratio_datum())
     assert send(make_ratio_datum()) == first
@@ -143,19 +143,19 @@ def encode_request(
     layout = MultipartLayout(prepared.body, prepared.tensor_pack)
     content = prepared.tensor_pack.path.read_bytes() if pack is None else pack
     prepared.close()
-    text = layout.prefix.split(b"\r\n")[4]
-    manifest = json.loads(text)
+    manifest_json = layout.prefix.split(b"\r\n")[4]
+    manifest = json.loads(manifest_json)
     if pack is not None:
         manifest["tensor_pack"] |= {"size_bytes": len(pack), "sha256": hashlib.sha256(pack).hexdigest()}
     change(manifest)
-    prefix = layout.prefix.replace(text, json.dumps(manifest).encode())
+    prefix = layout.prefix.replace(manifest_json, json.dumps(manifest).encode())
     return layout, prefix + content + layout.suffix
 
 
 def parse_body(layout: MultipartLayout, body: bytes) -> WeaverBatch:
-    call, pack = unpack_request(WeaverRequest("owner", {}, layout.content_type, body, None), LIMIT)
+    request, pack = unpack_request(WeaverRequest("owner", {}, layout.content_type, body, None), MAX_BYTES)
     pass_input = parse_json(
-        call.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput
+        request.parse(WeaverSequencedRequest).payload.forward_backward_input, WeaverPassInput
     )
     return parse_batch(pass_input, pack, vocab_size=100, is_backward=True)
 
@@ -187,7 +187,7 @@ def test_valid_tensor_pack_is_parsed() -> None:
         (lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=None), "decoded_size_bytes"),
         (lambda m: m["tensor_pack"].update(codec="zstd"), "cannot be decompressed"),
         (
-            lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=LIMIT + 1),
+            lambda m: m["tensor_pack"].update(codec="zstd", decoded_size_bytes=MAX_BYTES + 1),
             "decoded_size_bytes must be between",
         ),
         (
@@ -230,4 +230,4 @@ def test_truncated_multipart_body_is_rejected() -> None:
         with pytest.raises(ProtocolError):
             parse_body(layout, body[:end])
     with pytest.raises(ProtocolError, match="body is incomplete"):
-        unpack_request(WeaverRequest("owner", {}, MULTIPART, body, None), LIMIT)
+        unpack_request(WeaverRequest("owner", {}, MULTIPART, body, None), MAX_BYTES)

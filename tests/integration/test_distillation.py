@@ -1,4 +1,4 @@
-"""Complete distillation runs with the teacher in its own process."""
+"""Tests for runs with a reference model: distillation from a teacher process, and the KL metric."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_distillation_with_killed_teacher_matches_undisturbed_run(models: Path, 
     assert killed.kill_role("teacher")
     killed.finish()
     assert "teacher exited (signal SIGKILL); restarting it" in killed.output.read_text()
-    assert killed.fingerprint() == undisturbed.fingerprint()
+    assert killed.read_fingerprint() == undisturbed.read_fingerprint()
     steps = read_steps(undisturbed.run_dir)
     assert all(
         step["reference_kl"] == killed_step["reference_kl"]
@@ -58,11 +58,11 @@ def test_distillation_with_killed_teacher_matches_undisturbed_run(models: Path, 
     killed.assert_no_orphans()
 
 
-def test_teacher_with_another_vocabulary_is_rejected_at_start(models: Path, tmp_path: Path) -> None:
+def test_teacher_with_different_vocabulary_is_rejected_at_start(models: Path, tmp_path: Path) -> None:
     config = make_distillation_config(tmp_path, models, 3)
-    other = make_tiny_model(tmp_path / "other", hidden=32)
-    make_tiny_tokenizer(300).save_pretrained(other)
-    config["trainer"]["reference"]["model"]["name"] = str(other)
+    teacher = make_tiny_model(tmp_path / "teacher", hidden=32)
+    make_tiny_tokenizer(300).save_pretrained(teacher)
+    config["trainer"]["reference"]["model"]["name"] = str(teacher)
     run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait(90) == 1

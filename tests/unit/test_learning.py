@@ -1,4 +1,4 @@
-"""A model with random weights learns a task through the complete training loop in one process.
+"""Tests that a model with random weights learns a task through the complete training loop in one process.
 
 The gateway listens on a socket and records to SQLite, the agent requests replies from it, and the batcher,
 the LoRA backend and the trainer produce versions that the engine loads during the run. A task asks for
@@ -38,20 +38,21 @@ from instar.types import StepState
 from tests.serving import ADMIN_KEY, running_gateway
 from tests.tiny import make_tiny_model
 
-MODULE = "tests.unit.test_learns"
-KINDS = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
+MODULE = "tests.unit.test_learning"
+CHARACTERS_BY_KIND = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
 STEPS = 40
 MAX_TOKENS = 4
 MIN_FINAL_REWARD = 0.75
-"""The reward for a reply with one wrong character. At higher learning rates, some seeds converge to it."""
+"""The reward for a reply with one wrong character out of four. At higher learning rates, some seeds converge
+to it."""
 
 
-def tasks() -> list[dict[str, str]]:
-    return [{"kind": kind} for kind in KINDS]
+def make_tasks() -> list[dict[str, str]]:
+    return [{"kind": kind} for kind in CHARACTERS_BY_KIND]
 
 
 async def ask(task: dict[str, str], session: AgentSession) -> None:
-    """An agent that sends one request and receives a short reply."""
+    """Send one request for a short reply."""
     body = {
         "model": session.model,
         "messages": [{"role": "user", "content": task["kind"]}],
@@ -67,7 +68,7 @@ async def ask(task: dict[str, str], session: AgentSession) -> None:
 def score_characters(task: dict[str, str], transcript: Transcript) -> float:
     """Return the fraction of the reply's characters that are of the requested kind."""
     text = transcript.final_text
-    return sum(char in KINDS[task["kind"]] for char in text) / max(1, len(text))
+    return sum(char in CHARACTERS_BY_KIND[task["kind"]] for char in text) / max(1, len(text))
 
 
 def make_config(folder: Path, seed: int) -> RunConfig:
@@ -89,7 +90,7 @@ def make_config(folder: Path, seed: int) -> RunConfig:
                 "tensorboard": False,
             },
             "rollout": {
-                "tasks": {"type": "python", "function": f"{MODULE}:tasks"},
+                "tasks": {"type": "python", "function": f"{MODULE}:make_tasks"},
                 "agent": {"type": "function", "function": f"{MODULE}:ask"},
                 "group_size": 32,
                 "concurrency": 64,
@@ -107,7 +108,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
     engine, backend = create_engine(config), create_backend(config)
     monitor = Monitor(config.run_dir)
 
-    async def engines() -> list[Engine]:
+    async def list_engines() -> list[Engine]:
         return [engine]
 
     async with running_gateway(config, store, engine) as url:
@@ -120,7 +121,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
             TrainingRun(config, config.name, config.name),
             store=store,
             backend=backend,
-            publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), engines),
+            publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), list_engines),
             monitor=monitor,
         )
         async with asyncio.TaskGroup() as group:

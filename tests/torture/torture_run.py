@@ -1,4 +1,4 @@
-"""A run that is hit by faults at random moments: kills, stopped processes, full disks and clock jumps."""
+"""A run that is hit by faults at random moments: kills, suspended processes, full disks and clock jumps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tests.postgres import PostgresTestServer
-from tests.torture.certificates import single_certificate_env
-from tests.torture.faults import HOOKS, Clock, Disk, FileSizeLimit, SmallDisk, stop_process
+from tests.torture.certificates import make_single_certificate_env
+from tests.torture.faults import HOOKS, Clock, Disk, FileSizeLimit, SmallDisk, suspend_process
 from tests.torture.hooks.sitecustomize import BUG_ENV, CLOCK_ENV
 from tests.torture.lineage_backend import read_lineage
 from tests.torture.postgres_run import PostgresRun
@@ -43,8 +43,9 @@ KILL_WEIGHTS = {
 }
 """How often each target is killed, relative to the others."""
 OTHER_FAULT_WEIGHTS = {"stop": 3, "full disk": 2, "clock jump": 2}
+"""How often each other fault occurs, on the same scale. `stop` suspends a process with SIGSTOP."""
 WHOLE_RUN_TARGETS = ("supervisor", "process tree")
-"""The targets after whose kill the run must be resumed."""
+"""The targets that end the run when they are killed, so that it must be resumed."""
 TRAFFIC_TARGETS = ("gateway", "rollout", "engine")
 """The targets that are killed while agents run."""
 MAX_RESTARTS = {"local": 4, "ray": 6}
@@ -54,7 +55,7 @@ run."""
 RAY_WEIGHT_FACTOR = 0.3
 """Scales down the kills that also take Ray down, because restarting Ray is slow."""
 MAX_FAILURES = 20
-"""How often a run may fail without a kill, for example because its disk was full for too long."""
+"""How often a run may fail without being killed, for example because its disk was full for too long."""
 READY_PROBABILITY = 0.6
 """The fraction of faults that wait until all roles are ready. The others may hit a role while it starts."""
 MAX_PAUSE_SECONDS = 1.0
@@ -62,12 +63,11 @@ MAX_KILL_DELAY_SECONDS = 0.4
 """The maximum time between the start of a step or session and a kill in it."""
 CALL_SECONDS = 0.12
 """The minimum duration of a backend call, so that a step lasts longer than MAX_KILL_DELAY_SECONDS."""
-MAX_STOP_SECONDS = 3.0
+MAX_SUSPEND_SECONDS = 3.0
 MAX_FULL_DISK_SECONDS = 3.0
-CLOCK_JUMPS = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
-"""In seconds."""
-TIMEOUT = 240.0
-"""Seconds allowed until the roles are ready, until the next step begins, and until the run ends."""
+CLOCK_JUMP_SECONDS = (-86_400, -3600, -60, -2, 2, 60, 3600, 86_400)
+TIMEOUT_SECONDS = 240.0
+"""The time allowed until the roles are ready, until a step or session begins, and until the run ends."""
 RUN_DISK_MEGABYTES = 64
 SERVER_DISK_MEGABYTES = 320
 OPEN_STEP_SQL = (
@@ -78,7 +78,7 @@ OPEN_STEP_SQL = (
 
 @dataclass(frozen=True)
 class Setup:
-    """The store, runner and training mode of a tortured run."""
+    """The store, runner and training mode of a torture run."""
 
     store: Literal["sqlite", "postgres"] = "sqlite"
     runner: Literal["local", "ray"] = "local"
@@ -91,18 +91,19 @@ class Setup:
 
 @dataclass(frozen=True)
 class TortureConfig:
-    """How long a run is and which faults hit it."""
+    """The length of a run, and the faults that hit it."""
 
     steps: int
     max_kills: int
     """The number of kills after which the run is left undisturbed so that it can finish."""
     faults: Mapping[str, float] = field(default_factory=lambda: {**KILL_WEIGHTS, **OTHER_FAULT_WEIGHTS})
+    """The relative frequency of each fault."""
     bug: str | None = None
     """The name of a bug to plant in the run."""
     python: str = sys.executable
     """The interpreter of the run and its roles. May be `RoleServer.program`. On Ray, which starts its own
     processes, only the trainer uses it."""
-    has_small_disk: bool = field(default_factory=lambda: os.getuid() == 0)
+    use_small_disk: bool = field(default_factory=lambda: os.getuid() == 0)
     """Fill small disks, which requires root. Otherwise, limit the size of files."""
 
 
@@ -116,6 +117,7 @@ class TortureResult:
     failures: int = 0
     """How often the run failed without a kill and was resumed."""
     acknowledged: int = 0
+    """The number of replies that the agents received in full."""
     lost: list[str] = field(default_factory=list[str])
     """The replies that an agent received but that are not in the store."""
     trained_twice: list[str] = field(default_factory=list[str])
@@ -133,7 +135,7 @@ class TortureResult:
         return not (self.lost or self.trained_twice or self.problem)
 
 
-def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: TortureConfig) -> dict[str, Any]:
+def make_run_config(folder: Path, model: Path, setup: Setup, torture: TortureConfig) -> dict[str, Any]:
     trainer = {} if setup.mode == "sync" else {"mode": "async", "checkpoint_every": 2, "keep_checkpoints": 1}
     config = make_config(folder, model, steps=torture.steps, **trainer)
     config["dir"] = str(folder / "disk" / "run")
@@ -150,14 +152,14 @@ def make_tortured_config(folder: Path, model: Path, setup: Setup, torture: Tortu
     return config
 
 
-class TorturedRun:
+class TortureRun:
     """A run in a new folder. On exit, the context manager kills the run and removes its disks."""
 
-    def __init__(self, folder: Path, model: Path, setup: Setup, torture: TortureConfig, seed: str) -> None:
+    def __init__(self, folder: Path, model: Path, setup: Setup, config: TortureConfig, seed: str) -> None:
         self.folder = folder
         self.result = TortureResult()
         self._setup = setup
-        self._torture = torture
+        self._config = config
         self._rng = random.Random(seed)
         self._resources = ExitStack()
         self._restarts: Counter[str] = Counter()
@@ -167,20 +169,20 @@ class TorturedRun:
         self._disks: list[Disk] = []
         self._add_disk(folder / "disk", RUN_DISK_MEGABYTES)
         self._server: PostgresTestServer | None = None
-        config = make_tortured_config(folder, model, setup, torture)
+        run_config = make_run_config(folder, model, setup, config)
         if setup.store == "postgres":
             self._server = self._start_server()
-            self._run: RunProcess = PostgresRun(folder, config, self._server)
+            self._run: RunProcess = PostgresRun(folder, run_config, self._server)
         else:
-            self._run = RunProcess(folder, config)
+            self._run = RunProcess(folder, run_config)
         self._run.roles = (*ROLES, "rewards")
         if setup.runner == "local":
-            self._run.python = torture.python
+            self._run.python = config.python
         if not self._disks:
-            self._disks.append(FileSizeLimit(self._list_tree))
+            self._disks.append(FileSizeLimit(self._list_pids))
 
     def _add_disk(self, folder: Path, megabytes: int) -> None:
-        if self._torture.has_small_disk:
+        if self._config.use_small_disk:
             self._disks.append(SmallDisk(folder, megabytes))
             self._resources.callback(self._disks[-1].remove)
 
@@ -193,7 +195,7 @@ class TorturedRun:
         self._resources.callback(server.remove)
         return server
 
-    def __enter__(self) -> TorturedRun:
+    def __enter__(self) -> TortureRun:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -210,46 +212,48 @@ class TorturedRun:
 
     def run_undisturbed(self) -> Fingerprint:
         self._start()
-        self._run.finish(TIMEOUT)
-        return self._run.fingerprint()
+        self._run.finish(TIMEOUT_SECONDS)
+        return self._run.read_fingerprint()
 
     def run(
         self,
         reference: Fingerprint | None,
         *,
-        should_end: Callable[[], bool] = lambda: False,
+        should_stop: Callable[[], bool] = lambda: False,
         report: Callable[[str], None] = lambda _: None,
     ) -> TortureResult:
-        """Inject faults into the run and compare its result with the reference.
+        """Inject faults into the run, and compare its result with the reference if there is one.
 
-        Faults stop when ``should_end()`` is true or `max_kills` is reached; the run then finishes
-        undisturbed.
+        Faults stop when ``should_stop()`` is true or `max_kills` is reached; the run then finishes
+        undisturbed. Any error is returned as the result's ``problem``.
         """
-        began = time.monotonic()
+        started_at = time.monotonic()
         try:
             self._start()
             while not self._is_finished():
-                if should_end() or self.result.kill_count >= self._torture.max_kills:
-                    self._run.wait_until(lambda: False, TIMEOUT)
+                if should_stop() or self.result.kill_count >= self._config.max_kills:
+                    self._run.wait_until(lambda: False, TIMEOUT_SECONDS)
                 elif fault := self._inject():
                     self._write_log(fault)
-                    report(f"{fault}, {self._run.progress()}")
-            self._check(reference)
-        except Exception as error:  # noqa: BLE001 - any error is a finding of the torture run
+                    report(f"{fault}, {self._run.describe_progress()}")
+            self._check_result(reference)
+        except Exception as error:  # noqa: BLE001 - any error is a problem of the run
             self.result.problem = f"{type(error).__name__}: {error}"
             self._write_log(self.result.problem)
-        self.result.seconds = time.monotonic() - began
+        self.result.seconds = time.monotonic() - started_at
         return self.result
 
     def _start(self) -> None:
         path = os.pathsep.join(map(str, (HOOKS, ROOT)))
-        bug = {} if self._torture.bug is None else {BUG_ENV: self._torture.bug}
-        env = {"PYTHONPATH": path, "RAY_worker_niceness": "0", **single_certificate_env()}
+        bug_env = {} if self._config.bug is None else {BUG_ENV: self._config.bug}
+        env = {"PYTHONPATH": path, "RAY_worker_niceness": "0", **make_single_certificate_env()}
         self._restarts.clear()
-        self._run.start(resume=(self._run.run_dir / "config.json").exists(), **env, **self._clock.env, **bug)
+        self._run.start(
+            resume=(self._run.run_dir / "config.json").exists(), **env, **self._clock.env, **bug_env
+        )
 
     def _is_finished(self) -> bool:
-        """Return True if the run has ended successfully. Resume it if it has failed."""
+        """Return True if the run has exited successfully. Resume it if it has failed."""
         if not self._run.has_exited():
             return False
         if self._run.wait() == 0:
@@ -257,14 +261,14 @@ class TorturedRun:
         assert not self._is_aborted, "the run was aborted"
         self.result.failures += 1
         self._write_log(f"the run failed: {self._run.output.read_text(errors='replace')[-300:]}")
-        assert self.result.failures <= MAX_FAILURES, f"the run keeps failing\n{self._run.explain()}"
+        assert self.result.failures <= MAX_FAILURES, f"the run keeps failing\n{self._run.collect_logs()}"
         self._start()
         return False
 
-    def _check(self, reference: Fingerprint | None) -> None:
+    def _check_result(self, reference: Fingerprint | None) -> None:
         run, result = self._run, self.result
-        result.acknowledged = len(run.list_acknowledged())
-        result.lost = run.list_lost()
+        result.acknowledged = len(run.read_acknowledged_ids())
+        result.lost = run.find_lost_ids()
         (state,) = run.query("SELECT state_path FROM steps ORDER BY step DESC LIMIT 1")[0]
         trained = [key for keys in read_lineage(Path(state) / "backend") for key in keys]
         result.trained_twice = sorted(key for key, count in Counter(trained).items() if count > 1)
@@ -273,7 +277,7 @@ class TorturedRun:
         if reference is None:
             run.assert_consistent()
         else:
-            differences = run.fingerprint().list_differences(reference)
+            differences = run.read_fingerprint().list_differences(reference)
             assert not differences, f"the result differs from an undisturbed run: {differences}"
 
     def _write_log(self, text: str) -> None:
@@ -283,10 +287,12 @@ class TorturedRun:
     # --- faults ------------------------------------------------------------------------------------
 
     def _inject(self) -> str | None:
-        """Inject a random fault and return its description, or None if there was nothing to hit."""
-        if self._rng.random() < READY_PROBABILITY and not self._run.wait_until(self._run.is_ready, TIMEOUT):
+        """Inject a random fault and return its description, or None if its target is not running."""
+        if self._rng.random() < READY_PROBABILITY and not self._run.wait_until(
+            self._run.is_ready, TIMEOUT_SECONDS
+        ):
             return None
-        faults, runner = dict(self._torture.faults), self._setup.runner
+        faults, runner = dict(self._config.faults), self._setup.runner
         if runner == "ray":
             faults |= {name: RAY_WEIGHT_FACTOR * faults.get(name, 0) for name in WHOLE_RUN_TARGETS}
         (fault,) = self._rng.choices(list(faults), list(faults.values()))
@@ -298,13 +304,13 @@ class TorturedRun:
         )
         if condition is None:
             time.sleep(self._rng.uniform(0, MAX_PAUSE_SECONDS))
-        elif self._run.wait_until(condition, TIMEOUT):
+        elif self._run.wait_until(condition, TIMEOUT_SECONDS):
             time.sleep(self._rng.uniform(0, MAX_KILL_DELAY_SECONDS))
         if self._run.has_exited():
             return None
         if fault not in OTHER_FAULT_WEIGHTS:
             return self._kill(fault)
-        inject = {"stop": self._stop, "full disk": self._fill_disk, "clock jump": self._jump_clock}[fault]
+        inject = {"stop": self._suspend, "full disk": self._fill_disk, "clock jump": self._jump_clock}[fault]
         description = inject()
         self.result.other_faults[fault] = self.result.other_faults.get(fault, 0) + 1
         return description
@@ -343,16 +349,16 @@ class TorturedRun:
             self._start()
         return f"killed the {target}{' in a step' if is_in_step else ''}"
 
-    def _list_tree(self) -> set[int]:
+    def _list_pids(self) -> set[int]:
         pid = self._run.supervisor_pid
         return {pid, *list_descendants(pid), *self._run.list_processes()}
 
-    def _stop(self) -> str:
+    def _suspend(self) -> str:
         processes = {**self._run.list_processes(), self._run.supervisor_pid: "supervisor"}
         pid = self._rng.choice(sorted(processes))
-        seconds = self._rng.uniform(0.1, MAX_STOP_SECONDS)
-        stop_process(pid, seconds)
-        return f"stopped the {processes[pid]} for {seconds:.1f} s"
+        seconds = self._rng.uniform(0.1, MAX_SUSPEND_SECONDS)
+        suspend_process(pid, seconds)
+        return f"suspended the {processes[pid]} for {seconds:.1f} s"
 
     def _fill_disk(self) -> str:
         disk, seconds = self._rng.choice(self._disks), self._rng.uniform(0.2, MAX_FULL_DISK_SECONDS)
@@ -366,6 +372,6 @@ class TorturedRun:
         return f"filled a disk for {seconds:.1f} s"
 
     def _jump_clock(self) -> str:
-        seconds = self._rng.choice(CLOCK_JUMPS)
+        seconds = self._rng.choice(CLOCK_JUMP_SECONDS)
         self._clock.jump(seconds)
         return f"moved the clock by {seconds} s"

@@ -1,4 +1,4 @@
-"""A gateway finds engines that start after it."""
+"""Tests that a gateway finds engines that start after it."""
 
 from __future__ import annotations
 
@@ -28,6 +28,6 @@ async def send_request(run: LiveRun, action: Action, name: str) -> None:
     await run.control.handle(ControlRequest(action, name, 60.0))
 
 
-async def has_status(run: LiveRun, name: str, doing: str) -> bool:
+async def has_status(run: LiveRun, name: str, status: str) -> bool:
     endpoints = await run.store.endpoints(run.run_id)
-    return any(endpoint.name == name and endpoint.doing == doing for endpoint in endpoints)
+    return any(endpoint.name == name and endpoint.doing == status for endpoint in endpoints)

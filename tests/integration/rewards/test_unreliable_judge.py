@@ -1,4 +1,4 @@
-"""Scoring of 10,000 sessions with an unreliable judge and a scoring process that is killed twice."""
+"""Test of scoring 10,000 sessions with an unreliable judge and a scoring process that is killed twice."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-SESSIONS = 10_000
+SESSION_COUNT = 10_000
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(500)
 def test_every_session_is_scored_once_or_has_a_failure_reason(tmp_path: Path) -> None:
-    options = {"sessions": SESSIONS, "slots": 48, "service": 0.05, "faults": 0.2, "kills": 2, "dir": tmp_path}
+    options = {
+        "sessions": SESSION_COUNT,
+        "slots": 48,
+        "service": 0.05,
+        "faults": 0.2,
+        "kills": 2,
+        "dir": tmp_path,
+    }
     command = [sys.executable, str(ROOT / "bench" / "rewards.py"), "--json"]
     for name, value in options.items():
         command += [f"--{name}", str(value)]
@@ -28,8 +35,8 @@ def test_every_session_is_scored_once_or_has_a_failure_reason(tmp_path: Path) ->
 
     store = sqlite3.connect(tmp_path / "store.db")
     states = dict(store.execute("SELECT state, COUNT(*) FROM scores GROUP BY state"))
-    assert sum(states.values()) == SESSIONS
-    assert states["scored"] > 0.95 * SESSIONS
+    assert sum(states.values()) == SESSION_COUNT
+    assert states["scored"] > 0.95 * SESSION_COUNT
     (unexplained,) = store.execute(
         "SELECT COUNT(*) FROM scores WHERE (state = 'fallback') != (COALESCE(reason, '') != '')"
     ).fetchone()

@@ -1,4 +1,5 @@
-"""Complete runs of `instar train` through the SDK of each service, on a server with its protocol."""
+"""Tests for complete runs of `instar train` through each service's SDK, on a server with its protocol, and
+for the MinT recipe."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from tests.integration.backends.command import INSTAR, PROTOCOLS, run_server, ru
 from tests.integration.backends.environments import ROOT, get_interpreter
 from tests.tiny import make_tiny_model
 from tests.torture import run_process
-from tests.unit.test_learns import MIN_FINAL_REWARD, make_config
+from tests.unit.test_learning import MIN_FINAL_REWARD, make_config
 
 RANK = 8
 STEPS = 60
@@ -28,8 +29,8 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.timeout(1200)
-def test_random_model_learns_through_the_backend(name: str, tmp_path: Path) -> None:
-    """Uses the task, model and expected reward of tests/unit/test_learns.py."""
+def test_random_model_learns_through_the_service(name: str, tmp_path: Path) -> None:
+    """Uses the task, model and expected reward of tests/unit/test_learning.py."""
     model = make_tiny_model(tmp_path / "model", seed=0, std=0.2)
     settings = make_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
     settings["trainer"]["steps"] = STEPS
@@ -61,7 +62,7 @@ def local_steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 
 @pytest.mark.timeout(1200)
-def test_losses_match_the_local_backend(
+def test_losses_through_the_service_match_the_local_backend(
     name: str, model: Path, local_steps: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     with run_server(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:

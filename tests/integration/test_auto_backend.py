@@ -1,4 +1,5 @@
-"""Runs with `backend: auto` and a service that is configured through environment variables."""
+"""Tests for runs with `backend: auto` and a service that is configured through environment variables, and for
+resuming a run with a different backend."""
 
 from __future__ import annotations
 
@@ -64,7 +65,7 @@ def test_run_with_auto_backend_finds_service_and_reports_loss_fallback(
 
 
 @pytest.mark.timeout(60)
-def test_resume_with_another_backend_is_rejected(model: Path, tmp_path: Path) -> None:
+def test_resume_with_a_different_backend_is_rejected(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1)
     run = RunProcess(tmp_path, config)
     run.run_dir.mkdir()

@@ -1,4 +1,4 @@
-"""A student learns from a teacher alone, through the store, the batcher, the backend and the trainer.
+"""Tests that a student learns from a teacher alone, through the store, batcher, backend and trainer.
 
 The teacher is the student's model with all weights trained on one sentence, and there are no rewards. The
 divergence of the student's samples from the teacher's distribution has to decrease.
@@ -43,7 +43,7 @@ PROMPT = TOKENIZER.encode("<|im_start|>user\ndigits<|im_end|>\n<|im_start|>assis
 ENGINE = LocalEngineConfig(threads=1)
 
 
-async def make_teacher(model: ModelConfig, folder: Path) -> None:
+async def train_teacher(model: ModelConfig, folder: Path) -> None:
     ids = np.asarray([*PROMPT, *TOKENIZER.encode("615 893")], np.int32)
     mask = (np.arange(len(ids)) >= len(PROMPT)).astype(np.float32)
     sample = Sample("s", "s", ids, mask, mask * np.nan, mask, mask.astype(np.int32))
@@ -87,7 +87,7 @@ async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path
         advantage={"weight": 0},
         checkpoint_every=STEPS,
     )
-    await make_teacher(config.model, tmp_path / "teacher")
+    await train_teacher(config.model, tmp_path / "teacher")
     assert isinstance(config.trainer.reference, EngineReferenceConfig)
     backend = LocalBackend(config.model, LocalBackendConfig(threads=1))
     engine = LocalEngine(config.model, ENGINE)
@@ -96,14 +96,14 @@ async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path
     await put_test_run(store)
     monitor = Monitor(config.run_dir, tensorboard=False)
 
-    async def engines() -> list[Engine]:
+    async def list_engines() -> list[Engine]:
         return [engine]
 
     trainer = Trainer(
         TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        publisher=PolicyPublisher(FileSync(), engines),
+        publisher=PolicyPublisher(FileSync(), list_engines),
         monitor=monitor,
         penalty=create_penalty(config, backend, teacher),
     )
@@ -115,6 +115,6 @@ async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path
     monitor.close()
     for resource in (teacher, engine, backend, store):
         await resource.close()
-    divergence = [record["reference_kl"] for record in read_steps(config.run_dir)]
-    assert divergence[0] > 1
-    assert mean(divergence[-2:]) < 0.7 * divergence[0], [round(value, 2) for value in divergence]
+    divergences = [record["reference_kl"] for record in read_steps(config.run_dir)]
+    assert divergences[0] > 1
+    assert mean(divergences[-2:]) < 0.7 * divergences[0], [round(value, 2) for value in divergences]

@@ -74,16 +74,16 @@ async def test_engine_matches_the_trainer_after_each_push(
     sync = await create_sync_route(make_config(tiny, route), training.backend, [engine])
     assert sync.is_live
     assert sync.description.startswith(route)
-    before = await engine.logprobs(PROMPT)
+    previous = await engine.logprobs(PROMPT)
     for _ in range(2):
         policy = await training.step()
         assert await sync.push(Policy("p", policy.version, Artifact("live")), [engine]) == [None]
         await check_parity(engine, training, policy)
-        after = await engine.logprobs(PROMPT)
-        assert np.abs(after - before)[1:].max() > 10 * LOGPROB_TOLERANCE, (
+        logprobs = await engine.logprobs(PROMPT)
+        assert np.abs(logprobs - previous)[1:].max() > 10 * LOGPROB_TOLERANCE, (
             "the new version must differ from the previous one"
         )
-        before = after
+        previous = logprobs
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
     await training.backend.close()
@@ -113,9 +113,9 @@ async def test_unreachable_engine_does_not_affect_others(
     unreachable = RemoteEngine("http://127.0.0.1:9", TOKEN)
     policy = await training.step()
     sync = await create_sync_route(make_config(tiny, "ray"), training.backend, [engine])
-    failed, succeeded = await sync.push(Policy("p", policy.version, Artifact("live")), [unreachable, engine])
-    assert isinstance(failed, SyncError)
-    assert succeeded is None
+    error, no_error = await sync.push(Policy("p", policy.version, Artifact("live")), [unreachable, engine])
+    assert isinstance(error, SyncError)
+    assert no_error is None
     await check_parity(engine, training, policy)
     await engine.load(Policy("p", 0, Artifact("base")))
     await sync.close()
@@ -123,21 +123,21 @@ async def test_unreachable_engine_does_not_affect_others(
     await training.backend.close()
 
 
-async def test_push_rejects_weights_of_another_shape(
+async def test_push_rejects_weights_of_a_different_shape(
     engine: RemoteEngine, tiny: Path, tmp_path: Path
 ) -> None:
-    other = Training(make_tiny_model(tmp_path / "other", hidden=64, heads=2, kv_heads=2), tmp_path)
-    await other.step()
+    mismatched = Training(make_tiny_model(tmp_path / "mismatched", hidden=64, heads=2, kv_heads=2), tmp_path)
+    await mismatched.step()
     before = await engine.logprobs(PROMPT)
     for route in ("ipc", "ray"):
-        sync = await create_sync_route(make_config(tiny, route), other.backend, [engine])
-        (failed,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
-        assert isinstance(failed, SyncError)
-        assert "architecture of the base model" in str(failed)
+        sync = await create_sync_route(make_config(tiny, route), mismatched.backend, [engine])
+        (error,) = await sync.push(Policy("p", 1, Artifact("live")), [engine])
+        assert isinstance(error, SyncError)
+        assert "architecture of the base model" in str(error)
         await sync.close()
     assert (await engine.status()).version == 0
     np.testing.assert_array_equal(await engine.logprobs(PROMPT), before)
-    await other.backend.close()
+    await mismatched.backend.close()
 
 
 async def test_worker_that_fails_during_commit_can_be_loaded_again(
@@ -156,7 +156,7 @@ async def test_worker_that_fails_during_commit_can_be_loaded_again(
     body = {"key": "p:1", "buffer": buffer.name, "handle": buffer.handle, "layout": layout}
 
     def call_worker(method: str) -> Any:
-        return served.wait(client.rpc(method, {"text": json.dumps(body)}))
+        return served.run_in_loop(client.rpc(method, {"text": json.dumps(body)}))
 
     assert await asyncio.to_thread(call_worker, "instar_stage") == [{"known": True}]
     (result,) = await asyncio.to_thread(call_worker, "instar_commit")
@@ -192,7 +192,9 @@ async def test_push_sends_a_model_sharded_over_two_ranks(
     await engine.load(Policy("p", 0, Artifact("base")))
 
 
-async def test_create_sync_rejects_an_unavailable_route(engine: Engine, tiny: Path, tmp_path: Path) -> None:
+async def test_create_sync_route_rejects_an_unavailable_route(
+    engine: Engine, tiny: Path, tmp_path: Path
+) -> None:
     training = Training(tiny, tmp_path)
     with pytest.raises(ConfigError, match=r"sync.route: 'nccl' cannot be used: .*Available: ipc, ray, files"):
         await create_sync_route(make_config(tiny, "nccl"), training.backend, [engine])

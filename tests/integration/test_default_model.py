@@ -1,4 +1,4 @@
-"""Downloads the default model into an empty cache and converts it."""
+"""Test that the default model is downloaded into an empty cache and converted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from instar.models import DEFAULT_MODEL, is_cached, load_tokenizer, resolve_model
 
 
-def test_default_model_is_converted_to_unquantized_weights(
+def test_default_model_is_downloaded_and_converted_to_unquantized_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE", str(tmp_path))
