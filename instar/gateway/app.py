@@ -25,6 +25,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
+from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
 from instar.gateway.pipeline.pipeline import CallPipeline, RouteMatch
@@ -168,10 +169,11 @@ class GatewayApp(Starlette):
         else:
             await self._pipeline.handle(route, scope, receive, send)
 
-    def reject_early(self, path: bytes) -> bytes | None:
+    def reject_early(self, data: bytes) -> bytes | None:
         """Return a response that rejects a model call if the gateway is at capacity, or None."""
-        route = self._match_route(path.decode("latin-1"))
-        return None if route is None else self._pipeline.reject_if_full(route.dialect)
+        path = find_post_path(data) if self._pipeline.is_full else None
+        route = self._match_route(path.decode()) if path else None
+        return None if route is None else self._pipeline.make_rejection(route.dialect)
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

@@ -10,6 +10,7 @@ request (``cycle``) may be ahead of the one being handled (``_active``).
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,14 +18,17 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 RejectEarly = Callable[[bytes], bytes | None]
-"""Given the path of a POST request, returns a complete response that rejects it, or None to handle it."""
+"""Given the data at the start of a request, returns a complete response that rejects it, or None."""
 
 _REJECTION_TEMPLATE = b"HTTP/1.1 %s\r\ncontent-length: %d\r\nconnection: close\r\n\r\n%s"
 _MAX_PIPELINED = 16
 """Reading from a connection pauses while this many of its requests are waiting."""
 _EXTENSION_NAME = "instar.connection"
-_SPECIAL_HEADERS = (b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade", b"\r\nconnection: close")
-"""Headers of requests that only the parser handles correctly, in lower case."""
+# Requests in this form have the same meaning for every HTTP parser.
+_PLAIN_POST = re.compile(rb"POST ([!-$&->@-~]+)(?:\?[!-~]*)? HTTP/1\.1")
+_PLAIN_HEADERS = re.compile(rb"(?:\r\n[!#$%&'*+.^_`|~0-9a-z-]+:[^\x00-\x08\x0a-\x1f\x7f]*)+")
+_SPECIAL_HEADERS = (b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade")
+_CLOSING_HEADER = re.compile(rb"\r\n(?:proxy-)?connection:(?![ \t]*keep-alive[ \t]*(?:\r\n|\Z))")
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
@@ -142,10 +146,10 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._reject(b"400 Bad Request", msg.encode())
 
     def _find_early_rejection(self, data: bytes) -> bytes | None:
-        if self.reject_early is None or not self._is_between_requests:
+        # A client that does not read its responses must not fill the write buffer.
+        if self.reject_early is None or self.flow.write_paused or not self._is_between_requests:
             return None
-        path = _find_post_path(data)
-        return None if path is None else self.reject_early(path)
+        return self.reject_early(data)
 
     @property
     def _is_between_requests(self) -> bool:
@@ -187,17 +191,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
 
-def _find_post_path(data: bytes) -> bytes | None:
-    """Return the path of a POST request if ``data`` is exactly one complete, ordinary request, else None."""
+def find_post_path(data: bytes) -> bytes | None:
+    """Return the path of a POST request if ``data`` is exactly one complete request in a plain form, or None
+    if only the parser can tell what it is."""
     head, separator, body = data.partition(b"\r\n\r\n")
     line, _, headers = head.partition(b"\r\n")
-    if not separator or not line.startswith(b"POST ") or not line.endswith(b" HTTP/1.1"):
-        return None
     headers = b"\r\n" + headers.lower()
-    if any(name in headers for name in _SPECIAL_HEADERS):
+    match = _PLAIN_POST.fullmatch(line)
+    if not separator or match is None or not _PLAIN_HEADERS.fullmatch(headers):
         return None
-    _, length_name, rest = headers.partition(b"\r\ncontent-length:")
-    length = rest.partition(b"\r\n")[0].strip()
-    if not length_name or not length.isdigit() or int(length) != len(body):
+    if any(name in headers for name in _SPECIAL_HEADERS) or _CLOSING_HEADER.search(headers):
         return None
-    return line[len(b"POST ") : -len(b" HTTP/1.1")].partition(b"?")[0]
+    _, _, length = headers.partition(b"\r\ncontent-length:")
+    is_complete = length.partition(b"\r\n")[0].strip(b" \t") == b"%d" % len(body)
+    return match[1] if is_complete and b"\r\ncontent-length:" not in length else None

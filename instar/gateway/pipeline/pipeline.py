@@ -62,10 +62,12 @@ class CallPipeline:
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
-    def reject_if_full(self, dialect: Dialect) -> bytes | None:
-        """Return a complete HTTP response with status 429 if too many requests are in flight, or None."""
-        if not self._reader.is_full:
-            return None
+    @property
+    def is_full(self) -> bool:
+        return self._reader.is_full
+
+    def make_rejection(self, dialect: Dialect) -> bytes:
+        """Return the complete HTTP response, with status 429, to a call that finds the gateway full."""
         if (response := self._rejections.get(dialect.name)) is None:
             error = self._reader.capacity_error()
             body = dialect.format_error(error)

@@ -5,10 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from unittest.mock import Mock
 
 import pytest
+import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from instar.config import GatewayConfig
+from instar.gateway.http_protocol import LimitedHttpProtocol, find_post_path
 from tests.unit.gateway.conftest import RunningGateway, StartGateway
 from tests.unit.gateway.test_limits import build_head, connect
 from tests.unit.gateway.test_pipelining import encode_request, read_response
@@ -100,3 +105,81 @@ async def test_other_routes_of_a_full_gateway_are_served(full_gateway: RunningGa
     writer.write(head + b"{}")
     assert (await read_response(reader))[0] == 404
     writer.close()
+
+
+PLAIN = (
+    b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}"
+)
+UNUSUAL = {
+    "long length": (b"Content-Length: 2", b"Content-Length: " + b"1" * 5000),
+    "two lengths": (b"Content-Length: 2", b"Content-Length: 2\r\nContent-Length: 9"),
+    "space before the colon": (b"Content-Length: 2", b"Content-Length: 2\r\nContent-Length : 9"),
+    "folded line": (b"Content-Length: 2", b"Content-Length: 2\r\n 0"),
+    "bare line feed": (b"Host: x", b"Host: x\nTransfer-Encoding: chunked"),
+    "control character": (b"Host: x", b"Host: x\x00"),
+    "no colon": (b"Host: x", b"Host"),
+    "space in the path": (b"/v1/chat", b"/v1 /chat"),
+}
+
+
+def test_plain_post_request_has_a_path() -> None:
+    assert find_post_path(PLAIN) == b"/v1/chat/completions"
+    assert find_post_path(PLAIN.replace(b" HTTP/1.1", b"?a=b%20c HTTP/1.1")) == b"/v1/chat/completions"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *UNUSUAL.values(),
+        (b"keep-alive", b"close"),
+        (b" keep-alive", b"close"),
+        (b"keep-alive", b"keep-alive, close"),
+        (b"POST", b"PUT"),
+        (b"HTTP/1.1", b"HTTP/1.0"),
+        (b"/v1/chat", b"/s/a%2Fb/v1/chat"),
+        (b"{}", b"{"),
+        (b"{}", b"{}POST"),
+        (b"Host: x", b"Expect: 100-continue"),
+        (b"Host: x", b"Upgrade: h2c"),
+    ],
+)
+def test_unusual_request_is_left_to_the_parser(change: tuple[bytes, bytes]) -> None:
+    data = PLAIN.replace(*change)
+    assert data != PLAIN
+    assert find_post_path(data) is None
+
+
+@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+async def test_malformed_request_on_a_full_gateway_closes_the_connection(
+    full_gateway: RunningGateway, change: tuple[bytes, bytes]
+) -> None:
+    reader, writer = await connect(full_gateway)
+    writer.write(PLAIN.replace(*change))
+    assert (await read_response(reader))[0] == 400
+    async with asyncio.timeout(30):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
+    """The write buffer would grow with every request of a client that does not read."""
+    config = uvicorn.Config(_respond_with_nothing, http=LimitedHttpProtocol.with_limits(1 << 20, 60.0))
+    config.load()
+    protocol_class = LimitedHttpProtocol.with_limits(1 << 20, 60.0, lambda _: b"rejected")
+    state = ServerState()
+    protocol = protocol_class(config, state, {}, asyncio.get_running_loop())
+    transport = Mock(asyncio.Transport)
+    transport.is_closing.return_value = False
+    transport.get_extra_info.return_value = None
+    protocol.connection_made(transport)
+    protocol.data_received(PLAIN)
+    transport.write.assert_called_once_with(b"rejected")
+    protocol.pause_writing()
+    protocol.data_received(PLAIN)
+    transport.write.assert_called_once()
+    protocol.connection_lost(None)
+    await asyncio.gather(*state.tasks)
+
+
+async def _respond_with_nothing(scope: Scope, receive: Receive, send: Send) -> None:
+    del scope, receive, send
