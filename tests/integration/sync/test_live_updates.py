@@ -38,6 +38,11 @@ from tests.unit.engines.conformance import get_versions
 pytestmark = pytest.mark.timeout(600)
 
 
+MAX_CONTEXT = 2048
+LONG_REPLY_TOKENS = 2000
+"""A reply of this length does not end before new weights arrive, even if this process is rarely scheduled."""
+
+
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_vllm_model(tmp_path_factory.mktemp("tiny"))
@@ -46,7 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(tiny: Path, cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
     """Serve a vLLM engine. It starts after the cluster, because its workers need the cluster's token."""
-    config = RunConfig(model=make_model_config(tiny), engine=make_vllm_config(policy="merged"))
+    config = RunConfig(model=make_model_config(tiny, MAX_CONTEXT), engine=make_vllm_config(policy="merged"))
     served = ServedEngine(config, tmp_path_factory.mktemp("logs") / "engine.log")
     yield served
     served.close()
@@ -61,7 +66,7 @@ async def engine(served: ServedEngine) -> AsyncIterator[RemoteEngine]:
 
 def make_config(tiny: Path, route: str) -> RunConfig:
     return RunConfig.model_validate(
-        {"model": make_model_config(tiny).model_dump(), "sync": {"route": route, "chunk_mib": 1}}
+        {"model": make_model_config(tiny, MAX_CONTEXT).model_dump(), "sync": {"route": route, "chunk_mib": 1}}
     )
 
 
@@ -93,12 +98,12 @@ async def test_reply_continues_under_new_weights(engine: RemoteEngine, tiny: Pat
     training = Training(tiny, tmp_path)
     sync = await create_sync_route(make_config(tiny, "ipc"), training.backend, [engine])
     version = (await training.step()).version
-    stream = engine.generate(PROMPT, SamplingParams(max_tokens=200, seed=3))
+    stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
     chunks = [await anext(stream)]
     assert await sync.push(Policy("p", version, Artifact("live")), [engine]) == [None]
     chunks += [chunk async for chunk in stream]
     versions = get_versions(chunks)
-    assert len(versions) == 200 or chunks[-1].finish_reason == "stop"
+    assert len(versions) == LONG_REPLY_TOKENS or chunks[-1].finish_reason == "stop"
     assert versions == sorted(versions)
     assert {versions[0], versions[-1]} == {0, 1}
     await engine.load(Policy("p", 0, Artifact("base")))
