@@ -1,0 +1,1 @@
+"""The tasks, the model, the training step and the settings that `bench/ablations.py` compares."""
