@@ -266,7 +266,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     steps = run.count_published_steps()
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
-    run.wait_until(lambda: "samples" in run.read_endpoint("trainer")[2])
+    run.wait_until(lambda: run.read_endpoint("trainer")[2].startswith("step "))
     os.kill(run.read_endpoint("trainer")[1], signal.SIGKILL)
     run.finish(240)
 
