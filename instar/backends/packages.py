@@ -18,7 +18,7 @@ from instar.clouds.base import SERVICES
 from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
-INTERPRETER_TIMEOUT_SECONDS = 30.0
+INTERPRETER_TIMEOUT_SECONDS = 120.0
 
 
 @dataclass(frozen=True, slots=True)
