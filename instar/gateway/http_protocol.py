@@ -42,8 +42,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     head_timeout = 60.0
     """The time within which the request headers must arrive, in seconds."""
     reject_early: RejectEarly | None = None
-    """Called for requests that arrive in one piece, before they are parsed, because an overloaded server must
-    not spend time on requests that it rejects."""
+    """Called with the first data of each request, before it is parsed, because an overloaded server must not
+    spend time on requests that it rejects."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

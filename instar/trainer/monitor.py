@@ -71,8 +71,7 @@ def _parse_lines(text: str) -> Iterator[Json]:
 
 
 class MetricsReader:
-    """Reads the records that were written since the last read, so that watching a long run does not take
-    longer and longer."""
+    """Reads only the records that were written since the last read, which keeps watching a long run cheap."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "metrics.jsonl"
