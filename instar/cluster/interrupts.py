@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import threading
@@ -48,7 +49,8 @@ class Interrupts:
 @contextmanager
 def handle_interrupts() -> Generator[Interrupts]:
     """Handle SIGINT and SIGTERM in the block, but only in the main thread, as Python requires. Raises
-    KeyboardInterrupt if the block is cancelled after a signal."""
+    KeyboardInterrupt if the block is cancelled after a signal. The command must exit after a signal: further
+    signals are handled until it has exited, so that they cannot change its exit code."""
     interrupts = Interrupts()
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
@@ -65,5 +67,13 @@ def handle_interrupts() -> Generator[Interrupts]:
         if interrupts.is_stopping:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+            atexit.register(_ignore_signals)
+        else:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _ignore_signals() -> None:
+    """Ignore further signals. Python's shutdown would otherwise restore their default, which kills."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
