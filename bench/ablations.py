@@ -5,12 +5,12 @@
 
 An experiment is a setting with a seed, and a set is a list of experiments
 (`ablation_parts/experiments.py`). All experiments of a set train in one batch, each with its own adapter,
-on one task after the other. ``500`` and ``1,500`` are the greedy scores on held-out questions in the last
-evaluation with at most that many training samples, and ``end`` those in the last evaluation. ``entropy``
-(in nats per token) and ``signal`` (the number of groups per step whose rewards differ) are means over the
-last ten steps. Each cell has one value per seed and their mean. An experiment's initial adapter and its
-samples depend on its place in the set, so that results can be repeated only with the complete set. Without
-a GPU, training runs on the CPU in fp32, which is fast enough only for tests.
+on one task after the other. ``at 500`` and ``at 1,500`` are the greedy scores on held-out questions in the
+last evaluation with at most that many training samples, and ``at end`` those in the last evaluation.
+``entropy`` (in nats per token) and ``signal`` (the number of groups per step whose rewards differ) are means
+over the last ten steps. Each cell has one value per seed and their mean. An experiment's initial adapter and
+its samples depend on its position in the set, so results can be reproduced only with the complete set.
+Without a GPU, training runs on the CPU in fp32, which is fast enough only for tests.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ console = Console(stderr=True, width=None if sys.stderr.isatty() else FILE_WIDTH
 
 @dataclass(frozen=True)
 class SettingResult:
-    """The figures of one setting. Every list has one value per seed."""
+    """The metrics of one setting. Every list has one value per seed."""
 
     setting: str
     seeds: list[int]
@@ -90,10 +90,10 @@ def format_cell(values: Sequence[float], digits: int) -> str:
 
 
 def show(task: str, results: Sequence[SettingResult]) -> None:
-    table = Table(title=f"{task}: per seed, with the mean")
+    table = Table(title=f"{task}: scores by seed, and their mean")
     table.add_column("setting")
     table.add_column("seeds")
-    for title in ("500", "1,500", "end", "entropy", "signal"):
+    for title in ("at 500", "at 1,500", "at end", "entropy", "signal"):
         table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
@@ -109,7 +109,7 @@ def show(task: str, results: Sequence[SettingResult]) -> None:
 
 
 def measure(task: str, options: argparse.Namespace, model: Path) -> list[SettingResult]:
-    """Train the experiments of the set on a task, and write their curves if a folder for them was chosen."""
+    """Train the experiments of the set on a task, and write their curves to ``options.out`` if it is set."""
     batch = ExperimentBatch(model, TASKS[task], EXPERIMENT_SETS[options.set], choose_device())
     curves = run_experiments(batch, options.steps, options.seconds, console.print)
     if options.out is not None:
@@ -122,18 +122,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--set", required=True, choices=list(EXPERIMENT_SETS), help="experiments to run")
-    parser.add_argument("--task", choices=list(TASKS), help="the only task to run (default: all)")
-    parser.add_argument("--steps", type=int, default=60, help="training steps per task")
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="time after which a task ends early"
+        "--set", required=True, choices=list(EXPERIMENT_SETS), help="set of experiments to run"
     )
+    parser.add_argument("--task", choices=list(TASKS), help="run only this task (default: all)")
+    parser.add_argument("--steps", type=int, default=60, help="number of training steps per task")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit per task, in seconds")
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"model folder (default: {DEFAULT_MODEL})")
     parser.add_argument("--out", type=Path, help="folder for the curves, one JSON file per task")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON line at the end")
     options = parser.parse_args(arguments)
     if options.steps < 1:
-        parser.error(f"--steps: {options.steps} is not a positive number")
+        parser.error(f"--steps must be at least 1, got {options.steps}")
     return options
 
 

@@ -48,7 +48,7 @@ REWARD_NOISE_FACTOR = 3.0
 
 console = Console(stderr=True)
 
-GPU = RunPlan(
+GPU_PLAN = RunPlan(
     engine={"type": "vllm", "policy": "merged", "max_batch": 32, "gpu_memory": 0.4},
     model={"name": "smollm2-135m", "dtype": "bf16"},
     backend={"type": "local", "lora": {"rank": 16, "alpha": 32}},
@@ -65,7 +65,7 @@ GPU = RunPlan(
     eval_tasks=128,
     timeout_seconds=570.0,
 )
-CPU = RunPlan(
+CPU_PLAN = RunPlan(
     engine={"type": "local", "threads": 1, "max_batch": 64},
     model={"name": "", "dtype": "fp32", "device": "cpu"},
     backend={"type": "local", "threads": 1, "lora": {"rank": 8, "alpha": 16}},
@@ -89,7 +89,7 @@ def log(text: str) -> None:
 
 
 def make_plan(arguments: argparse.Namespace, folder: Path) -> RunPlan:
-    plan = GPU if arguments.device == "gpu" else CPU
+    plan = GPU_PLAN if arguments.device == "gpu" else CPU_PLAN
     if arguments.device == "cpu":
         model = make_tiny_model(folder / "model", hidden=32, context=plan.context)
         plan = replace(plan, model={**plan.model, "name": str(model)})
@@ -108,7 +108,7 @@ def make_plan(arguments: argparse.Namespace, folder: Path) -> RunPlan:
 def predict_run(folder: Path, mode: Mode) -> dict[str, Any]:
     """Return the simulator's result for a run, based on measurements from that run."""
     config = load_config(folder / f"{mode}.yaml")
-    workload = asyncio.run(load_workload(config, measured=folder / mode, seed=config.seed))
+    workload = asyncio.run(load_workload(config, measured_run=folder / mode, seed=config.seed))
     cluster = cluster_from_config(config)
     return result_json(
         simulate(workload, cluster, seed=config.seed), compute_upper_bound(workload, cluster), None, cluster
@@ -171,10 +171,10 @@ def show_tables(result: dict[str, Any]) -> None:
     table = Table("", *runs)
     rows = {
         "samples per hour": "samples_per_hour",
-        "seconds": "seconds",
+        "duration (s)": "seconds",
         "samples": "samples",
-        "trainer idle": "trainer_idle",
-        "seconds per step": "train_seconds",
+        "idle fraction of the trainer": "trainer_idle",
+        "training seconds per step": "train_seconds",
         "mean staleness": "staleness_mean",
         "dropped as stale": "stale_dropped",
         "reward before": "reward_before",
@@ -207,13 +207,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder in which to keep the runs")
     parser.add_argument("--model", help="name or folder of the model to use")
     parser.add_argument("--engine", help="additional engine settings as JSON")
-    parser.add_argument("--steps", type=int)
+    parser.add_argument("--steps", type=int, help="number of training steps")
     parser.add_argument("--scale", type=float, help="factor by which the workload's times are multiplied")
     parser.add_argument(
         "--speed", type=float, help="decode speed of a reply on this engine, in tokens per second"
     )
-    parser.add_argument("--concurrency", type=int)
-    parser.add_argument("--max-staleness", type=int)
+    parser.add_argument("--concurrency", type=int, help="number of concurrent sessions")
+    parser.add_argument("--max-staleness", type=int, help="trainer.max_staleness of the async run")
     parser.add_argument(
         "--limit", dest="timeout_seconds", type=float, help="time limit for each run, in seconds"
     )

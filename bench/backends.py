@@ -141,7 +141,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--mint", metavar="PYTHON", help="interpreter with MinT (default: skip MinT)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument(
-        "--rounds", type=int, default=0, help="number of rounds with the default model (default: by device)"
+        "--rounds",
+        type=int,
+        default=0,
+        help="number of rounds with the default model (default: depends on the device)",
     )
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
     options = parser.parse_args(arguments)
@@ -159,9 +162,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             full_config = ModelConfig(
                 name=str(make_tiny_model(folder / "big")), dtype="fp32", device=options.device
             )
-        console.print(f"{tokens} tokens, default model")
+        console.print(f"{tokens} tokens, {'tiny' if options.quick else 'default'} model")
         (folder / "a").mkdir()
-        # Calls are short on a GPU, so the overhead is small compared with the variance between rounds.
+        # On a GPU, rounds vary more than the overhead, so more rounds are needed.
         rounds = options.rounds or (2 if options.quick else 15 if options.device == "cuda" else 7)
         full_model_seconds = measure(full_config, batch_args, rounds, pythons, folder / "a")
         small = make_tiny_model(folder / "small", layers=1, context=1024)
@@ -183,7 +186,7 @@ def report(
     local_seconds = statistics.median(full_model_seconds["local"])
     fractions = {name: extra / local_seconds for name, extra in compute_overheads(full_model_seconds).items()}
     milliseconds = {name: extra * 1000 for name, extra in compute_overheads(one_layer_seconds).items()}
-    table = Table("backend", f"{tokens} tokens, s", "overhead", "one layer, ms", "overhead, ms")
+    table = Table("backend", "full model (s)", "overhead", "one layer (ms)", "overhead (ms)")
     for name in full_model_seconds:
         row = [name, f"{statistics.median(full_model_seconds[name]):.3f}"]
         row += [f"{fractions[name]:+.1%}" if name in fractions else ""]

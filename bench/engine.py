@@ -2,7 +2,7 @@
 
     python bench/engine.py [--quick] [--json]
 
-Throughput: concurrent clients send requests of mixed length. It is compared with static batches in
+Throughput: concurrent clients send requests of mixed length to the engine, compared with static batches in
 ``model.generate``, each of which runs until its longest reply is complete; only requested tokens count.
 Neither side stops at an end-of-sequence token. For reference, transformers' continuous batching is measured
 on a part of the requests. Time to first token: a second turn that extends a session is compared with the same
@@ -119,10 +119,10 @@ async def measure_second_turns(engine: LocalEngine, load: RequestLoad, policy: P
     for n in range(load.repeats):
         history = [(17 * i + n) % 20000 + 100 for i in range(load.session_tokens - 32)]
         reply = [c.token_ids[0] async for c in engine.generate(history, SamplingParams(max_tokens=32))]
-        turn = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
-        warm.append(await measure_first_token(engine, turn))
+        prompt = history + reply + [(31 * i + n) % 20000 + 100 for i in range(24)]
+        warm.append(await measure_first_token(engine, prompt))
         await engine.load(policy)  # empties the cache
-        cold.append(await measure_first_token(engine, turn))
+        cold.append(await measure_first_token(engine, prompt))
     return statistics.median(warm), statistics.median(cold)
 
 

@@ -12,7 +12,7 @@ metrics are the fractions of
                   change earlier messages are not counted
     trained       sampled tokens that the mask of a training sample includes
 
-The exit status is 1 if a fraction is below 1 for a reason that the benchmark does not know.
+The exit status is 1 if a fraction is below 1 for an unknown reason.
 
 Python clients are installed once under .cache/clients, tokenizers under .cache/tokenizers. Command-line
 agents are measured if they are installed in .cache/agents (run `python -m tests.integration.agents.cli` to
@@ -67,16 +67,16 @@ def log(text: str) -> None:
     console.print(f"{time.strftime('%H:%M:%S')} {text}", highlight=False)
 
 
-async def measure(family: Family, names: Sequence[str], folder: Path) -> list[Row]:
+async def measure(family: Family, client_names: Sequence[str], folder: Path) -> list[Row]:
     """Measure the named clients, one after another, with one gateway."""
     script = f"fidelity_parts.script:{family.script}"
     async with run_gateway(family, script, folder / "store.db") as gateway:
         conversations: list[ClientConversation] = []
-        for i, client in enumerate(client for client in CLIENTS if client.name in names):
+        for i, client in enumerate(client for client in CLIENTS if client.name in client_names):
             log(f"{family.name}: {client.name} {', '.join(client.variants)}")
             conversations += await run_python_client(gateway, client, 100 * (i + 1), folder)
         for agent in AGENTS.values():
-            if agent.name in names:
+            if agent.name in client_names:
                 log(f"{family.name}: {agent.name}")
                 conversations += await run_cli_agent(gateway, agent, folder)
         all_sessions = await load_recorded_sessions(gateway.store, RUN)
@@ -110,7 +110,9 @@ def may_contain_calls(candidate: RecordedSession, conversation: ClientConversati
 
 
 def show(rows: Sequence[Row]) -> None:
-    table = Table("client", "dialect", "family", "linked", "exact prefix", "trained", "turns", "reasons")
+    table = Table(
+        "client", "dialect", "family", "linked", "exact prefix", "trained", "turns", "reasons below 100%"
+    )
     for row in rows:
         fractions = ["-" if value is None else f"{value:.1%}" for value in row.score.fractions.values()]
         turns = f"{row.score.turns}" + (f" + {row.score.rewritten} rewritten" if row.score.rewritten else "")
@@ -118,10 +120,10 @@ def show(rows: Sequence[Row]) -> None:
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-def parse_names(names: str | None, available: Sequence[str]) -> list[str]:
+def parse_names(option: str, names: str | None, available: Sequence[str]) -> list[str]:
     selected = names.split(",") if names else list(available)
     if unknown := set(selected) - set(available):
-        raise SystemExit(f"Unknown name: {', '.join(sorted(unknown))}. Available: {', '.join(available)}")
+        raise SystemExit(f"Unknown {option}: {', '.join(sorted(unknown))}. Available: {', '.join(available)}")
     return selected
 
 
@@ -132,16 +134,16 @@ def main() -> None:
     parser.add_argument("--families", help="comma-separated model families (default: all)")
     options = parser.parse_args()
     installed_agents = [agent.name for agent in AGENTS.values() if agent.folder.exists()]
-    names = parse_names(
-        options.clients, [*dict.fromkeys(client.name for client in CLIENTS), *installed_agents]
+    client_names = parse_names(
+        "clients", options.clients, [*dict.fromkeys(client.name for client in CLIENTS), *installed_agents]
     )
-    families = parse_names(options.families, [family.name for family in FAMILIES])
+    family_names = parse_names("families", options.families, [family.name for family in FAMILIES])
     rows: list[Row] = []
     for family in FAMILIES:
-        if family.name in families:
+        if family.name in family_names:
             with tempfile.TemporaryDirectory() as folder:
                 try:
-                    rows += asyncio.run(measure(family, names, Path(folder)))
+                    rows += asyncio.run(measure(family, client_names, Path(folder)))
                 except TokenizerUnavailable as error:
                     log(f"skipping {family.name}: {error}")
     show(rows)

@@ -66,7 +66,7 @@ do not count as fuzzing requests."""
 MAX_RSS_GROWTH = 0.05
 MAX_BYSTANDER_RATIO = 2.0
 REPLIES = ['Well.\n<tool_call>{"name": "f", "arguments": {"x": "1"}}</tool_call>', "Done."]
-GATEWAY_LIMITS = {"read_timeout": 3.0, "request_timeout": 15.0, "max_sessions_in_memory": 256}
+GATEWAY_SETTINGS = {"read_timeout": 3.0, "request_timeout": 15.0, "max_sessions_in_memory": 256}
 
 console = Console(stderr=True)
 
@@ -90,7 +90,7 @@ class Progress:
     rss_mb: list[list[float]] = field(default_factory=list[list[float]])
     """The memory of each gateway process after each round."""
     latencies_ms: dict[str, list[float]] = field(default_factory=lambda: {"valid": [], "fuzz": []})
-    """The well-behaved client's latencies."""
+    """The well-behaved client's latencies in each phase."""
 
     def save(self) -> None:
         STATE_FILE.write_text(json.dumps(asdict(self)))
@@ -109,10 +109,10 @@ def percentile(values: list[float], fraction: float) -> float:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
 
-def measure_growth(samples: list[float]) -> float:
-    """Return the relative growth from the samples just after the first fifth to the last tenth of them.
+def compute_growth(samples: list[float]) -> float:
+    """Return the relative growth of the median from just after the first fifth to the last tenth.
 
-    The result is 0 for fewer than five samples.
+    Return 0 for fewer than five samples.
     """
     if len(samples) < 5:
         return 0.0
@@ -131,7 +131,7 @@ def compute_metrics(progress: Progress) -> dict[str, Any]:
         "share": round(min(1.0, progress.total_requests / FULL_RUN_REQUESTS), 4),
         "server_errors": progress.server_errors,
         "hangs": progress.hangs,
-        "rss_growth": round(max((measure_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
+        "rss_growth": round(max((compute_growth(samples) for samples in progress.rss_mb), default=0.0), 4),
         "bystander_ratio": round(max(ratios), 3),
         "bystander_p50_ms": round(percentile(fuzz, 0.5), 2) if fuzz else None,
         "bystander_p95_ms": round(percentile(fuzz, 0.95), 2) if fuzz else None,
@@ -239,7 +239,7 @@ async def count_stuck_calls(target: Target, timeout_seconds: float = 30.0) -> in
 def run_schemathesis(
     target: Target, progress: Progress, count: int, stop_at: float, failures: FailureLog, environment: Path
 ) -> None:
-    """Run Schemathesis batches, for ``count`` requests or until ``time.monotonic()`` reaches ``stop_at``."""
+    """Run batches until ``count`` requests are sent or ``time.monotonic()`` reaches ``stop_at``."""
     keys = (target.pool.admin_key, target.pool.agent_key)
     with Schemathesis(environment, target.gateway.url, keys, target.pool.sessions) as schemathesis:
         while progress.requests["schema"] < count and time.monotonic() < stop_at:
@@ -292,7 +292,7 @@ def run_bench(
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
         folder = Path(name)
         engine = {"type": "scripted", "replies": REPLIES}
-        with start_gateway(folder / "gateway", engine, max_context=4096, **GATEWAY_LIMITS) as gateway:
+        with start_gateway(folder / "gateway", engine, max_context=4096, **GATEWAY_SETTINGS) as gateway:
             target = uvloop.run(prepare_target(gateway))
             if environment is not None:
                 stop_at = started_at + 0.15 * timeout_seconds
@@ -312,7 +312,7 @@ async def replay(seed: str, failures: FailureLog) -> None:
     """
     with tempfile.TemporaryDirectory(dir=CACHE, prefix="fuzz-") as name:
         engine = {"type": "scripted", "replies": REPLIES}
-        with start_gateway(Path(name) / "gateway", engine, max_context=4096, **GATEWAY_LIMITS) as gateway:
+        with start_gateway(Path(name) / "gateway", engine, max_context=4096, **GATEWAY_SETTINGS) as gateway:
             target = await prepare_target(gateway)
             *generator, base, number = seed.split(":")
             if generator:
@@ -337,8 +337,8 @@ def show(metrics: dict[str, Any], failures: FailureLog) -> None:
         "server_errors": "0",
         "hangs": "0",
         "mismatches": "0",
-        "rss_growth": "0.05",
-        "bystander_ratio": "2",
+        "rss_growth": f"{MAX_RSS_GROWTH:g}",
+        "bystander_ratio": f"{MAX_BYSTANDER_RATIO:g}",
     }
     for name, value in metrics.items():
         table.add_row(name, str(value), limits.get(name, ""))
@@ -360,7 +360,9 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=FULL_RUN_REQUESTS, help="number of requests to send")
     parser.add_argument("--minutes", type=float, default=15.0, help="time limit; ignored with --full")
-    parser.add_argument("--seed", type=int, default=1, help="base of all seeds")
+    parser.add_argument(
+        "--seed", type=int, default=1, help="number from which the seeds of all requests are derived"
+    )
     parser.add_argument("--no-schema", action="store_true", help="do not use Schemathesis")
     parser.add_argument("--replay", metavar="SEED", help="send the request with this seed again")
     parser.add_argument(

@@ -49,6 +49,7 @@ from rich.table import Table
 
 CACHE = Path(__file__).resolve().parent.parent / ".cache" / "bench"
 HEADLINE_KINDS = (RequestKind(SMALL, 32, False), RequestKind(LARGE, 32, False))
+"""The kinds of requests whose rates are used in ratios."""
 PARTS = ("rates", "turns", "memory")
 
 console = Console(stderr=True)
@@ -59,7 +60,7 @@ Cells = dict[str, dict[RequestKind, Cell]]
 class GatewayPlan:
     cell_seconds: float
     rounds: int
-    """How often the cells that are used in ratios are measured. The others are measured once."""
+    """The number of measurements of each cell that is used in a ratio. Other cells are measured once."""
     concurrency: tuple[int, ...]
     turn_sessions: int
     """The number of sessions in the part "turns"."""
@@ -87,10 +88,10 @@ def start_servers(
 
         def start_proxy() -> Target:
             gateway = stack.enter_context(start_gateway(folder / "proxy", make_proxy_engine(stub_url)))
-            return gateway.make_target("proxy")
+            return gateway.open_target("proxy")
 
         def start_exact() -> Target:
-            return stack.enter_context(start_gateway(folder / "exact", make_exact_engine())).make_target(
+            return stack.enter_context(start_gateway(folder / "exact", make_exact_engine())).open_target(
                 "exact"
             )
 
@@ -312,9 +313,9 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print the metrics as a JSON object at the end")
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     parser.add_argument(
-        "--peers", help="comma-separated peers (" + ", ".join(peer.name for peer in PEERS) + ") or none"
+        "--peers", help="comma-separated peers (" + ", ".join(peer.name for peer in PEERS) + "), or none"
     )
-    parser.add_argument("--seconds", type=int, help="duration of one measurement of the rates")
+    parser.add_argument("--seconds", type=int, help="duration of one rate measurement, in seconds")
     arguments = parser.parse_args()
     peer_names = [peer.name for peer in PEERS]
     peer_option = arguments.peers

@@ -105,7 +105,7 @@ async def apply_load(
     """
     client = LoadClient(gateway.url)
     load = LoadGenerator(
-        ChatRequests(gateway.make_target("overload"), client, stream=scenario.stream).send_next
+        ChatRequests(gateway.open_target("overload"), client, stream=scenario.stream).send_next
     )
     rates: list[float] = []
     for concurrency in (scenario.max_in_flight // 4, scenario.max_in_flight // 2, scenario.max_in_flight):
@@ -143,7 +143,7 @@ async def apply_load(
 
 
 def measure_recovery(outcomes: list[Outcome], phase: tuple[float, float], max_p95_ms: float) -> float:
-    """Return the seconds until the first good second, or the duration of the phase if there is none.
+    """Return the time in seconds until the first good second, or the phase's duration if there is none.
 
     A second is good if all calls in it succeed and the p95 latency in each of its windows is at most
     ``max_p95_ms``.
@@ -159,8 +159,8 @@ def measure_recovery(outcomes: list[Outcome], phase: tuple[float, float], max_p9
         return all(outcome.status == 200 for outcome in window) and percentile(times, 0.95) <= max_p95_ms
 
     good = [is_good(window) for window in windows]
-    per_second = round(1 / WINDOW_SECONDS)
-    starts = (n for n in range(count - per_second + 1) if all(good[n : n + per_second]))
+    windows_per_second = round(1 / WINDOW_SECONDS)
+    starts = (n for n in range(count - windows_per_second + 1) if all(good[n : n + windows_per_second]))
     return next((n * WINDOW_SECONDS for n in starts), phase[1] - phase[0])
 
 
@@ -177,7 +177,9 @@ def summarize(scenarios: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def show(metrics: dict[str, Any]) -> None:
-    table = Table("scenario", "capacity/s", "offered/s", "reject ms", "peak share", "recovery s", "lost")
+    table = Table(
+        "scenario", "capacity/s", "calls/s", "reject ms", "replies/capacity", "recovery s", "lost replies"
+    )
     for name, scenario in metrics["scenarios"].items():
         rates = [f"{scenario['capacity']:.0f}", f"{scenario['offered']:.0f}", f"{scenario['reject_ms']:.1f}"]
         results = [f"{scenario['peak_share']:.2f}", f"{scenario['recovery_s']:.2f}", str(scenario["lost"])]

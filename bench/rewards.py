@@ -163,11 +163,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--sessions", type=int, default=10_000, help="number of sessions to score")
-    parser.add_argument("--slots", type=int, default=16, help="concurrent requests of the endpoint")
-    parser.add_argument("--service", type=float, default=0.1, help="seconds per request")
+    parser.add_argument(
+        "--slots", type=int, default=16, help="number of requests that the endpoint handles at a time"
+    )
+    parser.add_argument(
+        "--service", type=float, default=0.1, help="seconds that the endpoint takes per request"
+    )
     parser.add_argument("--faults", type=float, default=0.2, help="fraction of requests that fail")
     parser.add_argument(
-        "--concurrency", type=int, help="concurrent judge requests (default: twice the slots)"
+        "--concurrency", type=int, help="number of concurrent judge requests (default: twice the slots)"
     )
     parser.add_argument("--kills", type=int, default=0, help="number of times to kill the scorer")
     parser.add_argument(

@@ -182,7 +182,7 @@ def summarize(parts: list[dict[str, Any]]) -> dict[str, Any]:
     """Aggregate the metrics of all parts.
 
     Parts that ended during their warm-up do not contribute to the growth of memory and file descriptors.
-    Raises MeasurementError if all did.
+    Raises MeasurementError if all parts did.
     """
     growths = [compute_growth(part["samples"], part["warm_up"]) for part in parts]
     names = sorted({name for growth in growths for name in growth})
@@ -217,7 +217,7 @@ def compute_measured_seconds(part: dict[str, Any]) -> float:
 
 
 def show(metrics: dict[str, Any]) -> None:
-    table = Table("process", "RSS MB", "growth", "file descriptors", "growth")
+    table = Table("process", "RSS MB", "RSS growth", "file descriptors", "descriptor growth")
     for name, process in metrics["processes"].items():
         memory = [f"{process['rss_mb']:.0f}", f"{process['rss_growth']:+.1%}"]
         table.add_row(name, *memory, f"{process['fds']:.0f}", f"{process['fd_growth']:+.0f}")
@@ -226,7 +226,8 @@ def show(metrics: dict[str, Any]) -> None:
     for name, goal in GOALS.items():
         table.add_row(name, f"{metrics[name]:.4g}", goal)
     console.print(table)
-    counts = ", ".join(f"{metrics[name]:,} {name}" for name in ("replies", "swaps", "rewards", "kills"))
+    labels = {"replies": "replies", "swaps": "weight updates", "rewards": "rewards", "kills": "engine kills"}
+    counts = ", ".join(f"{metrics[name]:,} {label}" for name, label in labels.items())
     covered = f"This run covered {metrics['share']:.0%} of the full measurement"
     console.print(f"{covered}: {counts}.", highlight=False)
 

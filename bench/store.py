@@ -70,14 +70,14 @@ def show(rates: list[recording.Rates], reading_metrics: dict[str, Any]) -> None:
     output = Console(width=None if sys.stdout.isatty() else 120)
     table = Table("call size", "bare inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit")
     for rate in rates:
-        speeds = (f"{rate.store:.0f}", f"{rate.raw:.0f}", f"{rate.ratio:.0%}", f"{rate.rows_per_commit:.0f}")
-        table.add_row(rate.load, rate.bare, *speeds)
+        cells = (f"{rate.store:.0f}", f"{rate.raw:.0f}", f"{rate.ratio:.0%}", f"{rate.rows_per_commit:.0f}")
+        table.add_row(rate.load, rate.bare, *cells)
     output.print(table)
     table = Table("page of 50 sessions", "ms")
     for name, milliseconds in reading_metrics["pages"].items():
         table.add_row(name, f"{milliseconds:.1f}")
     output.print(table)
-    output.print(f"batch of 512 samples: {reading_metrics['batch_s']:.2f} s", highlight=False)
+    output.print(f"first batch of a new trainer: {reading_metrics['batch_s']:.2f} s", highlight=False)
 
 
 def main() -> None:
@@ -107,8 +107,8 @@ def main() -> None:
             "page_ms": max(reading_metrics["pages"].values()),
             "batch_s": reading_metrics["batch_s"],
         }
-        recorded = [asdict(rate) for rate in rates]
-        print(json.dumps({**metrics, "recording": recorded, "reading": reading_metrics}))
+        recording_metrics = [asdict(rate) for rate in rates]
+        print(json.dumps({**metrics, "recording": recording_metrics, "reading": reading_metrics}))
 
 
 if __name__ == "__main__":

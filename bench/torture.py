@@ -11,9 +11,9 @@ that an agent received but that are not in the store, ``twice`` the samples that
 adapter's hash). ``--bug`` plants a bug in the processes, to check that these metrics detect it.
 
 Simulation: the real trainer, rollout, scoring and session services run as simulated processes over one
-database, with virtual time and a scheduler that decides which of them continues (see bench/torture_parts). A
+database, with virtual time and a scheduler that decides which process continues (see bench/torture_parts). A
 process is killed at every gate (each query, reply or file that it waits for) of the undisturbed schedules.
-In random schedules, up to four processes are killed or replaced while they are still running.
+In random schedules, up to four faults kill processes or replace them while they are still running.
 ``interleavings`` is the number of schedules, ``violations`` the number of broken invariants, and
 ``bugs_found`` the number of planted bugs that the simulation finds.
 
@@ -74,8 +74,8 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
             logged_at = time.monotonic()
             log(
                 f"{campaign.interleavings} of {campaign.total_schedules} schedules, "
-                f"{len(campaign.violations)} violations, {len(campaign.bugs)} of {len(BUGS)} planted bugs, "
-                f"{seconds:.0f} s"
+                f"{len(campaign.violations)} violations, "
+                f"{len(campaign.bugs)} of {len(BUGS)} planted bugs tried, {seconds:.0f} s"
             )
 
     campaign = run_campaign(
@@ -104,7 +104,7 @@ def run_simulation(options: argparse.Namespace) -> dict[str, Any]:
 
 def show_simulation(campaign: Campaign) -> None:
     output = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("planted bug", "found after schedules")
+    table = Table("planted bug", "schedules until found")
     for name, schedules in campaign.bugs.items():
         table.add_row(name, "not found" if schedules is None else str(schedules))
     output.print(table)
@@ -138,7 +138,7 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
     runner.run(campaign, state, timeout_seconds=timeout_seconds, concurrent_runs=options.runs)
     show_kills(campaign)
     minutes = (time.monotonic() - started_at) / 60
-    results, faults = campaign.results, campaign.count_faults()
+    results, faults = campaign.results, campaign.count_other_faults()
     return {
         "kills": campaign.kills,
         "kills_in_step": campaign.kills_in_step,
@@ -147,10 +147,10 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
         "wrong_runs": sum(not result.is_correct for result in results),
         "runs": len(results),
         "acknowledged": sum(result.acknowledged for result in results),
-        "stops": faults["stop"],
+        "stops": faults["suspend"],
         "full_disks": faults["full disk"],
         "clock_jumps": faults["clock jump"],
-        "kills_by_victim": dict(campaign.count_targets()),
+        "kills_by_victim": dict(campaign.count_kills_by_target()),
         "kills_by_setup": {setup.name: campaign.count_kills(setup.name) for setup in setups},
         "kills_per_minute": (campaign.kills - previous_kills) / minutes,
         "kills_share": campaign.coverage,
@@ -160,7 +160,9 @@ def run_kills(options: argparse.Namespace) -> dict[str, Any]:
 
 def show_kills(campaign: KillCampaign) -> None:
     output = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("setup", "runs", "kills", "acknowledged", "lost", "trained twice", "wrong runs")
+    table = Table(
+        "setup", "runs", "kills", "received replies", "lost replies", "samples trained twice", "wrong runs"
+    )
     for setup in campaign.quotas:
         results = [run.result for run in campaign.runs if run.setup == setup.name]
         table.add_row(
@@ -178,8 +180,8 @@ def show_kills(campaign: KillCampaign) -> None:
             output.print(
                 f"{run.setup} {run.number}: {run.result.problem[:500]}", highlight=False, markup=False
             )
-    targets = ", ".join(f"{name}: {count}" for name, count in campaign.count_targets().most_common())
-    faults = ", ".join(f"{name}: {count}" for name, count in campaign.count_faults().most_common())
+    targets = ", ".join(f"{name}: {count}" for name, count in campaign.count_kills_by_target().most_common())
+    faults = ", ".join(f"{name}: {count}" for name, count in campaign.count_other_faults().most_common())
     output.print(
         f"{campaign.kills} kills ({targets}), {campaign.kills_in_step} of them in a step, "
         f"other faults: {faults or 'none'}, {campaign.coverage:.0%} of a full run",
@@ -197,17 +199,21 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", action="store_true", help="print the metrics as one JSON line at the end")
-    parser.add_argument("--full", action="store_true", help="run without a time limit")
+    parser.add_argument(
+        "--full", action="store_true", help="run without a time limit, and continue an interrupted campaign"
+    )
     parser.add_argument("--only", choices=sorted(PARTS), help="run only this part")
     parser.add_argument("--minutes", type=float, default=8, help="time limit per part; ignored with --full")
     parser.add_argument(
         "--schedules",
         type=int,
         default=RANDOM_SCHEDULES,
-        help="random schedules in a full run",
+        help="number of random schedules in a full run",
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="worker processes")
-    parser.add_argument("--kills", type=int, default=REQUIRED_KILLS, help="kills in a full run")
+    parser.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="number of processes that run schedules"
+    )
+    parser.add_argument("--kills", type=int, default=REQUIRED_KILLS, help="number of kills in a full run")
     parser.add_argument("--runs", type=int, default=CONCURRENT_RUNS, help="number of concurrent runs")
     parser.add_argument(
         "--setup",
@@ -231,7 +237,7 @@ def main() -> None:
     metrics: dict[str, Any] = {}
     for name, run in PARTS.items():
         if options.only in (None, name):
-            log(f"running {name}")
+            log(f"running the {name} part")
             metrics |= run(options)
     metrics["share"] = min(metrics[name] for name in ("kills_share", "simulation_share") if name in metrics)
     if options.json:

@@ -47,7 +47,7 @@ from instar.types import Artifact, Floats, Policy, Sample
 
 PARTS = Path(__file__).parent / "weights_parts"
 QUIET_SECONDS = 4.0
-"""How long the streams are observed before the first update."""
+"""The time for which the streams are observed before the first measured update."""
 UPDATE_MARGIN_SECONDS = 0.3
 """A pause that begins within this time after an update is attributed to it."""
 START_TIMEOUT_SECONDS = 420.0
@@ -169,10 +169,10 @@ async def measure(shape: str, options: argparse.Namespace, folder: Path) -> dict
             console.print(f"{shape}: {options.updates} {name} updates")
             sync = await create_sync_route(configs[policy], trainer.backend, [host.engine])
             console.print(f"{shape}: {sync.description}")
-            updates = await _measure_updates(trainer, sync, host, options, folder, SHAPES[shape].vocab)
-            pauses = " ".join(f"{1e3 * pause:.0f}" for pause in updates.measure_pauses())
+            series = await _measure_updates(trainer, sync, host, options, folder, SHAPES[shape].vocab)
+            pauses = " ".join(f"{1e3 * pause:.0f}" for pause in series.measure_pauses())
             console.print(f"{shape}: pauses in ms: {pauses}")
-            metrics |= {f"{name}_{key}": value for key, value in updates.compute_metrics().items()}
+            metrics |= {f"{name}_{key}": value for key, value in series.compute_metrics().items()}
         metrics["moved"] = await trainer.compute_logprob_change()
     return metrics
 
@@ -235,9 +235,9 @@ def _read_logs(folder: Path, policy: str) -> str:
 async def _measure_updates(
     trainer: Trainer, sync: SyncRoute, host: EngineHost, options: argparse.Namespace, folder: Path, vocab: int
 ) -> UpdateSeries:
-    updates, engine = UpdateSeries(), host.engine
+    series, engine = UpdateSeries(), host.engine
     await trainer.step()
-    updates.first_seconds = (await _push_update(trainer, sync, engine, folder)).seconds
+    series.first_seconds = (await _push_update(trainer, sync, engine, folder)).seconds
     listener = await asyncio.create_subprocess_exec(
         sys.executable,
         str(PARTS / "listen.py"),
@@ -252,16 +252,16 @@ async def _measure_updates(
     await asyncio.sleep(QUIET_SECONDS)
     for _ in range(options.updates):
         await trainer.step()
-        updates.updates.append(await _push_update(trainer, sync, engine, folder))
+        series.updates.append(await _push_update(trainer, sync, engine, folder))
         await asyncio.sleep(max(UPDATE_MARGIN_SECONDS, options.every))
     output, _ = await listener.communicate(b"")
     if listener.returncode:
         raise MeasurementError("the streams failed; see the output above")
-    updates.token_times = json.loads(output)
+    series.token_times = json.loads(output)
     served_logprobs = await engine.logprobs(trainer.sample.token_ids)
-    updates.mean_logprob_error = float(np.abs(served_logprobs[1:] - await trainer.compute_logprobs()).mean())
+    series.mean_logprob_error = float(np.abs(served_logprobs[1:] - await trainer.compute_logprobs()).mean())
     await sync.close()
-    return updates
+    return series
 
 
 async def _push_update(trainer: Trainer, sync: SyncRoute, engine: RemoteEngine, folder: Path) -> Update:
@@ -295,8 +295,16 @@ def choose_scratch_folder(shapes: Sequence[str]) -> Path | None:
 
 def show(metrics_by_shape: dict[str, dict[str, float]]) -> None:
     table = Table(title="Weight updates of a running vLLM server")
-    for title in ("shape", "weights", "seconds", "max", "pause p50 / max, ms", "gap p50 / max, ms", "off"):
-        table.add_column(title, justify="left" if title in ("shape", "weights") else "right")
+    for title in (
+        "shape",
+        "update",
+        "seconds",
+        "max seconds",
+        "pause p50 / max, ms",
+        "gap p50 / max, ms",
+        "logprob error",
+    ):
+        table.add_column(title, justify="left" if title in ("shape", "update") else "right")
     for shape, metrics in metrics_by_shape.items():
         for name in ("lora", "full"):
             row = {key.removeprefix(f"{name}_"): value for key, value in metrics.items()}
@@ -321,7 +329,7 @@ async def main(options: argparse.Namespace) -> int:
             metrics_by_shape[shape] = await measure(shape, options, Path(folder))
     show(metrics_by_shape)
     mismatches = [
-        f"{shape}: {name}"
+        f"{shape} {name} by {metrics[f'{name}_off']:.3f}"
         for shape, metrics in metrics_by_shape.items()
         for name in ("lora", "full")
         if metrics[f"{name}_off"] > max(0.1, metrics["moved"] / 4)

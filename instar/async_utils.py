@@ -24,9 +24,9 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def finish(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Run the coroutine to completion, even if the caller is cancelled, and return its result. A cancellation
-    is raised after the coroutine has finished."""
+async def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the coroutine's result. If the caller is cancelled, the cancellation is raised only after the
+    coroutine has finished."""
     task = asyncio.create_task(coroutine)
     try:
         return await asyncio.shield(task)
@@ -50,10 +50,10 @@ async def map_concurrently(
 
 
 async def run_in_daemon_thread(function: Callable[[], T], *, keep_thread: bool = False) -> T:
-    """Run ``function`` in a new daemon thread and return its result. Cancellation abandons the thread.
-    ``keep_thread`` keeps the thread alive until the process exits."""
+    """Run ``function`` in a new daemon thread and return its result. Cancellation abandons the thread. With
+    ``keep_thread``, the thread stays alive until the process exits, even after ``function`` has returned."""
     future: Future[T] = Future()
-    future.set_running_or_notify_cancel()  # so that the thread can always set the result
+    future.set_running_or_notify_cancel()  # cancellation must not prevent the thread from setting a result
 
     def run() -> None:
         try:
@@ -77,11 +77,9 @@ async def run_with_timeout(
     timeout_error: Exception,
     cancel_error: Exception,
 ) -> T:
-    """Return the coroutine's result, or raise ``timeout_error`` after ``seconds``.
-
-    On a timeout, or if the caller is cancelled, the coroutine is cancelled, and abandoned if it does not
-    finish within ``grace_seconds``. ``cancel_error`` is raised if the coroutine cancels itself.
-    """
+    """Return the coroutine's result, or raise ``timeout_error`` after ``seconds``. On a timeout, or if the
+    caller is cancelled, the coroutine is cancelled, and abandoned if it does not finish within
+    ``grace_seconds``. ``cancel_error`` is raised if the coroutine cancels itself."""
     task = asyncio.create_task(coroutine)
     try:
         await asyncio.wait({task}, timeout=seconds)

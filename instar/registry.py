@@ -86,7 +86,7 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def resolve_section(kind: str, section: Section) -> Any:
-    """Return a section's class or function, which ``name`` selects for plugins, and ``type`` otherwise."""
+    """Return the class or function for a config section: by ``name`` for plugins, otherwise by ``type``."""
     if not isinstance(section, PluginConfig):
         return resolve(kind, getattr(section, "type"))  # noqa: B009 - every such section has a type
     return load_object(section.name) if ":" in section.name else resolve(kind, section.name)

@@ -1,4 +1,4 @@
-"""The data types shared by all packages. They are frozen and need neither torch nor pydantic.
+"""The data types shared by all packages. Importing them loads neither torch nor pydantic.
 
 Arrays are numpy arrays: token ids and versions are int32, logprobs and advantages are float32. A missing
 logprob is NaN (never 0.0), and the version of a token that was not sampled is ``NOT_SAMPLED``.
@@ -34,14 +34,12 @@ from instar.model_types import ToolCall as ToolCall
 NOT_SAMPLED = -1
 
 _id_generator = random.Random(os.urandom(32))
-"""Generates ids, which need not be secret. It makes no system calls, because every model call needs ids."""
+"""Generates ids without a system call for each one, unlike `secrets`. Ids need not be secret."""
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id, such as ``sess-18e7…``.
-
-    The id starts with the time, because random ids would make inserts into the store take twice as long.
-    """
+    """Return a new id, such as ``sess-18e7…``. It starts with the time, because random ids would make inserts
+    into the store take twice as long."""
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
 
@@ -121,6 +119,7 @@ class Session:
     """The position within the group. A retry (after a transient error) or refill (after a failed session) is
     a new session in the same slot."""
     attempt: int = 0
+    """Number of earlier sessions in the slot."""
     task_id: str | None = None
     reason: str | None = None
     """Why the session failed, was abandoned or was ended as idle."""
@@ -214,7 +213,7 @@ class Reward:
     detail: Json = field(default_factory=dict[str, Any])
     created_at: float = 0.0
     reward_id: str | None = None
-    """The reward's id. Adding a reward whose id is already stored changes nothing."""
+    """If set, adding another reward with the same id has no effect."""
     scorer_version: str = ""
     """The version of the rule, rubric or model. Each version of a scorer adds its own reward."""
     cost: float = 0.0
@@ -365,6 +364,7 @@ class Claim:
     reward: float | None = None
     advantage: float | None = None
     staleness: int | None = None
+    """Number of training steps since the policy that sampled the oldest trained token."""
 
 
 @dataclass(frozen=True, slots=True)

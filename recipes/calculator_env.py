@@ -9,7 +9,7 @@ from datasets import Dataset
 
 from instar.agents.calculator import evaluate
 from instar.demo.agent import make_prompt
-from instar.rollout.tasksets.gsm8k import final_number
+from instar.rollout.tasksets.gsm8k import find_final_number
 from instar.rollout.tasksets.word_problems import make_problems
 
 
@@ -20,7 +20,7 @@ async def calc(expression: str) -> str:
 
 async def score_answer(completion: list[Any], answer: str) -> float:
     """Return 1 if the last number in the last reply is the answer, else 0."""
-    return float(final_number(completion[-1].content or "") == final_number(answer))
+    return float(find_final_number(completion[-1].content or "") == find_final_number(answer))
 
 
 def make_dataset(split: Any, size: int) -> Dataset:

@@ -1,4 +1,4 @@
-"""Folders that are created once and kept, even if several processes need one at the same time."""
+"""Create a folder once, even if several processes need it at the same time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from filelock import FileLock
 
 
 def create_folder_once(folder: Path, create: Callable[[Path], None]) -> None:
-    """Call ``create`` to fill ``folder`` unless it exists. Other processes wait until it is complete."""
+    """Create ``folder`` unless it exists. Other processes wait until it is complete.
+
+    ``create`` receives a temporary path, which is then renamed to ``folder``.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(folder.parent / f".{folder.name}.lock"):
         if folder.exists():

@@ -18,11 +18,11 @@ import psycopg
 import pytest
 
 PASSWORD = "postgres test password"
-"""The password of the user `instar`. TCP connections require it, socket connections do not."""
+"""The password of the user `instar`, required for TCP connections but not for socket connections."""
 
 
 def find_server_binaries() -> Path:
-    """Return the `bin` folder of the PostgreSQL on PATH, or else of the newest one in /usr/lib/postgresql.
+    """Return the `bin` folder of the PostgreSQL on PATH, or of the newest one in /usr/lib/postgresql.
 
     Skips the test if no server is installed.
     """
@@ -36,11 +36,11 @@ def find_server_binaries() -> Path:
 
 
 class PostgresTestServer:
-    """A PostgreSQL server, which the constructor starts.
+    """A PostgreSQL server, started by the constructor.
 
-    ``fsync`` is for benchmarks: without it, a machine crash loses rows, but a server crash does not. ``host``
-    is the address to listen on; other hosts on the same network may connect to it. ``folder`` must be empty
-    and receives the server's files. By default, it is a new temporary folder.
+    ``fsync`` is for benchmarks: without it, a machine crash loses rows, but a server crash does not. The
+    server listens on ``host`` and accepts connections from the same network. Its files are written to
+    ``folder``, which must be empty; the default is a new temporary folder.
     """
 
     def __init__(self, *, fsync: bool = False, host: str = "127.0.0.1", folder: Path | None = None) -> None:
@@ -51,13 +51,13 @@ class PostgresTestServer:
         self._fsync = fsync
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
-        password = self.folder / "password"
-        password.write_text(PASSWORD)
+        password_file = self.folder / "password"
+        password_file.write_text(PASSWORD)
         if self._user is not None:
-            for path in (self.folder, password):
+            for path in (self.folder, password_file):
                 shutil.chown(path, self._user, pwd.getpwnam(self._user).pw_gid)
         self._run(
-            "initdb", "--pgdata", str(self.folder / "data"), "--username=instar", f"--pwfile={password}",
+            "initdb", "--pgdata", str(self.folder / "data"), "--username=instar", f"--pwfile={password_file}",
             "--auth-local=trust", "--auth-host=scram-sha-256", "--encoding=UTF8", "--locale=C", "--no-sync",
             "--no-instructions",
         )  # fmt: skip
@@ -74,12 +74,12 @@ class PostgresTestServer:
         """The URL for TCP connections, without the password that they require."""
         return f"postgresql://instar@{self._host}:{self.port}/postgres"
 
-    def new_schema_name(self) -> str:
+    def make_schema_name(self) -> str:
         """Return an unused schema name."""
         return f"test_{secrets.token_hex(6)}"
 
     def delete_rows(self, schema: str) -> None:
-        """Delete all rows of the store in a schema, which is much faster than creating a new store."""
+        """Delete all rows of the store in a schema. This is much faster than creating a new store."""
         tables = self.query("SELECT tablename FROM pg_tables WHERE schemaname = %s", schema)
         statements = "; ".join(f"DELETE FROM {name}" for (name,) in tables if name != "instar_store")
         self.query(f"SET session_replication_role = replica; {statements}", schema=schema)
@@ -99,7 +99,7 @@ class PostgresTestServer:
             "max_connections": 100,
             "fsync": "on" if self._fsync else "off",
             "full_page_writes": "on" if self._fsync else "off",
-            "deadlock_timeout": "100ms",  # The default is one second.
+            "deadlock_timeout": "100ms",  # Tests with deadlocks would wait for the default of one second.
             "logging_collector": "off",
         }
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
@@ -154,7 +154,7 @@ class PostgresTestServer:
 
 
 def _find_server_user() -> str | None:
-    """Return the user to run the server as, or None for this user. PostgreSQL does not run as root."""
+    """Return the user to run the server as, or None for the current user. PostgreSQL does not run as root."""
     if os.getuid() != 0:
         return None
     users = {entry.pw_name for entry in pwd.getpwall()}

@@ -1,8 +1,8 @@
 """A run recorded by commit 6365b3d. Ctrl-C stopped it after two of its six steps.
 
 It has 32 completed sessions with two calls each. Half of the sessions were trained on. A person corrected a
-reply in one session, rated a second one and tagged a third one as untrainable. The second and the third have
-not been claimed yet.
+reply in one session, rated a second session and tagged a third one as untrainable. The last two have not been
+claimed yet.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def copy_previous_run(folder: Path) -> Path:
 
 
 def make_previous_model(folder: Path) -> None:
-    """Write the weights that the run started from."""
+    """Write the model that the run started from."""
     make_tiny_model(folder / "model", seed=0, hidden=32)

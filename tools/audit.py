@@ -5,10 +5,10 @@
 Exits with 1 if a package has a known vulnerability that is not listed with a reason in
 ``tools/audit_allow.txt``.
 
-pip-audit queries OSV or, if OSV is unreachable, PyPI. It silently skips packages that have no version page,
-and a PyPI mirror may have only project pages, which list the vulnerabilities of the latest version. For
-skipped packages, this script uses the project pages, and it names those that could not be audited at all.
-Without network access, that is all of them. Results are cached for a day in ``.cache/audit.json``.
+pip-audit queries OSV or, if OSV is unreachable, the version pages on PyPI. It silently skips packages without
+a version page, and some PyPI mirrors have no version pages. For these packages, this script reads the project
+page, which lists the vulnerabilities of the latest version. Packages that could not be audited are named in
+the output. Results are cached for a day in ``.cache/audit.json``.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def find_service(packages: dict[str, str], index: str, osv: str) -> str | None:
 
 
 def run_pip_audit(service: str, folder: str, osv: str) -> Vulnerabilities:
-    """Return the vulnerabilities that pip-audit reports. If it fails, print why and return none."""
+    """Return the vulnerabilities that pip-audit reports.
+
+    If pip-audit fails, print its error and return an empty dict, as if it had audited no packages.
+    """
     options = ["--format", "json", "--progress-spinner", "off", "--timeout", "10", "--path", folder]
     command = [sys.executable, "-m", "pip_audit", "--vulnerability-service", service, *options]
     environment = {**os.environ, "PIP_AUDIT_OSV_URL": osv}
@@ -160,8 +163,8 @@ def main() -> None:
         lines = [*lines, f"NOT AUDITED: {len(unaudited)} of {len(packages)} packages: {', '.join(unaudited)}"]
     allowed = read_allowed()
     problems = [
-        f"{name} {packages[name]} has the known vulnerability {identifier}; update it, or list it with a "
-        f"reason in {ALLOW_LIST.relative_to(ROOT)}"
+        f"{name} {packages[name]} has the known vulnerability {identifier}; update the package, or list "
+        f"the vulnerability with a reason in {ALLOW_LIST.relative_to(ROOT)}"
         for name, identifiers in sorted(vulnerabilities.items())
         for identifier in identifiers
         if (name, identifier) not in allowed

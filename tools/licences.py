@@ -91,11 +91,8 @@ def main() -> None:
             "or add the licence with a reason"
             for licence in sorted(rejected)
         ]
-    print(
-        "\n".join(
-            [*findings, f"{len(findings)} of {len(packages)} packages have a licence that is not allowed"]
-        )
-    )
+    summary = f"packages: {len(packages)}, licences that are not allowed: {len(findings)}"
+    print("\n".join([*findings, summary]))
     sys.exit(bool(findings))
 
 

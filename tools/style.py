@@ -33,7 +33,7 @@ VAGUE_NAMES = {"found", "given", "asked", "told", "wanted", "said", "there", "wh
 
 LIMITS = {
     # To add more lines, raise this limit and give the reason in the commit message.
-    "lines": 55_500,
+    "lines": 55_650,
     "files_over_400": 0,
     "functions_over_60": 0,
     "fragments": 0,
@@ -102,7 +102,7 @@ def _is_explained(handler: ast.ExceptHandler, lines: list[str]) -> bool:
 
 
 def measure_test(path: Path) -> Iterator[Finding]:
-    """Yield the places in a test file that replace an attribute of our own code."""
+    """Yield the places in a test file that replace an attribute of Instar's code."""
     name = path.relative_to(ROOT).as_posix()
     tree = ast.parse(path.read_text())
     instar_names = _find_instar_imports(tree)

@@ -83,7 +83,7 @@ class BatchedLoraModel:
         return adapters
 
     def cast_adapters(self) -> Adapters:
-        """Return copies of the adapters in the precision of the model, through which gradients flow."""
+        """Return differentiable copies of the adapters in the model's precision."""
         return {name: weight.to(self.dtype, copy=True) for name, weight in self.adapters.items()}
 
     def forward(
@@ -94,7 +94,10 @@ class BatchedLoraModel:
         extend_context: ContextExtender,
         attended: list[KeysAndValues] | None = None,
     ) -> Tensor:
-        """Return the last hidden states [K, R, T, C]. Append each layer's keys and values to ``attended``."""
+        """Return the last hidden states [K, R, T, C].
+
+        If ``attended`` is set, append the keys and values of each layer's context to it.
+        """
         hidden = self.embeddings[ids_KRT]
         for layer in range(self.config.num_hidden_layers):
             arguments = (hidden, layer, positions_KRT, adapters, extend_context)
@@ -177,16 +180,16 @@ def _load_config(folder: Path) -> LlamaConfig:
     """Return the model's config. Raise ConfigError if its architecture is not implemented here."""
     config = AutoConfig.from_pretrained(folder)
     if not isinstance(config, LlamaConfig) or not config.tie_word_embeddings:
-        raise ConfigError(f"--model: {folder} is not a Llama model whose output layer is its embeddings")
+        raise ConfigError(f"--model: {folder} is not a Llama model with tied embeddings")
     if config.rope_parameters["rope_type"] != "default" or config.attention_bias or config.mlp_bias:
         raise ConfigError(
-            f"--model: {folder} scales its position embeddings or has biases; choose another one"
+            f"--model: {folder} has scaled position embeddings or biases, which are not supported"
         )
     return config
 
 
 def _make_causal_mask(tokens: int, offset: int, rows: int, device: str) -> Tensor:
-    """Return the mask [rows, 1, T, S] of tokens that follow ``offset`` others which all of them see."""
+    """Return the causal mask [rows, 1, T, S] of tokens that follow ``offset`` tokens of context."""
     positions = torch.arange(tokens, device=device)[:, None] + offset
     mask_TS = positions >= torch.arange(offset + tokens, device=device)[None]
     return mask_TS[None, None].expand(rows, 1, tokens, offset + tokens)
@@ -195,7 +198,8 @@ def _make_causal_mask(tokens: int, offset: int, rows: int, device: str) -> Tenso
 class _SamplingCache:
     """The keys and values of the prefix, the prompts and the sampled tokens, by layer.
 
-    A shorter prompt is padded. Its reply starts right behind it and overwrites the padding before it is seen.
+    Shorter prompts are padded. A reply starts directly after its prompt and overwrites the padding before any
+    token attends to it.
     """
 
     def __init__(
@@ -237,7 +241,7 @@ class _SamplingCache:
 @dataclass(frozen=True)
 class SampledReplies:
     ids_KRT: Tensor
-    """The sampled tokens, up to and including the end token, and end tokens behind them."""
+    """The sampled tokens up to and including the end token, padded with end tokens."""
     logprobs_KRT: Tensor
     entropies_KRT: Tensor
     """The entropy of the distribution that each token was sampled from, in nats."""
@@ -245,7 +249,7 @@ class SampledReplies:
 
     @property
     def mask_KRT(self) -> Tensor:
-        """True for the tokens that were sampled, which includes the end token."""
+        """True for the sampled tokens, including the end token."""
         return torch.arange(self.ids_KRT.shape[2], device=self.ids_KRT.device) < self.lengths_KR[..., None]
 
 
@@ -264,7 +268,7 @@ class BatchedPolicy:
     ) -> SampledReplies:
         """Sample one reply per prompt, at temperature 1 or greedily."""
         model, offset, steps = self.model, len(self.prefix_ids), self.max_new_tokens
-        lengths_KR = self._measure(prompts)
+        lengths_KR = self._get_lengths(prompts)
         width = int(lengths_KR.max())
         prompts_KRT = self._pad(prompts, width)
         cache = _SamplingCache(model, model.compute_prefix(self.prefix_ids, adapters), width, steps)
@@ -278,8 +282,8 @@ class BatchedPolicy:
         for step in range(steps):
             logits = model.compute_logits(hidden_KRC)
             logprobs = logits.log_softmax(-1)
-            # Greedy sampling draws too: training after an evaluation continues with the generator's state, so
-            # that measured results can be repeated only with all draws.
+            # Draw even if greedy: training continues with the generator's state after an evaluation, so
+            # skipping draws would change the measured results.
             uniform = torch.rand(logits.shape, device=model.device, generator=generator).clamp_min(1e-20)
             chosen_KR = (logits if is_greedy else logits - (-uniform.log()).log()).argmax(-1)
             del uniform
@@ -300,9 +304,9 @@ class BatchedPolicy:
         return SampledReplies(ids_KRT, logprobs_KRT, entropies_KRT, reply_lengths_KR)
 
     def compute_logprobs(self, adapters: Adapters, prompts: Prompts, replies: SampledReplies) -> Tensor:
-        """Return the sampled tokens' logprobs [K, R, T], with gradients, and 0 behind the end of a reply."""
+        """Return the sampled tokens' logprobs [K, R, T], with gradients, and 0 after the end of a reply."""
         model, offset, tokens = self.model, len(self.prefix_ids), self.max_new_tokens
-        lengths_KR = self._measure(prompts)
+        lengths_KR = self._get_lengths(prompts)
         width = int(lengths_KR.max()) + tokens
         reply_slots_KRT = lengths_KR[..., None] + torch.arange(tokens, device=model.device)
         ids_KRT = self._pad(prompts, width).scatter(2, reply_slots_KRT, replies.ids_KRT)
@@ -334,7 +338,7 @@ class BatchedPolicy:
         logprobs = self.model.compute_logits(hidden).log_softmax(-1)
         return logprobs.gather(-1, targets[:, None])[:, 0]
 
-    def _measure(self, prompts: Prompts) -> Tensor:
+    def _get_lengths(self, prompts: Prompts) -> Tensor:
         return torch.tensor([[len(ids) for ids in row] for row in prompts], device=self.model.device)
 
     def _pad(self, prompts: Prompts, width: int) -> Tensor:

@@ -28,7 +28,7 @@ SAMPLING_SEED = 1
 EVALUATION_INTERVAL = 10
 PROGRESS_INTERVAL = 20
 KL_INTERVAL = 5
-"""The KL is measured every few steps if no experiment's learning rate depends on it."""
+"""The number of steps between KL measurements if no experiment has a target KL."""
 WARMUP_STEPS = 3
 ADAM_BETA1 = 0.9
 ADAM_EPSILON = 1e-8
@@ -43,7 +43,7 @@ class ExperimentSettings:
     learning_rate: float = 3e-4
     """Adam's learning rate after warm-up."""
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiplies the learning rate by the fraction of the groups with signal, or by its square root."""
+    """Multiplies the learning rate by the fraction of groups with signal, or by its square root."""
     target_kl: float = 0.0
     """Adapts the learning rate so that a step changes the policy by this KL per token. 0 turns this off."""
     adam_beta2: float = 0.95
@@ -58,7 +58,7 @@ class ExperimentSettings:
     """Divides advantages by the standard deviation of the group's rewards. If false, doubles them instead,
     which is the same for a group in which half of the replies are correct."""
     normalization: Literal["groups_used", "all_groups"] = "groups_used"
-    """Divides the loss by the replies in the groups that have an advantage, or by all replies."""
+    """Divides the loss by the number of replies in groups that have an advantage, or of all replies."""
     positive_weight: float = 1.0
     """Multiplies positive advantages."""
     failed_group_penalty: float = 0.0
@@ -106,7 +106,7 @@ class Curves:
     gradient_norm: list[float] = field(default_factory=list[float])
     """The norm of the first update's gradient before clipping."""
     duplicates: list[float] = field(default_factory=list[float])
-    """1 if all replies of every group are the same, 0 if all are different."""
+    """The mean fraction of duplicate replies in a group (see `measure_duplicates`)."""
     kl: list[float] = field(default_factory=list[float])
     """The approximate KL per token between the policies before and after the step, 0 if not measured."""
     learning_rate_factor: list[float] = field(default_factory=list[float])
@@ -117,7 +117,7 @@ class Curves:
 class GroupAdvantages:
     values_KGN: Tensor
     is_active_KG: Tensor
-    """True for the groups that an experiment has. Others have more groups per step."""
+    """True for the groups that an experiment uses. The tensors have as many as the largest experiment."""
     groups_with_signal_K: Tensor
     """The number of groups whose rewards differ."""
     groups_used_K: Tensor
@@ -247,7 +247,7 @@ class ExperimentBatch:
             adapters = self.model.cast_adapters()
         sampling_adapters = self.previous_adapters or adapters
         self.previous_adapters = adapters
-        # Experiments with fewer groups draw and sample as many as the others, and do not use the rest.
+        # Experiments with fewer groups sample as many as the largest one, and ignore the extra groups.
         examples = [[next(stream) for _ in range(self.groups)] for stream in self.streams]
         prompts = [
             [self.encoder.encode_question(example.question) for example in row for _ in range(GROUP_SIZE)]
@@ -349,11 +349,11 @@ class ExperimentBatch:
 
 
 def measure_duplicates(replies: list[list[int]]) -> float:
-    """Return 1 if the replies in every group are all the same, 0 if they are all different."""
+    """Return the mean fraction of duplicates in a group: 0 if all replies differ, 1 if all are the same."""
     fractions: list[float] = []
     for start in range(0, len(replies), GROUP_SIZE):
-        different = len({tuple(ids) for ids in replies[start : start + GROUP_SIZE]})
-        fractions.append(1 - (different - 1) / (GROUP_SIZE - 1))
+        distinct = len({tuple(ids) for ids in replies[start : start + GROUP_SIZE]})
+        fractions.append(1 - (distinct - 1) / (GROUP_SIZE - 1))
     return sum(fractions) / len(fractions)
 
 
@@ -370,7 +370,7 @@ def _is_clipped(advantages_KRT: Tensor, ratio_KRT: Tensor) -> Tensor:
 def run_experiments(
     batch: ExperimentBatch, steps: int, seconds: float, report: Callable[[str], None]
 ) -> list[Curves]:
-    """Train for a number of steps or until the time is over, and return the history of every experiment."""
+    """Train for ``steps`` steps or until ``seconds`` have passed, and return every experiment's history."""
     started_at = time.monotonic()
     batch.evaluate(0)
     report(f"{batch.task.name}: the untrained model scores {batch.curves[0].evaluations[0].score:.2f}")

@@ -30,7 +30,7 @@ OPENING_MESSAGES: list[Json] = [
 """The first messages of every conversation. After them, SmolLM2 writes digits half of the time."""
 CHARACTER_SETS = {"digits": string.digits, "letters and digits": string.ascii_letters + string.digits}
 MIN_REPLY_TOKENS = 8
-"""A shorter reply counts as this many tokens. If fewer tokens are missing, no further reply is requested."""
+"""A shorter reply counts as this many tokens. If fewer are still missing, no further reply is requested."""
 FREE_CONTEXT_TOKENS = 96
 """The number of context tokens to keep free."""
 EVAL_PROMPT_TOKENS, EVAL_REPLY_TOKENS = 12, 32
@@ -41,7 +41,7 @@ def make_tasks(workload: str, group_size: int, groups: int, run_dir: str) -> lis
     """Return groups of sessions in file order, starting over at the end of the file.
 
     Startup is not measured: the function first waits until the trainer is ready, for at most
-    TRAINER_START_TIMEOUT_SECONDS, and then writes the time to `began` in the run's folder.
+    TRAINER_START_TIMEOUT_SECONDS, and then writes the time to `started_at` in the run's folder.
     """
     _wait_for_trainer(Path(run_dir))
     _record_start_time(Path(run_dir))
@@ -124,8 +124,8 @@ def _wait_for_trainer(run_dir: Path) -> None:
 
 
 def _record_start_time(run_dir: Path) -> None:
-    """Write the current time to `began`, unless an earlier process has already done so."""
-    start_file = run_dir / "began"
+    """Write the current time to `started_at`, unless an earlier process has already done so."""
+    start_file = run_dir / "started_at"
     if not start_file.exists():
         start_file.write_text(str(time.time()))
 

@@ -26,8 +26,8 @@ Mode = Literal["async", "sync"]
 DECODE_SPEED = 40.2
 """Tokens per second of the models with which the workload was recorded."""
 PROMPT_SCALE = 0.25
-"""Prompt lengths are also multiplied by this factor, because the models used here have no context of tens of
-thousands of tokens."""
+"""An additional factor for prompt lengths, because the models used here have no context of tens of thousands
+of tokens."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class RunPlan:
     model: dict[str, Any]
     backend: dict[str, Any]
     characters: str
-    """The rewarded characters. The untrained model must write some of them, but not only them."""
+    """The rewarded characters. The untrained model must write some, but not exclusively."""
     lr: float
     steps: int
     group_size: int
@@ -173,7 +173,7 @@ def stop_process(process: subprocess.Popen[bytes]) -> None:
 def compute_metrics(run_dir: Path, summary: dict[str, Any]) -> dict[str, Any]:
     """Return the metrics from the moment the trainer was ready to the end of the last step."""
     steps = read_steps(run_dir)
-    started_at = float((run_dir / "began").read_text())
+    started_at = float((run_dir / "started_at").read_text())
     seconds = steps[-1]["time"] - started_at
     samples = sum(step["samples"] for step in steps)
     eval_rewards = {r["label"]: r["accuracy"] for r in read_metrics(run_dir) if r["kind"] == "eval"}

@@ -31,17 +31,17 @@ class ClientConversation:
 
 
 async def run_python_client(
-    gateway: FidelityGateway, client: Client, number: int, folder: Path
+    gateway: FidelityGateway, client: Client, first_number: int, folder: Path
 ) -> list[ClientConversation]:
     """Run every variant of a client, both in an opened session and as a live agent, concurrently.
 
-    ``number`` is the number of the first question. Each variant gets a question of its own.
+    Each variant asks a different question. The questions are numbered from ``first_number``.
     """
-    live_endpoint = await gateway.create_live_agent(f"{client.name}-{number}")
+    live_endpoint = await gateway.create_live_agent(f"{client.name}-{first_number}")
     conversations: list[ClientConversation] = []
     jobs: list[ClientJob] = []
     for i, (variant, style) in enumerate(client.variants.items()):
-        question = make_question(number + i, style)
+        question = make_question(first_number + i, style)
         for endpoint in (await gateway.open_session(), live_endpoint):
             conversations.append(
                 ClientConversation(client.name, variant.partition("-")[0], question, endpoint)

@@ -24,11 +24,15 @@ class Score:
 
     calls: int = 0
     linked: int = 0
+    """The number of calls in their conversation's session."""
     turns: int = 0
     """The number of turns that extend their history."""
     exact: int = 0
+    """The number of these turns whose prompt extends the earlier tokens exactly."""
     sampled: int = 0
+    """The number of sampled tokens."""
     trained: int = 0
+    """The number of sampled tokens that the mask of a training sample includes."""
     rewritten: int = 0
     """The number of turns that continue a conversation but change its earlier messages."""
     reasons: Counter[str] = field(default_factory=Counter[str])

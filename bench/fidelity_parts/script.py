@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.integration.agents.agent_tools import AGENT_TOOLS
-from tests.integration.clients import script as clients
+from tests.integration.clients import script as client_script
 from tests.integration.clients.script import WriteCall
 
 TASK = re.compile(r"Change the word world to moon in (/\S+?greeting\.txt)")
-"""Matches the task. The file is in a folder named after the agent."""
+"""Matches the task and captures the file's path. The file is in a folder named after the agent."""
 
 ReplyFunction = Callable[[str, int | None], str]
 
@@ -45,8 +45,8 @@ def reply_to_edit_task(prompt: str, path: str, write_call: WriteCall) -> str:
     return next((step for step in steps if step not in prompt), "Done.")
 
 
-smollm2 = make_script(clients.smollm2, clients.format_tagged_call)
-qwen2_5 = make_script(clients.qwen2_5, clients.format_tagged_call)
-qwen3 = make_script(clients.qwen3, clients.format_tagged_call, clients.THINKING)
-llama3 = make_script(clients.llama3, clients.format_bare_call)
-deepseek_v3 = make_script(clients.deepseek_v3, clients.format_tagged_call)
+smollm2 = make_script(client_script.smollm2, client_script.format_tagged_call)
+qwen2_5 = make_script(client_script.qwen2_5, client_script.format_tagged_call)
+qwen3 = make_script(client_script.qwen3, client_script.format_tagged_call, client_script.THINKING)
+llama3 = make_script(client_script.llama3, client_script.format_bare_call)
+deepseek_v3 = make_script(client_script.deepseek_v3, client_script.format_tagged_call)

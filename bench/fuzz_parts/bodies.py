@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import orjson
@@ -177,7 +177,7 @@ ODD_VALUES: list[Any] = [
     {"role": "user", "content": "x"}, [{"role": "assistant", "content": None}], {"type": "any"},
     {"type": "function", "function": {"name": "f"}}, [0, 5, 10**9, -3], [49151, 49152, 0], list(range(300)),
 ]  # fmt: skip
-KEYS = [
+FIELD_NAMES = [
     "messages", "input", "prompt", "prompt_ids", "model", "tools", "n", "stream", "stop", "stop_token_ids",
     "stop_sequences", "temperature", "top_p", "top_k", "max_tokens", "max_completion_tokens", "echo",
     "best_of", "max_output_tokens", "tool_choice", "metadata", "user", "system", "role", "content", "type",
@@ -206,7 +206,7 @@ def make_valid_body(path: str, rng: random.Random) -> bytes:
 
 
 def make_body(path: str, rng: random.Random) -> bytes:
-    """Return a valid body of the route with zero or more random changes.
+    """Return a valid body for the route with zero or more random changes.
 
     One in ten is also corrupted, and one in a thousand is replaced by a large body.
     """
@@ -228,14 +228,13 @@ def make_body(path: str, rng: random.Random) -> bytes:
     return raw
 
 
-def _list_locations(value: Any, locations: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-    """Append every (container, key) pair in ``value`` to ``locations`` and return it."""
+def _iter_locations(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield every (container, key) pair in ``value``."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in items:
-        locations.append((value, key))
+        yield value, key
         if isinstance(item, dict | list):
-            _list_locations(item, locations)
-    return locations
+            yield from _iter_locations(item)
 
 
 def _copy(value: Any) -> Any:
@@ -246,7 +245,7 @@ def _copy(value: Any) -> Any:
 
 
 def _mutate(body: Any, rng: random.Random) -> Any:
-    locations = _list_locations(body, [])
+    locations = list(_iter_locations(body))
     if not locations or rng.random() < 0.01:
         return _copy(rng.choice(ODD_VALUES))
     container, key = rng.choice(locations)
@@ -254,9 +253,9 @@ def _mutate(body: Any, rng: random.Random) -> Any:
         case 0:
             del container[key]
         case 1 if isinstance(container, dict):
-            container[rng.choice(KEYS)] = _copy(rng.choice(ODD_VALUES))
+            container[rng.choice(FIELD_NAMES)] = _copy(rng.choice(ODD_VALUES))
         case 2 if isinstance(container, dict):
-            container[rng.choice(KEYS)] = container.pop(key)
+            container[rng.choice(FIELD_NAMES)] = container.pop(key)
         case 3 if isinstance(container, list):
             container.insert(key, _copy(rng.choice((rng.choice(ODD_VALUES), container[key]))))
         case 4 if isinstance(container, list):
@@ -288,7 +287,7 @@ def _corrupt(raw: bytes, rng: random.Random) -> bytes:
         case 5:
             return raw + rng.choice((b"}", b"\n\n", b"{}", b"\x00"))
         case 6:  # a duplicate key
-            key = json.dumps(rng.choice(KEYS)).encode()
+            key = json.dumps(rng.choice(FIELD_NAMES)).encode()
             return raw.replace(b"{", b"{" + key + b": 1, ", 1).replace(b"{", b"{" + key + b": [], ", 1)
         case 7:
             return raw.decode("utf-8", "replace").encode(rng.choice(("utf-16", "utf-32", "utf-7")))

@@ -38,7 +38,7 @@ class BystanderLog:
             lines = file.read().splitlines()
             self._position = file.tell()
         pairs = [tuple(map(float, line.split())) for line in lines if line.count(" ") == 1]
-        return [ms for began, ms in pairs if began >= start and began + ms / 1000 <= end]
+        return [ms for started_at, ms in pairs if started_at >= start and started_at + ms / 1000 <= end]
 
 
 @contextlib.contextmanager

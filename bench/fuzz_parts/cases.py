@@ -73,8 +73,8 @@ class Pool:
     agent_key: str
     sessions: list[tuple[str, str]]
     """The ids and keys of open sessions."""
-    responses: list[str] = field(default_factory=lambda: ["resp-none"] * 64)
-    calls: list[str] = field(default_factory=lambda: ["call-none"] * 64)
+    response_ids: list[str] = field(default_factory=lambda: ["resp-none"] * 64)
+    call_ids: list[str] = field(default_factory=lambda: ["call-none"] * 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class Case:
 
 
 def list_routes(description: dict[str, dict[str, dict[str, object]]]) -> list[Route]:
-    """Return the routes of an OpenAPI description. POST routes have a higher weight, above all under /v1."""
+    """Return the routes of an OpenAPI description. POST routes weigh more, especially under /v1."""
     return [
         Route(method.upper(), path, 6 if "/v1" in path and method == "post" else 2 if method == "post" else 1)
         for path, item in description["paths"].items()
@@ -160,6 +160,6 @@ def _fill_placeholders(
     if b"@" in body:
         body = body.replace(SESSION.encode(), session_id.encode())
         body = body.replace(AGENT_SESSION.encode(), agent_session.encode())
-        body = body.replace(RESPONSE.encode(), rng.choice(pool.responses).encode())
-        body = body.replace(CALL.encode(), rng.choice(pool.calls).encode())
+        body = body.replace(RESPONSE.encode(), rng.choice(pool.response_ids).encode())
+        body = body.replace(CALL.encode(), rng.choice(pool.call_ids).encode())
     return body

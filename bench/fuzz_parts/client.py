@@ -110,13 +110,13 @@ class Connection(asyncio.Protocol):
             raise ProtocolViolation(f"not an HTTP response: {head[:40]!r}")
         status = int(match[1])
         if 100 <= status < 200:
-            self._finish(self._body_start)
+            self._discard_response(self._body_start)
             return True
-        end, body = self._find_end(head, status)
+        end, body = self._parse_body(head, status)
         if end is None:
             return False
         self._add_reply(head, body)
-        self._finish(end)
+        self._discard_response(end)
         return True
 
     def _add_reply(self, head: bytes, body: bytes) -> None:
@@ -125,8 +125,8 @@ class Connection(asyncio.Protocol):
         is_last = self._ends_with_connection or bool(_CLOSE.search(head))
         self.replies.append(Reply(int(status[1]), content_type[1] if content_type else b"", body, is_last))
 
-    def _find_end(self, head: bytes, status: int) -> tuple[int | None, bytes]:
-        """Return the end of the current response and its body. The end is None if it is incomplete."""
+    def _parse_body(self, head: bytes, status: int) -> tuple[int | None, bytes]:
+        """Return the end of the current response and its body. The end is None if the body is incomplete."""
         start, buffer = self._body_start, self._buffer
         if self.is_head_request and _CLOSE.search(head):
             self._ends_with_connection = True  # a server that could not parse the method sends a body
@@ -154,14 +154,14 @@ class Connection(asyncio.Protocol):
                 return end, b"".join(self._chunks)
             self._chunks.append(bytes(buffer[line_end + 2 : end - 2]))
 
-    def _finish(self, end: int) -> None:
+    def _discard_response(self, end: int) -> None:
         del self._buffer[:end]
         self._body_start = self._position = 0
         self._chunks = []
 
 
 async def connect(host: str, port: int, *, is_slow: bool = False) -> Connection:
-    """Open a connection. With ``is_slow``, its receive buffer is small, so the server has to wait for it."""
+    """Open a connection. With ``is_slow``, its receive buffer is small, so that the server's writes block."""
     loop = asyncio.get_running_loop()
     sock = socket.socket()
     sock.setblocking(False)

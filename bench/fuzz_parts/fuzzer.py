@@ -42,7 +42,7 @@ class Counts:
 
 
 class FailureLog:
-    """Counts failures by description, and writes the first ones to a file with their requests and seeds."""
+    """Counts failures by description, and writes the first MAX_SAVED_FAILURES requests to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -173,7 +173,7 @@ class Fuzzer:
             problem = problem or "the connection closed without a response"
             self.counts.server_errors += 1
         else:
-            self._check_reply(case, connection.replies[-1], case.raw)
+            self._record_reply(case, connection.replies[-1], case.raw)
         if problem is not None:
             self._failures.add(case.seed, case.name, problem, case.raw)
         return connection
@@ -196,7 +196,7 @@ class Fuzzer:
         assert case.script is not None
         sent = b"".join(step.data for step in case.script.steps)
         for reply in connection.replies:
-            self._check_reply(case, reply, sent)
+            self._record_reply(case, reply, sent)
         if connection.violation:
             self.counts.server_errors += 1
             self._failures.add(case.seed, case.name, connection.violation, sent)
@@ -205,7 +205,8 @@ class Fuzzer:
             problem = f"hung after {len(connection.replies)} of {case.script.responses} responses"
             self._failures.add(case.seed, case.name, problem, sent)
 
-    def _check_reply(self, case: Case, reply: Reply, sent: bytes) -> None:
+    def _record_reply(self, case: Case, reply: Reply, sent: bytes) -> None:
+        """Count the response, add any problem to the failures, and add the id of a reply to the pool."""
         self.counts.statuses[str(reply.status)] += 1
         if (problem := find_problem(reply)) is not None:
             self.counts.server_errors += 1
@@ -214,12 +215,12 @@ class Fuzzer:
             self.counts.unavailable += 1
             self._failures.add(case.seed, case.name, f"documented {reply.status}", sent, reply.body)
         elif reply.status == 200 and (match := _REPLY_ID.search(reply.body, 0, 300)):
-            position = self.counts.requests % len(self._pool.responses)
-            self._pool.responses[position] = match[1].decode()
+            position = self.counts.requests % len(self._pool.response_ids)
+            self._pool.response_ids[position] = match[1].decode()
 
 
 async def refresh_pool(address: tuple[str, int], pool: Pool, interval_seconds: float = 0.2) -> None:
-    """Keep replacing the pool's call ids, and its sessions, because cases may end them."""
+    """Keep replacing the pool's call ids and its sessions, which cases may end."""
     position = 0
     connection: Connection | None = None
     while True:
@@ -230,7 +231,7 @@ async def refresh_pool(address: tuple[str, int], pool: Pool, interval_seconds: f
             session_id = pool.sessions[(position + 7) % len(pool.sessions)][0]
             view = await send(connection, "GET", f"/sessions/{session_id}", pool.admin_key)
             for call in view["calls"][-1:]:
-                pool.calls[position % len(pool.calls)] = call["call_id"]
+                pool.call_ids[position % len(pool.call_ids)] = call["call_id"]
         position += 1
         await asyncio.sleep(interval_seconds)
 

@@ -243,7 +243,7 @@ def _upgrade(rng: random.Random, head: bytes, body: bytes) -> Script:
     return _make_send_script(_encode_request(head + headers, body), end=Step("end_of_input"))
 
 
-def _old_http(rng: random.Random, head: bytes, body: bytes) -> Script:
+def _other_version(rng: random.Random, head: bytes, body: bytes) -> Script:
     version = rng.choice((b"HTTP/1.0", b"HTTP/0.9", b"HTTP/2.0", b"http/1.1"))
     return _make_send_script(
         _encode_request(head.replace(b"HTTP/1.1", version, 1), body), end=Step("end_of_input")
@@ -253,5 +253,5 @@ def _old_http(rng: random.Random, head: bytes, body: bytes) -> Script:
 _TRICKS: tuple[Trick, ...] = (
     _garbage, _bad_header, _bad_length, _two_lengths, _length_and_chunks, _chunks, _tiny_chunks, _bad_chunks,
     _pipeline, _pipeline_then_garbage, _pipeline_then_abort, _trickle, _half_head, _half_body, _half_chunk,
-    _abort, _end_of_input, _slow_reader, _upgrade, _old_http,
+    _abort, _end_of_input, _slow_reader, _upgrade, _other_version,
 )  # fmt: skip

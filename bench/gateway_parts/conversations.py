@@ -1,4 +1,4 @@
-"""Conversations that grow turn by turn. Many of them run concurrently in one process."""
+"""Conversations that grow turn by turn, many at a time in one process."""
 
 from __future__ import annotations
 

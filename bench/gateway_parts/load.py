@@ -59,6 +59,7 @@ class Cell:
     """CPU time of the server process per request."""
     rss_mb: float
     error: str | None = None
+    """The reason why the cell is invalid."""
 
 
 def make_body(size: int, stream: bool) -> str:
@@ -98,7 +99,7 @@ def make_filler(length: int, seed: int = 0) -> str:
 
 
 def measure_cell(target: Target, kind: RequestKind, seconds: float, folder: Path, seed: str) -> Cell:
-    """Measure one cell once. Failed requests make it invalid. Raises MeasurementError if wrk fails."""
+    """Measure one cell once. Failed requests set its ``error``. Raises MeasurementError if wrk fails."""
     sessions = target.sessions[
         : min(kind.concurrency, LONG_SESSIONS) if kind.size == LARGE else kind.concurrency
     ]
@@ -162,16 +163,18 @@ def start_long_sessions(target: Target) -> None:
     """Send the turn that precedes the large requests in each session, so that they extend a recorded call."""
     template = _encode_body(_make_messages(LARGE)[:-2], stream=False)
     for number, (path, key) in enumerate(target.sessions[:LONG_SESSIONS]):
-        _post(target, path, key, template.replace("@SESSION@", f"{number:08d}"), stream=False)
+        _post_and_check(target, path, key, template.replace("@SESSION@", f"{number:08d}"), stream=False)
 
 
 def check_reply(target: Target, size: int, stream: bool) -> None:
     """Send one request. Raises MeasurementError if the reply is not the expected one."""
     (path, key), body = target.sessions[0], make_body(size, stream)
-    _post(target, path, key, body.replace("@SESSION@", f"{0:08d}").replace("@NONCE@", "hello"), stream)
+    _post_and_check(
+        target, path, key, body.replace("@SESSION@", f"{0:08d}").replace("@NONCE@", "hello"), stream
+    )
 
 
-def _post(target: Target, path: str, key: str, body: str, stream: bool) -> None:
+def _post_and_check(target: Target, path: str, key: str, body: str, stream: bool) -> None:
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(target.url + path, body.encode(), headers)
     try:

@@ -33,6 +33,7 @@ class Launch:
     health_path: str
     key: str = "none"
     session_path: str = "/v1/chat/completions"
+    """The path of a session's requests. May contain the placeholder ``{session}``."""
     env: dict[str, str] = field(default_factory=dict[str, str])
 
 
@@ -123,7 +124,7 @@ def _run(command: Sequence[str | Path], log_path: Path) -> None:
 # --- the peers ----------------------------------------------------------------------------------
 
 
-def _launch_litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_litellm(bin_folder: Path, folder: Path, stub_url: str, port: int) -> Launch:
     key = f"sk-{secrets.token_urlsafe(24)}"
     litellm_params = {"model": "openai/bench", "api_base": stub_url, "api_key": "none"}
     settings = {
@@ -134,7 +135,7 @@ def _launch_litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch
     config_path.write_text(yaml.safe_dump(settings))
     return Launch(
         [
-            bin / "litellm",
+            bin_folder / "litellm",
             "--config",
             config_path,
             "--host",
@@ -150,7 +151,7 @@ def _launch_litellm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch
     )
 
 
-def _launch_rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_rllm(bin_folder: Path, folder: Path, stub_url: str, port: int) -> Launch:
     settings = {
         "host": "127.0.0.1",
         "port": port,
@@ -162,13 +163,13 @@ def _launch_rllm(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
     config_path = folder / "config.yaml"
     config_path.write_text(yaml.safe_dump(settings))
     return Launch(
-        [bin / "rllm-model-gateway", "--config", config_path],
+        [bin_folder / "rllm-model-gateway", "--config", config_path],
         health_path="/health",
         session_path="/sessions/{session}/v1/chat/completions",
     )
 
 
-def _launch_metaclaw(bin: Path, folder: Path, stub_url: str, port: int) -> Launch:
+def _launch_metaclaw(bin_folder: Path, folder: Path, stub_url: str, port: int) -> Launch:
     settings = {
         "mode": "skills_only",
         "llm": {"provider": "custom", "model_id": "bench", "api_base": stub_url, "api_key": "none"},
@@ -179,7 +180,8 @@ def _launch_metaclaw(bin: Path, folder: Path, stub_url: str, port: int) -> Launc
     home.mkdir()
     (home / "config.yaml").write_text(yaml.safe_dump(settings))
     return Launch(
-        [bin / "metaclaw", "start", "--mode", "skills_only", "--port", str(port)], health_path="/healthz"
+        [bin_folder / "metaclaw", "start", "--mode", "skills_only", "--port", str(port)],
+        health_path="/healthz",
     )
 
 

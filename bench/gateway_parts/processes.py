@@ -51,7 +51,7 @@ def start_process(
 ) -> Generator[subprocess.Popen[bytes]]:
     """Run the program in its own process group. On exit, terminate it and then kill the group.
 
-    Its output is appended to the log, unless ``stdout`` is set; then only stderr is.
+    Append its output to the log, or only stderr if ``stdout`` is set.
     """
     with log_path.open("ab") as output:
         process = subprocess.Popen(

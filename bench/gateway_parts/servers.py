@@ -25,7 +25,7 @@ from gateway_parts.stub import REPLY
 
 MODEL = "smollm2-135m"
 ROW_BYTES = 2048
-"""The size of the floor's rows. It holds a complete small request or the new part of a long one."""
+"""The size of the floor's rows: enough for a complete small request or for the new part of a large one."""
 SESSION_COUNT = 256
 
 
@@ -43,7 +43,7 @@ def start_floor(folder: Path, stub_url: str) -> Generator[Target]:
 
 
 class GatewayProcess:
-    """A running gateway of `instar serve` or `instar train`."""
+    """A running gateway that `instar serve` or `instar train` has started."""
 
     def __init__(self, connection_info: dict[str, str]) -> None:
         """``connection_info`` has the fields that `instar serve --json` prints."""
@@ -87,7 +87,7 @@ class GatewayProcess:
         with urllib.request.urlopen(request, timeout=30) as response:
             return json.load(response)
 
-    def make_target(self, name: str) -> Target:
+    def open_target(self, name: str) -> Target:
         """Open SESSION_COUNT sessions and return a load target that uses them."""
         keys = [self.post("/sessions", {})["api_key"] for _ in range(SESSION_COUNT)]
         sessions = [("/v1/chat/completions", key) for key in keys]
@@ -96,9 +96,9 @@ class GatewayProcess:
 
 @contextlib.contextmanager
 def start_gateway(
-    folder: Path, engine: dict[str, Any], *, max_context: int = 200_000, **limits: Any
+    folder: Path, engine: dict[str, Any], *, max_context: int = 200_000, **gateway_settings: Any
 ) -> Generator[GatewayProcess]:
-    """Run `instar serve`. ``limits`` are settings in the `gateway` section of its config.
+    """Run `instar serve`. ``gateway_settings`` are added to the `gateway` section of its config.
 
     Raises MeasurementError if it exits before the gateway is ready.
     """
@@ -108,7 +108,7 @@ def start_gateway(
         "dir": str(folder / "run"),
         "model": {"name": MODEL, "max_context": max_context},
         "engine": engine,
-        "gateway": {"max_in_flight": 1024, **limits},
+        "gateway": {"max_in_flight": 1024, **gateway_settings},
     }
     config_path, log_path = folder / "run.yaml", folder / "log"
     config_path.write_text(yaml.safe_dump(settings))

@@ -22,28 +22,28 @@ class Phase:
     """The turns over which CPU time is averaged."""
 
     name: str
-    first: int
-    last: int
+    first_turn: int
+    last_turn: int
 
 
 EARLY, LATE = Phase("10", 8, 12), Phase("100", 96, 100)
 
 
 def measure_turns(
-    gateway: GatewayProcess, floor: Target, count: int, log: Callable[[str], None]
+    gateway: GatewayProcess, floor: Target, session_count: int, log: Callable[[str], None]
 ) -> dict[str, float]:
     """Measure the CPU time of turns 10 and 100, and compare them after subtracting the floor's CPU time."""
     metrics: dict[str, float] = {}
-    conversations = asyncio.run(open_conversations(gateway, count, TURN_BYTES))
+    conversations = asyncio.run(open_conversations(gateway, session_count, TURN_BYTES))
     floor_conversations = [
         Conversation(conversation.number, conversation.size) for conversation in conversations
     ]
     for phase in (EARLY, LATE):
-        log(f"{count} sessions up to turn {phase.last}")
-        asyncio.run(run_turns(gateway.url, conversations, phase.first - 1 - conversations[0].turn))
+        log(f"{session_count} sessions up to turn {phase.last_turn}")
+        asyncio.run(run_turns(gateway.url, conversations, phase.first_turn - 1 - conversations[0].turn))
         for floor_conversation in floor_conversations:
-            floor_conversation.skip_to(phase.first - 1)
-        turns = phase.last - phase.first + 1
+            floor_conversation.skip_to(phase.first_turn - 1)
+        turns = phase.last_turn - phase.first_turn + 1
         gateway_cpu_ms = _measure_cpu_ms(gateway.pid, gateway.url, conversations, turns)
         floor_cpu_ms = _measure_cpu_ms(floor.pid, floor.url, floor_conversations, turns)
         metrics[f"turn_{phase.name}_cpu_ms"] = gateway_cpu_ms
@@ -56,7 +56,7 @@ def measure_turns(
 
 
 def _measure_cpu_ms(pid: int, url: str, conversations: list[Conversation], turns: int) -> float:
-    """Run the turns and return the process's CPU time per turn."""
+    """Run the turns and return the process's CPU time per turn in ms."""
     cpu_before = read_usage(pid).cpu_seconds
     asyncio.run(run_turns(url, conversations, turns))
     return 1000 * (read_usage(pid).cpu_seconds - cpu_before) / (len(conversations) * turns)

@@ -138,7 +138,10 @@ class LoadGenerator:
         return started_at, now
 
     async def run_concurrently(self, concurrency: int, seconds: float) -> tuple[float, float]:
-        """Keep this number of calls in flight. Return the start of the phase and the end of the last call."""
+        """Keep ``concurrency`` calls in flight for ``seconds``.
+
+        Return the start of the phase and the end of the last call.
+        """
         started_at = time.perf_counter()
 
         async def call_repeatedly() -> None:

@@ -19,18 +19,18 @@ REPEATS = 15
 
 FILTERS: dict[str, SessionFilter] = {
     "all": SessionFilter(),
-    "channel and status": SessionFilter(channel=Channel.TRAIN, status=SessionStatus.COMPLETED),
-    "failed (50)": SessionFilter(status=SessionStatus.FAILED),
-    "tag on half of them": SessionFilter(tags=(("quality", "good"),)),
-    "without that tag": SessionFilter(without=("quality",)),
-    "tag on the oldest 100": SessionFilter(tags=(("rare", None),)),
-    "reward of 1": SessionFilter(reward_min=1.0),
-    "reward of the oldest 1000": SessionFilter(reward_max=-0.5),
-    "judged, the oldest 1000": SessionFilter(source=RewardSource.JUDGE),
-    "scorer of all": SessionFilter(scorer="math"),
-    "task": SessionFilter(task="t7"),
-    "agent that has none": SessionFilter(agent="missing"),
-    "the oldest, by time": SessionFilter(until=500.0),
+    "channel and status (nearly all)": SessionFilter(channel=Channel.TRAIN, status=SessionStatus.COMPLETED),
+    "status=failed (50)": SessionFilter(status=SessionStatus.FAILED),
+    "tag (half)": SessionFilter(tags=(("quality", "good"),)),
+    "without the tag (half)": SessionFilter(without=("quality",)),
+    "tag (oldest 100)": SessionFilter(tags=(("rare", None),)),
+    "reward ≥ 1 (a third)": SessionFilter(reward_min=1.0),
+    "low reward (oldest 1000)": SessionFilter(reward_max=-0.5),
+    "source=judge (oldest 1000)": SessionFilter(source=RewardSource.JUDGE),
+    "scorer (all)": SessionFilter(scorer="math"),
+    "task (one in 500)": SessionFilter(task="t7"),
+    "agent (no matches)": SessionFilter(agent="missing"),
+    "until (oldest)": SessionFilter(until=500.0),
 }
 
 
@@ -42,7 +42,7 @@ async def measure_page_times(store: SqliteStore, shape: StoreShape) -> dict[str,
             lambda session_filter=session_filter: _read_page(store, session_filter, None)
         )
     middle = shape.sessions // 2
-    milliseconds["all, from the middle"] = await _measure_median_ms(
+    milliseconds["all (from the middle)"] = await _measure_median_ms(
         lambda: _read_page(store, SessionFilter(), middle)
     )
     return milliseconds
@@ -78,7 +78,7 @@ def make_batch_config() -> RunConfig:
 
 
 async def measure_batch_time(store: SqliteStore) -> float:
-    """Return the median time in seconds in which a new batcher builds its first batch of 512 samples."""
+    """Return the median time in seconds for a new batcher to build its first batch."""
     times: list[float] = []
     for _ in range(3):
         batcher = Batcher(store, RUN, make_batch_config())

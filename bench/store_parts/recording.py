@@ -147,6 +147,7 @@ def create_heap_database(path: Path) -> SqliteDatabase:
 @dataclass(frozen=True, slots=True)
 class InsertTarget:
     key: str
+    """The name of the ratio in the JSON output."""
     name: str
     create: Callable[[Path], SqliteDatabase]
 
@@ -161,9 +162,9 @@ def encode_rows(conversations: Conversations) -> list[tuple[Table, Values]]:
     """Return the rows that the store would write, in the order in which concurrent agents produce them."""
     rows: list[tuple[Table, Values]] = []
     for start in range(0, len(conversations), AGENT_COUNT):
-        concurrent = conversations[start : start + AGENT_COUNT]
-        for turn in range(len(concurrent[0][1])):
-            for session, calls in concurrent:
+        batch = conversations[start : start + AGENT_COUNT]
+        for turn in range(len(batch[0][1])):
+            for session, calls in batch:
                 if turn == 0:
                     rows.append((SESSIONS, list(SESSIONS.to_values(encode_session(session, None)))))
                 rows.append((CALLS, list(encode_call(calls[turn]).values)))

@@ -41,7 +41,7 @@ class PlantedBug:
     components: Components
 
 
-# --- the trainer --------------------------------------------------------------------------------
+# --- training, versions and leases --------------------------------------------------------------
 
 
 class StoreWithoutRelease(SimulatedStore):
@@ -119,12 +119,12 @@ class StoreWithReusedVersions(SimulatedStore):
 
 
 def _rename_write(name: str, work: Callable[[Database], T]) -> Callable[[Database], T]:
-    """Give the write the name of the query that it replaces."""
+    """Name the write after the query that it replaces, so that the same invariants are checked."""
     work.__code__ = work.__code__.replace(co_name=name)
     return work
 
 
-# --- the gateway --------------------------------------------------------------------------------
+# --- calls and sessions -------------------------------------------------------------------------
 
 
 class EarlyRecorder(Recorder):

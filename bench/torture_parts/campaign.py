@@ -26,8 +26,9 @@ from torture_parts.state import StateFile
 RANDOM_SCHEDULES = 20_000
 CHUNK_SIZE = 100
 BUG_SCHEDULES = 600
-"""The number of schedules within which a planted bug must be found."""
+"""The maximum number of schedules that are tried to find a planted bug."""
 MAX_REPORTED = 20
+"""The maximum number of violations or problems in the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +180,8 @@ def run_campaign(
         )
         running: set[Future[ChunkResult]] = set()
         while True:
-            is_late = timeout_seconds is not None and time.monotonic() - started_at > timeout_seconds
-            for chunk in islice(chunks, 0 if is_late else processes + 1 - len(running)):
+            has_timed_out = timeout_seconds is not None and time.monotonic() - started_at > timeout_seconds
+            for chunk in islice(chunks, 0 if has_timed_out else processes + 1 - len(running)):
                 running.add(pool.submit(_run_chunk, chunk))
             if not running:
                 return campaign

@@ -33,13 +33,13 @@ class SimulationLoop(asyncio.BaseEventLoop):
     """
 
     def __init__(self, on_idle: Callable[[float | None], bool]) -> None:
-        """``on_idle`` is called with the seconds until the next timer, or None without a timer. It either
+        """``on_idle`` is called with the seconds until the next timer, or None if there is none. It either
         makes something ready and returns True, or returns False to let this time pass."""
         super().__init__()
         self._selector = self  # pyright: ignore[reportAttributeAccessIssue] - the base class only calls `select`
         self._on_idle = on_idle
         self._now = 0.0
-        self._suspended: list[asyncio.Handle] = []
+        self._frozen_handles: list[asyncio.Handle] = []
         self._tasks: list[asyncio.Task[Any]] = []
         """References to all tasks, so that those of killed processes are not garbage-collected and closed."""
         self.set_exception_handler(lambda _, context: None)  # errors in killed processes are never retrieved
@@ -54,7 +54,7 @@ class SimulationLoop(asyncio.BaseEventLoop):
         if process is None or process.is_alive:
             return super().call_soon(callback, *args, context=context)
         handle = asyncio.Handle(callback, args, self, context)
-        self._suspended.append(handle)
+        self._frozen_handles.append(handle)
         return handle
 
     def create_task(self, *args: Any, **kwargs: Any) -> asyncio.Task[Any]:
@@ -64,12 +64,12 @@ class SimulationLoop(asyncio.BaseEventLoop):
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """Call the function immediately, because threads would make the order of events random."""
-        result = self.create_future()
+        future = self.create_future()
         try:
-            result.set_result(func(*args))
+            future.set_result(func(*args))
         except Exception as error:  # noqa: BLE001 - any error is passed to the caller
-            result.set_exception(error)
-        return result
+            future.set_exception(error)
+        return future
 
     def select(self, timeout: float | None) -> list[Any]:
         if timeout == 0 or self._on_idle(timeout):
@@ -83,11 +83,11 @@ class SimulationLoop(asyncio.BaseEventLoop):
         """Cancel the tasks of all processes, including killed ones, and run the loop until they end."""
         self._on_idle = _let_time_pass
         for _ in range(50):
-            for handle in self._suspended:
+            for handle in self._frozen_handles:
                 if (process := handle._context.get(current_process)) is not None:  # pyright: ignore
                     process.is_alive = True
                 super().call_soon(handle._callback, *handle._args, context=handle._context)  # pyright: ignore
-            self._suspended.clear()
+            self._frozen_handles.clear()
             tasks = asyncio.all_tasks(self)
             if not tasks:
                 return
@@ -108,7 +108,7 @@ def _let_time_pass(timeout: float | None) -> bool:
 
 @contextmanager
 def virtual_time(loop: SimulationLoop, seed: int) -> Generator[None]:
-    """Make the functions of `time` return the loop's time, and seed the global random generator.
+    """Make the functions in `time` use the loop's time, and seed the global random generator.
 
     Both are restored afterwards.
     """
@@ -118,7 +118,7 @@ def virtual_time(loop: SimulationLoop, seed: int) -> Generator[None]:
         "time_ns": lambda: int((START_TIME + loop.time()) * 1e9),
     }
     originals = {name: getattr(time, name) for name in clocks}
-    state = random.getstate()
+    random_state = random.getstate()
     random.seed(seed)
     for name, clock in clocks.items():
         setattr(time, name, clock)
@@ -127,4 +127,4 @@ def virtual_time(loop: SimulationLoop, seed: int) -> Generator[None]:
     finally:
         for name, original in originals.items():
             setattr(time, name, original)
-        random.setstate(state)
+        random.setstate(random_state)

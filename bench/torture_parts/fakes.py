@@ -12,7 +12,7 @@ import shutil
 from collections.abc import AsyncGenerator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from instar.backends.base import (
 )
 from instar.config import AdamConfig, LossConfig
 from instar.engines.base import Engine, EngineStatus, Prompt
+from instar.engines.server import LeaseFence
 from instar.errors import EngineUnavailable
 from instar.rewards.base import Scorer, Transcript
 from instar.rollout.base import Agent, AgentResult, AgentSession
@@ -39,15 +40,14 @@ from instar.types import (
     Task,
     TokenChunk,
 )
-
-if TYPE_CHECKING:
-    from torture_parts.world import World
+from torture_parts.event_loop import current_process
+from torture_parts.world import Process, World
 
 Weights = list[list[str]]
-"""The samples of each optimizer step."""
+"""The samples of each optimizer step, as returned by `describe_sample`."""
 
 REPLY_TOKENS = 2
-VOCABULARY = 64
+VOCAB_SIZE = 64
 WEIGHTS_FILE = "weights.json"
 
 
@@ -116,6 +116,7 @@ class SimulatedEngine:
     """The state of the engine's process."""
 
     def __init__(self) -> None:
+        self.fence = LeaseFence()
         self.version = 0
         self._digest = ""
 
@@ -129,7 +130,7 @@ class SimulatedEngine:
 
     def sample(self, seed: int | None, prompt: Sequence[int]) -> tuple[list[int], int]:
         digest = blake2b(f"{self._digest}/{seed}/{prompt}".encode(), digest_size=REPLY_TOKENS).digest()
-        return [byte % VOCABULARY for byte in digest], self.version
+        return [byte % VOCAB_SIZE for byte in digest], self.version
 
 
 class EngineClient(Engine):
@@ -139,7 +140,11 @@ class EngineClient(Engine):
         self._world = world
 
     async def load(self, policy: Policy) -> None:
+        process = current_process.get()
+        assert isinstance(process, Process), "only a process may load weights"
+
         async def handle(role: Any) -> None:
+            role.engine.fence.check(process.lease)
             role.engine.load(policy)
 
         await self._request("load", handle)
@@ -176,7 +181,7 @@ class SimulatedScorer(Scorer):
         self.background = background
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        # Depends on the reply, so that rewards differ within most groups.
+        # The value depends on the reply, so that rewards differ within most groups.
         value = sum(map(int, transcript.final_text.split())) % 5 / 4
         return [Reward(transcript.session_id, value, RewardSource.RULE)]
 

@@ -38,12 +38,12 @@ class Invariants:
         }
 
     def acknowledge(self, acknowledgement: Acknowledgement) -> None:
-        """Check now, and again at the end of the run, that the acknowledged call or end is in the store."""
+        """Check now, and again at the end of the run, that the acknowledged call or session end is stored."""
         self._acknowledged.append(acknowledgement)
         self._check_acknowledged(acknowledgement)
 
-    def on_commit(self, query: str) -> None:
-        if (check := self._checks.get(query)) is not None:
+    def on_commit(self, query_name: str) -> None:
+        if (check := self._checks.get(query_name)) is not None:
             check()
 
     def check_end(self) -> None:
@@ -62,15 +62,15 @@ class Invariants:
 
     # --- calls and sessions ------------------------------------------------------------------------
 
-    def _check_acknowledged(self, reply: Acknowledgement) -> None:
-        if reply.call_id is not None:
+    def _check_acknowledged(self, acknowledgement: Acknowledgement) -> None:
+        if acknowledgement.call_id is not None:
             sql = "SELECT client_key FROM calls WHERE session_id = ? AND call_id = ?"
-            row = self._db.execute(sql, (reply.session_id, reply.call_id)).fetchone()
-            if row is None or row["client_key"] != reply.client_key:
+            row = self._db.execute(sql, (acknowledgement.session_id, acknowledgement.call_id)).fetchone()
+            if row is None or row["client_key"] != acknowledgement.client_key:
                 self._report("an acknowledged call is not in the store")
             return
         row = self._db.execute(
-            "SELECT status FROM sessions WHERE session_id = ?", (reply.session_id,)
+            "SELECT status FROM sessions WHERE session_id = ?", (acknowledgement.session_id,)
         ).fetchone()
         if row is None or row["status"] == SessionStatus.OPEN.value:
             self._report("the acknowledged end of a session is not in the store")

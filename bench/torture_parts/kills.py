@@ -38,7 +38,7 @@ STEPS = 24
 KILLS_PER_RUN = 40
 PROGRESS_INTERVAL_SECONDS = 10.0
 MIN_RUN_SECONDS = 30.0
-"""With less time left, no run is started, because it would end almost without faults."""
+"""With less time left, no run is started, because it would see almost no faults."""
 CONCURRENT_RUNS = 3
 """More than a small machine has cores, because a run is idle while its roles restart."""
 
@@ -72,8 +72,10 @@ class KillCampaign:
 
     @property
     def coverage(self) -> float:
-        """The fraction of the required kills that are done, of all kills or of those in a step, whichever is
-        lower. Kills beyond a setup's quota do not count."""
+        """The completed fraction of all required kills, or of those in a step, whichever is lower.
+
+        Among all kills, those beyond a setup's quota do not count.
+        """
         covered = sum(min(self.count_kills(setup.name), quota) for setup, quota in self.quotas.items())
         total = sum(self.quotas.values())
         return min(
@@ -83,13 +85,13 @@ class KillCampaign:
     def count_kills(self, setup: str) -> int:
         return sum(run.result.kill_count for run in self.runs if run.setup == setup)
 
-    def count_faults(self) -> Counter[str]:
+    def count_other_faults(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for result in self.results:
             counts.update(result.other_faults)
         return counts
 
-    def count_targets(self) -> Counter[str]:
+    def count_kills_by_target(self) -> Counter[str]:
         counts: Counter[str] = Counter()
         for result in self.results:
             counts.update(result.kills)
@@ -99,14 +101,14 @@ class KillCampaign:
         """Return the setup that is farthest from its quota, or None if no further run is needed now."""
         if self.coverage == 1.0:
             return None
-        missing = {
+        missing_fractions = {
             setup: 1 - (self.count_kills(setup.name) + KILLS_PER_RUN * Counter(running)[setup]) / quota
             for setup, quota in self.quotas.items()
             # A second Ray cluster would only compete for the cores.
             if quota > 0 and not (setup.runner == "ray" and any(other.runner == "ray" for other in running))
         }
-        setup = max(missing, key=lambda setup: missing[setup], default=None)
-        if setup is not None and missing[setup] <= 0 and running:
+        setup = max(missing_fractions, key=lambda setup: missing_fractions[setup], default=None)
+        if setup is not None and missing_fractions[setup] <= 0 and running:
             return None
         return setup
 
@@ -130,12 +132,12 @@ def list_available_setups(names: Sequence[str], log: Callable[[str], None]) -> l
 
 @dataclass
 class KillRunner:
-    """Runs the campaign. Copies the folder of each wrong run to ``failed_folder``."""
+    """Runs the campaign. Copies the folder of each wrong run to ``wrong_runs_folder``."""
 
     config: TortureConfig
-    failed_folder: Path
+    wrong_runs_folder: Path
     log: Callable[[str], None]
-    _is_late: threading.Event = field(default_factory=threading.Event)
+    _timed_out: threading.Event = field(default_factory=threading.Event)
     _active_runs: list[TortureRun] = field(default_factory=list[TortureRun])
     _logged_at: float = 0.0
 
@@ -166,7 +168,7 @@ class KillRunner:
             try:
                 while True:
                     if deadline is not None and time.monotonic() > deadline:
-                        self._is_late.set()
+                        self._timed_out.set()
                     can_start = deadline is None or time.monotonic() + MIN_RUN_SECONDS < deadline
                     while len(running) < concurrent_runs and (can_start or not campaign.runs):
                         if (setup := campaign.choose_setup(running.values())) is None:
@@ -198,11 +200,11 @@ class KillRunner:
         folder = folder / name.replace(" ", "-")
         with TortureRun(folder, model, setup, self.config, name) as run:
             self._active_runs.append(run)
-            result = run.run(reference if setup.mode == "sync" else None, should_stop=self._is_late.is_set)
+            result = run.run(reference if setup.mode == "sync" else None, should_stop=self._timed_out.is_set)
             self._active_runs.remove(run)
             if not result.is_correct:
                 with suppress(shutil.Error):  # sockets cannot be copied
-                    shutil.copytree(folder, self.failed_folder / folder.name, dirs_exist_ok=True)
+                    shutil.copytree(folder, self.wrong_runs_folder / folder.name, dirs_exist_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
         return FinishedRun(setup.name, number, result)
 

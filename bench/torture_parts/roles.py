@@ -35,7 +35,7 @@ from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Task
 from torture_parts.fakes import (
-    VOCABULARY,
+    VOCAB_SIZE,
     EngineClient,
     SimulatedAgent,
     SimulatedBackend,
@@ -70,6 +70,7 @@ class Acknowledgement:
 
     session_id: str
     call_id: str | None = None
+    """None if the response acknowledges the end of the session."""
     client_key: str | None = None
 
 
@@ -114,6 +115,7 @@ class EngineRole:
         self._store = setup.open_store(world)
 
     async def run(self) -> None:
+        self.engine.fence.lease = await self._store.lease(RUN, "trainer")
         head = await self._store.latest_policy(RUN)
         self.engine.load(head)
         await serve_forever(get_process())
@@ -273,7 +275,7 @@ class GatewayRole:
             "client_key": body.client_key,
         }
         latest = (await self._store.latest_policy(RUN)).version
-        calls = parse_submission([msgspec.convert(call, CallBody)], VOCABULARY, max(latest, version))
+        calls = parse_submission([msgspec.convert(call, CallBody)], VOCAB_SIZE, max(latest, version))
         (call_id,) = await self._submissions.submit(state, calls)
         recorded = await self._store.call(call_id)
         return ChatReply(call_id, recorded.reply["content"] if recorded else reply)

@@ -24,8 +24,8 @@ from torture_parts.world import Fault, Scheduler, World
 
 MAX_FAULTS = 4
 REPLACE_PROBABILITY = 0.2
-"""The fraction of faults after which the old process continues without its lease."""
-KILL_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
+"""The probability that a fault replaces the process, which then continues without its lease."""
+FAULT_WEIGHTS = {"trainer": 5, "gateway": 3, "rollout": 3, "rewards": 2, "engine": 2, "": 1}
 """The relative frequency of faults in each process of random schedules. An empty name means all processes."""
 
 
@@ -101,7 +101,7 @@ class Simulator:
         self._undisturbed: dict[int, Outcome] = {}
 
     def run_undisturbed(self, scenario_index: int) -> Outcome:
-        """Return the outcome of the scenario without faults and with gates in order. It is run only once."""
+        """Return the cached outcome of the scenario without faults, with gates in order."""
         if scenario_index not in self._undisturbed:
             self._undisturbed[scenario_index] = self.run(Schedule(scenario_index, None))
         return self._undisturbed[scenario_index]
@@ -164,7 +164,7 @@ class Simulator:
         decisions = self.run_undisturbed(scenario_index).decisions
         faults: list[Fault] = []
         for _ in range(rng.randint(0, MAX_FAULTS)):
-            (name,) = rng.choices(list(KILL_WEIGHTS), list(KILL_WEIGHTS.values()))
+            (name,) = rng.choices(list(FAULT_WEIGHTS), list(FAULT_WEIGHTS.values()))
             decision, replaces = rng.randint(1, int(1.2 * decisions)), rng.random() < REPLACE_PROBABILITY
             faults.append(Fault(decision, name or None, kills_all=not name, replaces=replaces and bool(name)))
         return Schedule(scenario_index, seed, tuple(faults))

@@ -1,7 +1,7 @@
 """The store of a simulated process: the real store's queries on a shared in-memory database.
 
-A write waits at a gate, runs in one transaction, and waits at a second gate. There it is committed, but its
-caller has not received the result yet.
+A write waits at a gate, runs in one transaction, and waits at a second gate. At the second gate, it has been
+committed, but its caller has not received the result yet.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Kills or replaces processes before the scheduler's decision with this number."""
+    """Kills or replaces processes just before the scheduler makes decision number ``decision``."""
 
     decision: int
     process: str | None
@@ -112,7 +112,7 @@ class World:
 
     @property
     def trace(self) -> str:
-        """The hash of all decisions."""
+        """A hash of all decisions."""
         return self._trace.hexdigest()
 
     def report(self, violation: str) -> None:

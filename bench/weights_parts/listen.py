@@ -19,7 +19,7 @@ from instar.types import SamplingParams
 async def collect_token_times(
     engine: RemoteEngine, tokens: int, vocab: int, token_times: list[list[float]]
 ) -> None:
-    """Sample replies until cancelled. For each of them, append a list of arrival times to ``token_times``."""
+    """Sample replies until cancelled. Append the list of arrival times of each reply to ``token_times``."""
     while True:
         times: list[float] = []
         token_times.append(times)

@@ -1,1 +1,1 @@
-"""Agents for the built-in task sets. Each is an ordinary agent: an SDK and a loop."""
+"""Agents for the built-in task sets. They call the model with an ordinary SDK."""

@@ -10,8 +10,8 @@ from instar.types import Json
 
 
 class SingleCallAgent(OpenAIAgent):
-    """An agent that sends ``examples``, as (question, answer) pairs, followed by the task's `messages`,
-    `question` or `prompt`. The model may call the task's `tools`."""
+    """An agent that sends the ``system`` prompt, ``examples`` as (question, answer) pairs, and the task's
+    `messages`, `question` or `prompt`. The model may call the task's `tools`."""
 
     async def __call__(
         self,

@@ -8,9 +8,9 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from instar.agents.openai_agent import function_tool
+from instar.agents.openai_agent import make_tool
 
-CALC_TOOL = function_tool("calc", "Evaluate arithmetic.", "expression")
+CALC_TOOL = make_tool("calc", "Evaluate arithmetic.", "expression")
 MAX_EXPRESSION_CHARS = 64
 
 OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -25,14 +25,14 @@ def calculate(arguments: str) -> str:
     """Return the result of the `calc` tool for the JSON ``arguments``: a number or `error`."""
     try:
         value = evaluate(json.loads(arguments)["expression"])
-    except (ValueError, TypeError, KeyError, SyntaxError, ZeroDivisionError, RecursionError, OverflowError):
+        return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0")
+    except (ValueError, TypeError, KeyError, SyntaxError, ArithmeticError, RecursionError):
         return "error"
-    return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0")
 
 
 def evaluate(expression: str) -> float:
-    """Return the value of an arithmetic expression. Raises ValueError if it is too long or not arithmetic,
-    and SyntaxError, ArithmeticError or RecursionError if it cannot be parsed or computed."""
+    """Return the value of an arithmetic expression. Raises ValueError if the expression is too long or not
+    arithmetic, and SyntaxError, ArithmeticError or RecursionError if it cannot be parsed or computed."""
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
     return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)
@@ -47,4 +47,4 @@ def _evaluate_node(node: ast.expr) -> float:
         case ast.UnaryOp(op=ast.USub()):
             return -_evaluate_node(node.operand)
         case _:
-            raise ValueError(f"the expression contains {ast.dump(node)}, which is not arithmetic")
+            raise ValueError(f"{ast.unparse(node)!r} is not arithmetic")

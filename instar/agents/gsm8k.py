@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from instar.agents.calculator import CALC_TOOL, calculate
-from instar.agents.openai_agent import OpenAIAgent, function_tool, tool_call_message, tool_result_message
+from instar.agents.openai_agent import OpenAIAgent, make_tool, make_tool_call, make_tool_result
 from instar.rollout.base import AgentSession
-from instar.rollout.tasksets.gsm8k import ANSWER_MARKER, final_number
+from instar.rollout.tasksets.gsm8k import ANSWER_MARKER, find_final_number
 from instar.types import Json
 
 MAX_TURNS = 4
@@ -22,7 +22,7 @@ EXAMPLES = (
     ("Ruth has 350 cups and Max has 129. How many more cups does Ruth have than Max?", "350 - 129", "221"),
     ("Sam shares 96 nuts among 8 friends. How many nuts does each get?", "96 / 8", "12"),
 )
-CHECK_TOOL = function_tool("check_answer", "Check the final number.", "answer")
+CHECK_TOOL = make_tool("check_answer", "Check the final number.", "answer")
 CORRECT, WRONG = "correct", "wrong, try again"
 
 
@@ -76,7 +76,7 @@ class Gsm8kToolAgent(OpenAIAgent):
                     failed_checks += 1
                 else:
                     result = calculate(call.function.arguments if call.type == "function" else "")
-                messages.append(tool_result_message(call.id, result))
+                messages.append(make_tool_result(call.id, result))
         return MAX_TURNS, 0.0
 
 
@@ -88,7 +88,7 @@ def check_answer(arguments: str, expected: str) -> str:
     """Return the result of the `check_answer` tool for the JSON ``arguments``: whether the answer equals
     ``expected``, or `error` if the arguments are invalid."""
     try:
-        number = final_number(str(json.loads(arguments)["answer"]))
+        number = find_final_number(str(json.loads(arguments)["answer"]))
     except (ValueError, TypeError, KeyError):
         return "error"
     return CORRECT if number is not None and abs(number - float(expected)) < 1e-6 else WRONG
@@ -113,9 +113,9 @@ def _make_tool_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
     for number, (question, expression, answer) in enumerate(examples):
         messages += [
             {"role": "user", "content": question},
-            tool_call_message(f"calc_{number}", "calc", expression=expression),
-            tool_result_message(f"calc_{number}", answer),
-            tool_call_message(f"check_{number}", "check_answer", answer=answer),
-            tool_result_message(f"check_{number}", CORRECT),
+            make_tool_call(f"calc_{number}", "calc", expression=expression),
+            make_tool_result(f"calc_{number}", answer),
+            make_tool_call(f"check_{number}", "check_answer", answer=answer),
+            make_tool_result(f"check_{number}", CORRECT),
         ]
     return messages

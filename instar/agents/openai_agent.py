@@ -37,17 +37,17 @@ class OpenAIAgent:
             self._shared_client = None
 
 
-def tool_call_message(call_id: str, name: str, **arguments: str) -> Any:
+def make_tool_call(call_id: str, name: str, **arguments: str) -> Any:
     function = {"name": name, "arguments": json.dumps(arguments)}
     call = {"id": call_id, "type": "function", "function": function}
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
-def tool_result_message(call_id: str, content: str) -> Any:
+def make_tool_result(call_id: str, content: str) -> Any:
     return {"role": "tool", "tool_call_id": call_id, "content": content}
 
 
-def function_tool(name: str, description: str, parameter: str) -> Any:
+def make_tool(name: str, description: str, parameter: str) -> Any:
     """Return the definition of a tool with one string parameter."""
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     function = {"name": name, "description": description, "parameters": parameters}

@@ -37,7 +37,7 @@ class TextArenaAgent(OpenAIAgent):
         while not game.is_done and turns < max_turns:
             player, observation = game.observe()
             if player != own_player:
-                game.move(_random_move(task["game"], observation, opponent_rng))
+                game.move(_choose_random_move(task["game"], observation, opponent_rng))
                 continue
             messages.append({"role": "user", "content": observation or "Your turn."})
             text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
@@ -51,7 +51,7 @@ class TextArenaAgent(OpenAIAgent):
 play = TextArenaAgent()
 
 
-def _random_move(game: str, observation: str, rng: random.Random) -> str:
+def _choose_random_move(game: str, observation: str, rng: random.Random) -> str:
     """Return a random move from the last line of the observation that lists moves."""
     for line in reversed(observation.splitlines()):
         if moves := OFFERED_MOVE.findall(line):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 DEFAULT_BETA = 0.05
 DEFAULT_CLIP: dict[str, tuple[float, float]] = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0)}
 LOSSES = frozenset({"importance_sampling", "ppo", "cispo", "cross_entropy", "dro"})
-NO_GRADIENT = "optim_step has no gradient to apply; call forward_backward first, with a trained token"
+NO_GRADIENT = "optim_step has no gradient to apply; first call forward_backward with a trained token"
 ADAM_FIELDS = frozenset({"lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm"})
 
 
@@ -129,17 +129,17 @@ class Backend(ABC):
     @abstractmethod
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         """Accumulate the gradient of the loss. Raises BackendError if a sample is invalid, and NonFiniteError
-        if the loss is not finite. Both leave the gradient unchanged, unless a cloud backend has already added
-        the non-finite gradient; later calls then raise BackendLost."""
+        if the loss is not finite. The gradient is then unchanged. Exception: a service may already have
+        accumulated a non-finite gradient, in which case later calls raise BackendLost."""
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         """Apply the accumulated gradient and clear it.
 
-        Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. Both leave the
-        weights and moments unchanged, unless a cloud backend may have applied the gradient; later calls then
-        raise BackendLost. The local and verl backends also raise NonFiniteError if a weight is not finite
-        after the step. They refuse to save or publish such weights; use `load_state` to recover.
+        Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. The weights and
+        moments are then unchanged. Exception: a service may already have applied a non-finite gradient, in
+        which case later calls raise BackendLost. The local and verl backends also raise NonFiniteError if a
+        weight is not finite after the step. They do not save or publish such weights; `load_state` recovers.
         """
 
     @abstractmethod
@@ -155,15 +155,15 @@ class Backend(ABC):
 
     @abstractmethod
     async def save_state(self, path: Path) -> None:
-        """Save the weights, optimizer and RNG state, so that training after ``load_state`` is bit-identical.
-        Some backends do not save an unapplied gradient. ``path`` is created atomically, once its content is
-        on disk. A cloud backend stores the state on the service, and only a reference to it in ``path``."""
+        """Save the weights, optimizer and RNG state, so that training can resume bit-identically. Some
+        backends do not save an unapplied gradient. ``path`` is created atomically, once its content is on
+        disk. A cloud backend stores the state on the service, and only a reference to it in ``path``."""
 
     @abstractmethod
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        """Restore a saved state. Any gradient accumulated since then is dropped. If ``optimizer`` is False,
-        only the weights are loaded, and the optimizer moments are reset. A cloud backend starts a new
-        session, so that calls from earlier processes cannot affect it."""
+        """Restore a saved state and drop the current gradient. If ``optimizer`` is False, only the weights
+        are loaded, and the optimizer moments are reset. A cloud backend starts a new session, so that calls
+        from earlier processes cannot affect it."""
 
     async def discard_state(self, path: Path) -> None:  # noqa: B027 - most backends store the state in `path`
         """Delete the parts of a saved state that are stored outside ``path``. The caller removes ``path``."""

@@ -26,10 +26,7 @@ def select_scorable(samples: Sequence[Sample]) -> list[int]:
 
 
 def check_samples(
-    samples: Sequence[Sample],
-    vocab_size: int | None,
-    max_tokens: int | None,
-    loss: LossConfig | None = None,
+    samples: Sequence[Sample], vocab_size: int | None, max_tokens: int | None, loss: LossConfig | None = None
 ) -> None:
     """Raise BackendError if a sample is invalid. A limit that is None is not checked. The mask, logprobs and
     advantages are checked only if ``loss`` is not None."""

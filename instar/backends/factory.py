@@ -89,9 +89,9 @@ def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, lis
 def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None:
     """Return the capabilities that are known before the backend is created, or None for a plugin."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
-        reference = section.lora is not None or section.type == "local"
+        has_reference = section.lora is not None or section.type == "local"
         return make_torch_capabilities(
-            section.lora, has_reference=reference, can_sync_live=is_mergeable(section.lora)
+            section.lora, has_reference=has_reference, can_sync_live=is_mergeable(section.lora)
         )
     service = SERVICES.get(section.type)
     return make_cloud_capabilities(service.losses) if service else None

@@ -1,4 +1,4 @@
-"""Compute the losses of `instar.backends.base`, and their metrics, from a service's or verl's logprobs.
+"""Compute the losses of `instar.backends.base` from the logprobs that services and verl return.
 
 Services and verl report different metrics, or none. The metrics computed here are the same for all backends.
 """
@@ -48,7 +48,7 @@ def make_non_finite_error(
     logprobs: Sequence[Floats],
     dtype: type[np.floating] = np.float64,
 ) -> NonFiniteError:
-    """Return an error that names the samples with a non-finite loss in ``dtype``, or all if none has one."""
+    """Return an error that names the samples with a non-finite loss in ``dtype``, or else all samples."""
     with np.errstate(over="ignore"):
         values = [dtype(compute_loss(loss, [s], [row])[0]) for s, row in zip(samples, logprobs, strict=True)]
     all_keys = [sample.sample_key for sample in samples]

@@ -90,7 +90,7 @@ def check_installed(section: BackendConfig) -> None:
         raise ConfigError(prefix + package.problem)
 
 
-# --- this environment -----------------------------------------------------------------------------
+# --- the current environment ---
 
 
 def find_installed_version(package: str) -> str | None:

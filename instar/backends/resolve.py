@@ -75,29 +75,29 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
     """Convert service settings to local backend settings. Raises ConfigError if a setting without a local
     equivalent differs from its default."""
-    local: dict[str, Any] = {}
+    local_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
-            local["lora"] = LoraConfig(rank=value)
+            local_settings["lora"] = LoraConfig(rank=value)
         elif name == "python":
-            local["python"] = value
+            local_settings["python"] = value
         elif name not in UNUSED_LOCALLY and value != CloudSection.model_fields[name].default:
             raise ConfigError(
                 f"backend.{name}: no service is configured, and the local backend does not have this "
                 f"setting. Remove it, or set backend.type to one of {', '.join(SERVICES)}"
             )
-    return LocalBackendConfig(**local)
+    return LocalBackendConfig(**local_settings)
 
 
 def _resolve_engine(config: RunConfig, backend: BackendConfig) -> Any:
     engine = config.engine
-    is_service = isinstance(backend, CloudConfig)
-    if isinstance(engine, CloudEngineConfig) and not is_service:
+    trains_on_service = isinstance(backend, CloudConfig)
+    if isinstance(engine, CloudEngineConfig) and not trains_on_service:
         raise ConfigError(
             f"engine.type: cloud samples from the service that trains, but backend.type is {backend.type!r}; "
             f"set backend.type to one of {', '.join(SERVICES)}, or use engine.type: local"
         )
-    if is_service and isinstance(engine, LocalEngineConfig):
+    if trains_on_service and isinstance(engine, LocalEngineConfig):
         if "engine" in config.model_fields_set:
             raise ConfigError(
                 f"engine.type: local cannot load the weights that {backend.type} trains, because they stay "
@@ -123,7 +123,7 @@ def _check_url(url: str | None) -> None:
         )
 
 
-# --- detecting the service -------------------------------------------------------------------------
+# --- detecting the service ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +174,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_tinker_variables_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are unset or equal to MinT's, which MinT's package copies to them."""
+    """Return True if Tinker's variables are unset or have MinT's values, as MinT's package sets them."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)
@@ -218,7 +218,7 @@ def _choose_service(evidence: Evidence) -> BackendDetection | None:
     return None
 
 
-# --- secrets --------------------------------------------------------------------------------------
+# --- secrets ---
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,19 +50,19 @@ class TinkerBackend(CloudBackend):
         self._config = config
         self._seed = seed
         self._submission_lock = asyncio.Lock()
-        """Held while a call is sent. It is acquired in FIFO order, so calls keep their order."""
+        """Held while a call is sent. It is fair, so calls are sent in the order they are made."""
         self._session: TinkerTrainingSession | None = None
         self._gradient = GradientCounter()
 
-    # --- sessions --------------------------------------------------------------------------------
+    # --- sessions ---
 
     async def start(self) -> None:
         config = self._config
-        modules = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        trained_parts = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
 
         def create(connection: TinkerConnection) -> Any:
             return connection.client.create_lora_training_client(
-                base_model=connection.access.base_model, rank=config.rank, seed=self._seed, **modules
+                base_model=connection.access.base_model, rank=config.rank, seed=self._seed, **trained_parts
             )
 
         await self._start_session("creating the model", create)
@@ -120,12 +120,12 @@ class TinkerBackend(CloudBackend):
             raise BackendLost(self._session.lost_reason)
         return self._session
 
-    # --- training --------------------------------------------------------------------------------
+    # --- training ---
 
     async def _compute_logprobs(self, samples: list[Sample]) -> list[Floats]:
         async with self._submission_lock:
-            result = await self._require_session().send_forward([sample.token_ids for sample in samples])
-        return await _await_result(result)
+            response = await self._require_session().send_forward([sample.token_ids for sample in samples])
+        return await _await_result(response)
 
     async def _compute_base_logprobs(self, samples: list[Sample]) -> list[Floats]:
         sequences = [sample.token_ids for sample in samples]
@@ -142,17 +142,17 @@ class TinkerBackend(CloudBackend):
                     data.append((sample.token_ids, {"weights": weights}))
                 else:
                     data.append((sample.token_ids, {"logprobs": logprobs, "advantages": weights}))
-            result = await session.send_forward_backward(data, loss.name, _make_loss_config(loss))
+            response = await session.send_forward_backward(data, loss.name, _make_loss_config(loss))
             gradient.calls += 1
         try:
-            new_logprobs = await result
+            new_logprobs = await response
         except CloudError as error:
             if error.kind == "refused":
                 gradient.calls -= 1
             raise translate_error(error) from None
         if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
-            # The service has already added the gradient and cannot remove it.
-            session.lost_reason = "the service has added the gradient of a non-finite loss"
+            # The service cannot discard the gradient.
+            session.lost_reason = "the service accumulated a gradient from a non-finite loss"
             raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
@@ -179,8 +179,8 @@ class TinkerBackend(CloudBackend):
             session = self._require_session()
             self._gradient.require_gradient()
             self._gradient = GradientCounter()
-            result = await session.send_optim_step(adam)
-        metrics = await _await_result(result)
+            response = await session.send_optim_step(adam)
+        metrics = await _await_result(response)
         grad_norm = metrics.pop("grad_norm", None)
         if grad_norm is None:
             return OptimStepResult.from_norm(adam, math.nan, metrics)
@@ -189,7 +189,7 @@ class TinkerBackend(CloudBackend):
             raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
         return OptimStepResult.from_norm(adam, grad_norm, metrics)
 
-    # --- artifacts and states ----------------------------------------------------------------------
+    # --- artifacts and states ---
 
     async def publish(self, path: Path) -> Artifact:
         name, ttl = _make_unique_name(path), math.ceil(self._config.sampler_ttl)
@@ -208,15 +208,15 @@ class TinkerBackend(CloudBackend):
     async def discard_state(self, path: Path) -> None:
         connection, saved_path = self._require_session().connection, self._read_saved_path(path)
         try:
-            deletion = connection.create_rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
-            await connection.await_result(f"deleting {saved_path}", deletion)
+            request = connection.create_rest_client().delete_checkpoint_from_tinker_path_async(saved_path)
+            await connection.await_result(f"deleting {saved_path}", request)
         except CloudError as error:
             raise BackendError(str(error)) from None
 
     async def _save(self, action: str, submit: Callable[[Any], Any]) -> str:
         async with self._submission_lock:
-            result = self._require_session().send(action, submit)
-        return str((await _await_result(result)).path)
+            response = self._require_session().send(action, submit)
+        return str((await _await_result(response)).path)
 
     def _read_saved_path(self, path: Path) -> str:
         return read_state(path, "state", self._get_state_settings())
@@ -236,9 +236,9 @@ class TinkerBackend(CloudBackend):
 class MintBackend(TinkerBackend): ...
 
 
-async def _await_result(result: Awaitable[T]) -> T:
+async def _await_result(response: Awaitable[T]) -> T:
     try:
-        return await result
+        return await response
     except CloudError as error:
         raise translate_error(error) from None
 

@@ -18,6 +18,7 @@ import numpy as np
 from weaver import AsyncOperationHandle, AsyncSamplingClient, AsyncTrainingClient
 from weaver.types import AdamParams, Datum, LoraConfig
 
+from instar.async_utils import map_concurrently
 from instar.backends.base import OptimStepResult
 from instar.backends.cloud import (
     NO_SESSION,
@@ -52,7 +53,7 @@ END_TIMEOUT_SECONDS = 5.0
 
 
 class WeaverModel:
-    """A model in training on the service. Calls keep their order."""
+    """A model being trained on the service. Runs calls in the order they are made."""
 
     def __init__(self, service: WeaverClient, client: AsyncTrainingClient, caller: WeaverCaller) -> None:
         self.service = service
@@ -115,7 +116,7 @@ class WeaverModel:
 
     @contextmanager
     def count_gradient(self) -> Generator[None]:
-        """Count the block as a call that accumulates a gradient, unless it raises."""
+        """Count one accumulated gradient. Undone if the block raises."""
         gradient = self._gradient
         gradient.calls += 1
         try:
@@ -137,7 +138,7 @@ class WeaverModel:
         self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
     ) -> AsyncOperationHandle:
         async def submit_once() -> AsyncOperationHandle:
-            # The service deduplicates calls by sequence id, and a refused call has no effect.
+            # Retry with the same sequence id, because the service deduplicates calls by it.
             with self.service.reuse_sequence_id_on_error():
                 return await submit()
 
@@ -170,7 +171,7 @@ class WeaverBackend(CloudBackend):
         self._access: CloudAccess = resolve_access(config, model)
         self._caller = WeaverCaller(self._access)
         self._session_lock = asyncio.Lock()
-        """Held while the session is replaced. It is acquired in FIFO order, so calls keep their order."""
+        """Held while the session is replaced. It is fair, so calls are sent in the order they are made."""
         self._model: WeaverModel | None = None
         self._base_sampler: AsyncSamplingClient | None = None
 
@@ -189,7 +190,7 @@ class WeaverBackend(CloudBackend):
         with model.count_gradient():
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
-            model.mark_lost("the service has added the gradient of a non-finite loss")
+            model.mark_lost("the service accumulated a gradient from a non-finite loss")
             raise make_non_finite_error(loss, samples, logprobs)
         return logprobs
 
@@ -200,20 +201,14 @@ class WeaverBackend(CloudBackend):
                 "reference_logprobs",
                 lambda: service.create_sampling_client(base_model=self._access.base_model),
             )
-        client, slots = self._base_sampler, asyncio.Semaphore(MAX_CONCURRENT_SCORE_REQUESTS)
+        client = self._base_sampler
 
         async def score(sample: Sample) -> Floats:
-            async with slots:
-                return await self._call(
-                    "reference_logprobs", lambda: fetch_prompt_logprobs(client, sample.token_ids)
-                )
+            return await self._call(
+                "reference_logprobs", lambda: fetch_prompt_logprobs(client, sample.token_ids)
+            )
 
-        tasks = [asyncio.ensure_future(score(sample)) for sample in samples]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
+        return await map_concurrently(score, samples, MAX_CONCURRENT_SCORE_REQUESTS)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         model = await self._get_model()
@@ -230,20 +225,18 @@ class WeaverBackend(CloudBackend):
         model = await self._get_model()
         started_at, name, ttl = time.time(), model.make_name(path.name), math.ceil(self._config.sampler_ttl)
         result = await model.call(
-            "publish",
-            lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False),
+            "publish", lambda: model.client.save_weights_for_sampler(name=name, ttl_seconds=ttl, wait=False)
         )
         fields = cast(dict[str, Any], result) if isinstance(result, dict) else {}
-        if not (sampler := fields.get("model_path") or fields.get("path")):
+        if not (sampler_path := fields.get("model_path") or fields.get("path")):
             raise BackendError("publish: Weaver's response has neither model_path nor path")
-        return Artifact("remote", str(sampler), expires_at=started_at + ttl)
+        return Artifact("remote", str(sampler_path), expires_at=started_at + ttl)
 
     async def save_state(self, path: Path) -> None:
         model = await self._get_model()
         name = model.make_name("state")
         saved = await model.call_exclusively(
-            "save_state",
-            lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer"),
+            "save_state", lambda: model.client.save_state(name=name, checkpoint_type="weight_and_optimizer")
         )
         await write_state(path, {"path": saved.path, **self._get_state_settings()})
 
@@ -265,7 +258,7 @@ class WeaverBackend(CloudBackend):
                 await self._model.service.aclose()
                 self._model = None
 
-    # --- sessions ----------------------------------------------------------------------------------
+    # --- sessions ---
 
     async def _get_model(self) -> WeaverModel:
         async with self._session_lock:
@@ -283,8 +276,8 @@ class WeaverBackend(CloudBackend):
 
     async def _create_model(self) -> WeaverModel:
         service, config = WeaverClient(self._access), self._config
-        modules = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
-        lora = LoraConfig(rank=config.rank, seed=self._seed, **modules)
+        trained_parts = config.model_dump(include={"train_unembed", "train_mlp", "train_attn"})
+        lora = LoraConfig(rank=config.rank, seed=self._seed, **trained_parts)
 
         async def create() -> AsyncTrainingClient:
             await service.connect()

@@ -99,9 +99,9 @@ def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]
         chosen, reasons[detection.name] = detection.name, detection.reason
     except ConfigError as error:
         conflict = str(error)
-    installed = inspect_packages()
-    names = [*installed, *(name for name in list_names("backends") if name not in installed)]
-    rows = [_make_row(name, installed.get(name), name == chosen, reasons.get(name)) for name in names]
+    packages = inspect_packages()
+    names = [*packages, *(name for name in list_names("backends") if name not in packages)]
+    rows = [_make_row(name, packages.get(name), name == chosen, reasons.get(name)) for name in names]
     return rows, conflict
 
 

@@ -24,7 +24,7 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
 KEYS_ENV = "INSTAR_PROTOCOL_KEYS"
-"""The environment variable with the accepted keys, separated by commas. If unset, a key is generated."""
+"""Environment variable with the accepted keys, separated by commas. If unset, a key is generated."""
 
 
 @dataclass(frozen=True, slots=True)

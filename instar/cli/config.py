@@ -14,7 +14,7 @@ import yaml
 
 from instar.backends.factory import check_run
 from instar.backends.resolve import remove_api_key
-from instar.cli.config_file import DEMO, InvalidConfigError, load_config
+from instar.cli.config_file import DEMO_FILE, InvalidConfigError, load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides, new_app
 from instar.cli.output import print_json
 from instar.cluster.data import pin_data
@@ -101,7 +101,7 @@ def show(
     as_json: AsJson = False,
 ) -> None:
     """Print a run's settings with all defaults filled in, without the API key."""
-    config = remove_api_key(load_config(file or DEMO, overrides or ()))
+    config = remove_api_key(load_config(file or DEMO_FILE, overrides or ()))
     data = config.model_dump(mode="json")
     if as_json:
         print_json(data)

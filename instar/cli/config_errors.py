@@ -14,12 +14,12 @@ from instar.config import RunConfig
 from instar.types import Json
 
 MAX_SHOWN_LENGTH = 80
-"""The maximum number of characters of a value in a message."""
+"""Maximum number of characters of a value in a message."""
 
 
 def explain(error: ValidationError, settings: Json | None = None) -> list[str]:
-    """Return one line for each invalid setting. ``settings`` is the parsed file. A path contains an index
-    only if the user wrote a list of sections, and not a single section."""
+    """Return one line for each invalid setting. If the user wrote a single section instead of a list in
+    ``settings``, the parsed file, its path has no index."""
     by_path: dict[str, list[tuple[str, str]]] = {}
     for item in error.errors():
         location = item["loc"]

@@ -22,7 +22,7 @@ from instar.config.data import DATASET_PREFIX, LIVE
 from instar.errors import ConfigError
 from instar.types import Json
 
-DEMO = Path(__file__).parent.parent / "demo" / "run.yaml"
+DEMO_FILE = Path(__file__).parent.parent / "demo" / "run.yaml"
 
 
 class InvalidConfigError(ConfigError):
@@ -35,8 +35,8 @@ class InvalidConfigError(ConfigError):
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the validated settings of a YAML file, with the overrides applied. Make the file's folder and
-    the working directory importable, for functions that the settings refer to."""
+    """Return the validated settings of a YAML file, with the overrides applied. Make functions in the file's
+    folder and the working directory importable, because settings may refer to them."""
     data = _read_yaml(path)
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
@@ -153,7 +153,7 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
     for section in ("backend", "engine"):
         match data.get(section):
             case {"python": str() as python} if "/" in python:
-                # Symlinks stay: Python finds its virtual environment through the link's own location.
+                # Symlinks are not resolved: Python finds its virtual environment through the link's path.
                 data[section]["python"] = str(folder / Path(python).expanduser())
             case _:
                 pass

@@ -16,10 +16,10 @@ from instar.cli.options import AsJson, RunDir, async_command
 from instar.cli.output import plain_table, print_json
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
-from instar.curation.base import CurationFinding, CurationLimits, SessionSummary
+from instar.curation.base import CurationFinding, SessionSummary, Thresholds
 from instar.curation.checks import CHECKS, GROUP_CHECKS
 from instar.data.combine import RewardCombiner
-from instar.data.group_loader import ENDED_STATUSES, select_final_sessions
+from instar.data.group_loader import FINISHED_STATUSES, select_final_sessions
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, Store
 from instar.types import GroupStatus, Message, Session, Tag
@@ -54,7 +54,7 @@ async def curate(
         grouped = await load_group_sessions(store, config, selected) if has_group_check else []
         selected_ids = {summary.session.session_id for summary in selected}
         for name in names:
-            for finding in CHECKS[name](grouped if name in GROUP_CHECKS else selected, CurationLimits()):
+            for finding in CHECKS[name](grouped if name in GROUP_CHECKS else selected, Thresholds()):
                 session_ids = tuple(filter(selected_ids.__contains__, finding.session_ids))
                 if session_ids:
                     findings.append(replace(finding, session_ids=session_ids))
@@ -71,15 +71,15 @@ async def curate(
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
 ) -> list[SessionSummary]:
-    """Return summaries of the newest ``limit`` matching sessions, oldest first. Sessions that are still open
-    or have no calls are left out."""
+    """Return summaries of the newest ``limit`` matching sessions, oldest first. Sessions that are open or
+    abandoned or have no calls are left out."""
     combine = RewardCombiner(config)
     summaries: list[SessionSummary] = []
     before: int | None = None
     while limit > 0:
         size = min(limit, PAGE_SIZE)
         rows = await store.sessions(config.name, where=where, before=before, limit=size)
-        ended = [row.session for row in rows if row.session.status in ENDED_STATUSES]
+        ended = [row.session for row in rows if row.session.status in FINISHED_STATUSES]
         summaries = [*await _summarize_sessions(store, ended, combine), *summaries]
         if len(rows) < size:
             break
@@ -101,22 +101,22 @@ async def load_group_sessions(
         page = complete[start : start + PAGE_SIZE]
         final_sessions: list[Session] = []
         for sessions in (await store.group_sessions(page, config.agent_id)).values():
-            ended = [session for session in sessions if session.status in ENDED_STATUSES]
+            ended = [session for session in sessions if session.status in FINISHED_STATUSES]
             final_sessions += select_final_sessions(ended)
         summaries += await _summarize_sessions(store, final_sessions, combine)
     return summaries
 
 
 async def _summarize_sessions(
-    store: Store, ended: Sequence[Session], combine: RewardCombiner
+    store: Store, sessions: Sequence[Session], combine: RewardCombiner
 ) -> list[SessionSummary]:
-    sessions = {session.session_id: session for session in ended}
-    ids = list(sessions)
+    sessions_by_id = {session.session_id: session for session in sessions}
+    ids = list(sessions_by_id)
     rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
     calls_by_session = await store.calls_by_session(ids)
     return [
         SessionSummary(
-            session=sessions[session_id],
+            session=sessions_by_id[session_id],
             prompt=next(
                 (message["content"] for message in calls[0].messages if message["role"] == "user"), ""
             ),

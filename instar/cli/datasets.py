@@ -256,7 +256,7 @@ def _print_dataset(row: DatasetRow, as_json: bool) -> None:
 @async_command
 async def remove(
     name: DatasetName,
-    files: Annotated[
+    delete_files: Annotated[
         bool, typer.Option("--files", help="Also delete the folders, unless another dataset uses them.")
     ] = False,
     runs: RunsDir = DEFAULT_RUNS_DIR,
@@ -272,7 +272,7 @@ async def remove(
     if not removed:
         available = ", ".join(f"{row.name}@{row.version}" for row in rows) or "none"
         raise ConfigError(f"Unknown dataset {name!r}. Available: {available}")
-    for path in {row.path for row in removed} - used_paths if files else ():
+    for path in {row.path for row in removed} - used_paths if delete_files else ():
         shutil.rmtree(path, ignore_errors=True)
     names = [f"{row.name}@{row.version}" for row in removed]
     if as_json:
@@ -282,10 +282,10 @@ async def remove(
 
 
 def _parse_dataset_name(name: str) -> tuple[str, int | None]:
-    base, at, version = name.removeprefix("dataset:").partition("@")
+    dataset, at, version = name.removeprefix("dataset:").partition("@")
     if at and not version.isdecimal():
-        raise ConfigError(f"{name}: the version must be a number, e.g. {base}@2.")
-    return base, int(version) if version else None
+        raise ConfigError(f"{name}: the version must be a number, e.g. {dataset}@2.")
+    return dataset, int(version) if version else None
 
 
 def _row_json(row: DatasetRow) -> Json:

@@ -29,7 +29,7 @@ ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Draw the last ``width`` values as bars. The scale goes from 0 to the largest value, or at least 1."""
+    """Draw the last ``width`` values as bars. The scale ends at 1, or at the largest value if higher."""
     last_values = values[-width:]
     top = max([1.0, *last_values])
     return "".join(BARS[max(0, min(8, round(value / top * 8)))] for value in last_values)
@@ -57,8 +57,8 @@ class Display:
 
     def attach(self, run: LiveRun) -> None:
         self._run = run
-        show = self._show_panel() if self.console.is_terminal else self._print_lines()
-        self._task = asyncio.create_task(show)
+        is_terminal = self.console.is_terminal
+        self._task = asyncio.create_task(self._show_panel() if is_terminal else self._print_lines())
         run.watchers.append(self._task)
 
     async def close(self) -> None:
@@ -82,7 +82,7 @@ class Display:
     async def _render(self, run: LiveRun) -> RenderableType:
         self._read_records(run)
         endpoints = await run.store.endpoints(run.run_id)
-        status = await self._read_status(run)
+        status = await self._poll_engines(run)
         progress = await run.store.progress(run.run_id)
         total = run.config.trainer.steps
         head = Table.grid(padding=(0, 2))
@@ -96,7 +96,7 @@ class Display:
             ess = last_step.get("ess")
             head.add_row(
                 "staleness",
-                f"{last_step.get('staleness_mean', 0):.1f} versions",
+                f"{last_step.get('staleness_mean', 0):.1f} steps",
                 "" if ess is None else f"{ess:.0%} effective samples",
             )
         head.add_row("tokens/s", f"{self._tokens_per_second:.0f}")
@@ -118,10 +118,10 @@ class Display:
             elif record["kind"] == "eval":
                 self._accuracies.setdefault(record["mode"], []).append(float(record["accuracy"]))
 
-    async def _read_status(self, run: LiveRun) -> EngineStatus | None:
-        from instar.cluster.live_run import engine_status
+    async def _poll_engines(self, run: LiveRun) -> EngineStatus | None:
+        from instar.cluster.live_run import fetch_engine_status
 
-        status = await engine_status(run)
+        status = await fetch_engine_status(run)
         if status is not None:
             now = time.monotonic()
             if self._last_token_sample is not None and now > self._last_token_sample[0]:
@@ -139,7 +139,7 @@ class Display:
         reader.read_new()
         printed_phase: str | None = None
 
-        def print_new_records(run: LiveRun) -> None:
+        def print_updates(run: LiveRun) -> None:
             nonlocal printed_phase
             for record in reader.read_new():
                 self.console.print(format_record(record), highlight=False)
@@ -149,10 +149,10 @@ class Display:
 
         try:
             while True:
-                print_new_records(self._run)
+                print_updates(self._run)
                 await asyncio.sleep(REFRESH_SECONDS)
         except asyncio.CancelledError:
-            print_new_records(self._run)
+            print_updates(self._run)
             raise
 
 

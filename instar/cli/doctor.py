@@ -24,7 +24,7 @@ from instar.cli.output import print_json
 from instar.models import DEFAULT_MODEL, cache_dir, is_cached
 
 State = Literal["ok", "note", "missing"]
-MARK = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
+STATE_LABELS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ def doctor(as_json: AsJson = False) -> None:
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("what", "", "detail")
+        table = Table("check", "state", "detail")
         for finding in findings:
-            table.add_row(finding.what, MARK[finding.state], finding.detail)
+            table.add_row(finding.what, STATE_LABELS[finding.state], finding.detail)
         Console().print(table)
     if any(finding.state == "missing" for finding in findings):
         raise typer.Exit(1)
@@ -95,7 +95,7 @@ def _check_disk() -> DoctorFinding:
     except OSError as error:
         detail = f"cannot write to this folder, where runs/ is created by default: {error.strerror}"
         return DoctorFinding("disk", "note", detail)
-    detail = f"{free_gib:.0f} GiB free here, fsync {sorted(durations)[10] * 1000:.1f} ms"
+    detail = f"{free_gib:.0f} GiB free in this folder, fsync {sorted(durations)[10] * 1000:.1f} ms"
     return DoctorFinding("disk", "ok" if free_gib >= 2 else "note", detail)
 
 

@@ -28,7 +28,7 @@ from instar.store.base import Store
 async def feedback(
     run_dir: RunDir,
     action: Annotated[Literal["ls"] | None, typer.Argument(help="`ls`: list feedback.")] = None,
-    session: Annotated[str | None, typer.Option(help="Id of the session to rate or list.")] = None,
+    session: Annotated[str | None, typer.Option(help="Session to rate, or to list feedback for.")] = None,
     call: Annotated[str | None, typer.Option(help="Id of the call to rate, instead of a session.")] = None,
     response: Annotated[str | None, typer.Option(help="Response id of the reply to rate.")] = None,
     thumbs: Annotated[bool | None, typer.Option("--up/--down", help="Good (reward 1) or bad (0).")] = None,
@@ -38,7 +38,7 @@ async def feedback(
     correction_file: Annotated[Path | None, typer.Option(help="A file with the correct reply.")] = None,
     author: Annotated[str, typer.Option(help="The author's name.")] = "",
     feedback_id: Annotated[
-        str | None, typer.Option("--id", help="Id of the feedback. The same id is recorded only once.")
+        str | None, typer.Option("--id", help="Unique id of the feedback; each id is recorded only once.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -58,7 +58,7 @@ async def feedback(
         author=author,
     )
     async with open_run_store(run_dir) as (config, store):
-        service = _feedback_service(config, store, needs_renderer=request.correction is not None)
+        service = _create_service(config, store, needs_renderer=request.correction is not None)
         try:
             checked = msgspec.convert(msgspec.to_builtins(request), FeedbackBody)
             recorded, is_new = await service.add(Caller("admin"), checked)
@@ -95,7 +95,7 @@ def _describe_outcome(feedback: FeedbackView) -> str:
 
 async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        rows = await _feedback_service(config, store).list_feedback(session_id)
+        rows = await _create_service(config, store).list_feedback(session_id)
     if as_json:
         print_json(msgspec.to_builtins(rows))
         return
@@ -113,7 +113,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
     Console().print(table)
 
 
-def _feedback_service(config: RunConfig, store: Store, *, needs_renderer: bool = False) -> FeedbackService:
+def _create_service(config: RunConfig, store: Store, *, needs_renderer: bool = False) -> FeedbackService:
     renderer = None
     # Runs that forward calls to a provider have no tokenizer to encode a correction with.
     if needs_renderer and not isinstance(config.engine, UpstreamEngineConfig):

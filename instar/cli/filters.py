@@ -28,10 +28,10 @@ OPTIONS: dict[str, Any] = {
         list[str] | None, typer.Option(metavar="NAME", help="Only sessions without this tag.")
     ],
     "reward_min": Annotated[
-        float | None, typer.Option(help="Minimum of the latest reward, or of any from --scorer or --source.")
+        float | None, typer.Option(help="Minimum reward: the latest, or any from --scorer or --source.")
     ],
     "reward_max": Annotated[
-        float | None, typer.Option(help="Maximum of the latest reward, or of any from --scorer or --source.")
+        float | None, typer.Option(help="Maximum reward: the latest, or any from --scorer or --source.")
     ],
     "scorer": Annotated[
         str | None, typer.Option(metavar="NAME[@VERSION]", help="Only sessions rewarded by this scorer.")

@@ -59,13 +59,13 @@ async def create(
         return
     typer.echo(key)
     owner = "all agents" if agent_id is None else f"agent {agent_id}"
-    label = {
+    labels = {
         "admin": "an admin key",
         "agent": f"a key for {owner}",
         "feedback": f"a feedback key for {owner}",
     }
     typer.echo(
-        f"Created {label[kind]}. It will not be shown again; revoke it with `instar keys revoke`.", err=True
+        f"Created {labels[kind]}. It will not be shown again; revoke it with `instar keys revoke`.", err=True
     )
 
 

@@ -9,12 +9,12 @@ from instar.models import is_cached, resolve_model, resolve_tokenizer
 
 
 def fetch_model(config: RunConfig, console: Console) -> None:
-    """Download the model unless it is cached, or only its tokenizer if a cloud service trains the model.
-    Raises ConfigError if the model does not exist."""
+    """Download the model, or only its tokenizer if a cloud service trains it, unless it is cached. Raises
+    ConfigError if the model does not exist."""
     name = config.model.name
     is_path = name.startswith((".", "~", "/"))
     is_cloud = isinstance(config.backend, CloudConfig)
     if not is_path and not is_cached(name):
-        part = "tokenizer of" if is_cloud else "model"
-        console.print(f"Downloading the {part} {name} into the cache ...", highlight=False)
+        download = f"the tokenizer of {name}" if is_cloud else f"the model {name}"
+        console.print(f"Downloading {download} ...", highlight=False)
     resolve_tokenizer(name) if is_cloud else resolve_model(name)

@@ -30,12 +30,12 @@ class StepPlan:
     version: int
     """The policy version that the step would start from."""
     groups_needed: int
-    """The number of groups in a full step."""
+    """Number of groups in a full step."""
     groups: list[Group]
     batch: StepBatch
     corrections: CorrectionBatch
     waiting: dict[str, int]
-    """The number of groups that no step has claimed, by status."""
+    """Number of groups that no step has claimed, by status."""
 
 
 @async_command
@@ -130,11 +130,12 @@ def _print(console: Console, plan: StepPlan) -> None:
     ready = f"{len(plan.groups)} of {plan.groups_needed} groups are ready"
     status = "would train on" if plan.batch.is_full else f"is waiting ({ready}); it would train on"
     console.print(
-        f"step {plan.step}, from version {plan.version}: {status} {report['samples']} samples, "
-        f"{report['tokens']} of {report['sequence_tokens']} tokens",
+        f"step {plan.step} (from version {plan.version}) {status} {report['samples']} samples "
+        f"({report['tokens']} of their {report['sequence_tokens']} tokens)",
         highlight=False,
     )
-    number_columns = [Column(name, justify="right") for name in ("reward", "advantage", "stale", "tokens")]
+    number_names = ("reward", "advantage", "staleness", "tokens")
+    number_columns = [Column(name, justify="right") for name in number_names]
     table = plain_table("group", "task", "session", *number_columns, "outcome")
     tokens = _tokens_by_sample(plan)
     for group in plan.groups:

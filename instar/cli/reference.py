@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,12 @@ async def render_api() -> str:
     return json.dumps((await create_app_without_engine()).description, indent=1) + "\n"
 
 
-def render() -> str:
-    parts = [HEAD]
-    _render_section(RunConfig, "", parts, set())
-    return "\n".join(parts).rstrip() + "\n"
+def render_settings() -> str:
+    return "\n".join([HEAD, *_render_section(RunConfig, "", set())]).rstrip() + "\n"
 
 
-def _render_section(
-    section: type[BaseModel], path: str, parts: list[str], rendered: set[tuple[str, str]]
-) -> None:
-    """Append the Markdown text of a section and its subsections to ``parts``, at most once for each path."""
+def _render_section(section: type[BaseModel], path: str, rendered: set[tuple[str, str]]) -> Iterator[str]:
+    """Yield the Markdown parts of a section and its subsections, except those already in ``rendered``."""
     if (path, section.__name__) in rendered:
         return
     rendered.add((path, section.__name__))
@@ -70,7 +67,7 @@ def _render_section(
     title = f"`{path}`" if path else "The run"
     if types:
         title += f" with `type: {types[0]}`"
-    parts.append(f"\n## {title}\n\n{(section.__doc__ or '').strip()}\n")
+    yield f"\n## {title}\n\n{(section.__doc__ or '').strip()}\n"
     rows: list[str] = []
     subsections: list[tuple[type[BaseModel], str]] = []
     for name, field in section.model_fields.items():
@@ -84,9 +81,9 @@ def _render_section(
             text = " ".join((children[0].__doc__ or "").split())
         rows.append(f"| `{name}` | {_format_type(field.annotation)} | {default} | {text} |")
     table = "| setting | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows)
-    parts.append(table if rows else "This section has no settings.")
+    yield table if rows else "This section has no settings."
     for child, child_path in subsections:
-        _render_section(child, child_path, parts, rendered)
+        yield from _render_section(child, child_path, rendered)
 
 
 def _format_type(annotation: Any) -> str:
@@ -122,10 +119,10 @@ def _format_default(value: Any) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("paths", type=Path, nargs="+", help="Files to write: Markdown or OpenAPI (.json).")
-    parser.add_argument("--check", action="store_true", help="Write nothing; fail if outdated.")
+    parser.add_argument("--check", action="store_true", help="Write nothing, and fail if a file is outdated.")
     arguments = parser.parse_args()
     for path in arguments.paths:
-        text = asyncio.run(render_api()) if path.suffix == ".json" else render()
+        text = asyncio.run(render_api()) if path.suffix == ".json" else render_settings()
         if not arguments.check:
             path.write_text(text, encoding="utf-8")
         elif not path.is_file() or path.read_text(encoding="utf-8") != text:

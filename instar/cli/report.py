@@ -149,12 +149,12 @@ h1{margin-bottom:.2rem}.sub{color:#60646c;margin-top:0}img{width:100%}
 table{border-collapse:collapse;margin:1rem 0;font-size:.9rem}
 td,th{padding:.25rem .7rem;text-align:right;border-bottom:1px solid #e4e6e9}
 th{color:#60646c;font-weight:600}td:first-child,th:first-child{text-align:left}
-.big td{font-size:1.2rem}.talk{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0}
-.talk{font-size:.9rem}.role{color:#2f6fde;display:inline-block;width:5.5rem}
+.big td{font-size:1.2rem}.conversation{background:#f6f7f9;border-radius:8px;padding:.6rem 1rem;margin:.5rem 0}
+.conversation{font-size:.9rem}.role{color:#2f6fde;display:inline-block;width:5.5rem}
 pre{background:#f6f7f9;padding:1rem;border-radius:8px;
 overflow:auto;font-size:.8rem}.warn{background:#fff3d6;color:#5c4400;padding:.6rem 1rem;border-radius:8px}
 .good{color:#1f7a3d}.bad{color:#b3261e}
-@media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e8eb}.talk,pre{background:#22262b}
+@media(prefers-color-scheme:dark){body{background:#16181b;color:#e6e8eb}.conversation,pre{background:#22262b}
 td,th{border-color:#33383e}img{background:#fff;border-radius:8px}}
 """
 
@@ -210,13 +210,13 @@ def _render_evaluations(evaluations: list[Json]) -> str:
         rows.append(f"<tr><td>{html.escape(mode)}</td>{cells}<td>{change}</td><td>{tasks}</td></tr>")
     if not rows:
         return ""
-    head = "<tr><th>held-out tasks</th><th>before</th><th>after</th><th>change</th><th>tasks</th></tr>"
-    return f"<table class=big>{head}{''.join(rows)}</table>"
+    head = "<tr><th>mode</th><th>before</th><th>after</th><th>change</th><th>tasks</th></tr>"
+    return f"<h2>Held-out tasks</h2><table class=big>{head}{''.join(rows)}</table>"
 
 
 def _render_steps(steps: list[Json]) -> str:
-    training = ("reward_mean", "version", "staleness_mean", "zero_signal", "grad_norm")
-    columns = ("step", *training, "ratio_mean", "clipped", "importance_p99", "ess", "step_seconds")
+    columns = ("step", "reward_mean", "version", "staleness_mean", "zero_signal", "grad_norm", "ratio_mean")
+    columns += ("clipped", "importance_p99", "ess", "step_seconds")
     rows = [tuple(_format_cell(step.get(name)) for name in columns) for step in steps]
     return _render_table([name.replace("_", " ") for name in columns], rows)
 
@@ -227,10 +227,10 @@ def _render_staleness(steps: list[Json]) -> list[str]:
     parts: list[str] = []
     if tokens:
         rows = [
-            (f"{versions} behind", f"{count:,}", f"{count / tokens.total():.1%}")
-            for versions, count in sorted(tokens.items(), key=lambda item: int(item[0]))
+            (staleness, f"{count:,}", f"{count / tokens.total():.1%}")
+            for staleness, count in sorted(tokens.items(), key=lambda item: int(item[0]))
         ]
-        parts += ["<h2>Staleness</h2>", _render_table(("versions", "trained tokens", "share"), rows)]
+        parts += ["<h2>Staleness</h2>", _render_table(("steps", "trained tokens", "fraction"), rows)]
     if dropped:
         rows = [(reason, f"{count:,}") for reason, count in sorted(dropped.items())]
         parts += ["<h2>Not trained on</h2>", _render_table(("reason", "samples"), rows)]
@@ -243,13 +243,13 @@ def _render_agreement(judges: list[JudgeAgreement]) -> list[str]:
         {
             "judge": judge.judge,
             "rewards": f"{judge.reward_count:,}",
-            "mean": f"{judge.mean_reward:.3f}",
-            "dollars": f"{judge.dollars:.2f}",
-            "votes": _format_cell(judge.vote_agreement),
+            "mean reward": f"{judge.mean_reward:.3f}",
+            "cost ($)": f"{judge.dollars:.2f}",
+            "vote agreement": _format_cell(judge.vote_agreement),
             "order agreement": _format_cell(judge.order_agreement),
-            "sessions with a rule": f"{judge.rule_sessions:,}",
-            "agrees with rule": _format_cell(judge.rule_same_side),
-            "correlation": _format_cell(judge.rule_correlation),
+            "sessions with rule rewards": f"{judge.rule_sessions:,}",
+            "rule agreement": _format_cell(judge.rule_same_side),
+            "rule correlation": _format_cell(judge.rule_correlation),
         }
         for judge in judges
     ]
@@ -282,15 +282,15 @@ def render_example(example: ReportExample) -> str:
     prompt if that does not continue the first one. This skips few-shot examples."""
     label, calls, reward = example
     first, last = calls[0].messages, calls[-1].messages
-    opening = first if last[: len(first)] == first else last
-    question = max((index for index, message in enumerate(opening) if message["role"] == "user"), default=0)
+    prompt = first if last[: len(first)] == first else last
+    start = max((index for index, message in enumerate(prompt) if message["role"] == "user"), default=0)
     lines: list[str] = []
-    for message in (*last[question:], calls[-1].reply):
+    for message in (*last[start:], calls[-1].reply):
         text = message["content"]
         for call in message.get("tool_calls", []):
             text += f" {call['name']}({call['arguments']})"
         lines.append(f"<div><span class=role>{message['role']}</span>{html.escape(text)}</div>")
-    verdict = "good" if reward is not None and reward > 0 else "bad"
+    css_class = "good" if reward is not None and reward > 0 else "bad"
     reward_text = "no reward" if reward is None else f"reward {reward:g}"
-    title = f"<b>{label}</b> · <span class={verdict}>{reward_text}</span>"
-    return f"<div class=talk>{title}{''.join(lines)}</div>"
+    title = f"<b>{label}</b> · <span class={css_class}>{reward_text}</span>"
+    return f"<div class=conversation>{title}{''.join(lines)}</div>"

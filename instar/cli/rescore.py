@@ -33,11 +33,11 @@ from instar.types import Group, Json, ScoreState, Session, SessionStatus, Task
 class RescoreCounts:
     scored: int = 0
     fallback: int = 0
-    """The number of sessions that the scorer could not score."""
+    """Number of sessions that the scorer could not score."""
     skipped: int = 0
-    """The number of sessions that already had a score from this version of the scorer."""
+    """Number of sessions that already had a score from this version of the scorer."""
     reasons: dict[str, int] = field(default_factory=dict[str, int])
-    """The number of sessions in ``fallback``, by failure reason."""
+    """Number of sessions in ``fallback``, by failure reason."""
 
 
 @with_session_filters
@@ -132,9 +132,9 @@ class SessionRescorer:
 
             async for sessions in self._iterate_unscored(where):
                 total += len(sessions)
-                async with asyncio.TaskGroup() as tasks:
+                async with asyncio.TaskGroup() as task_group:
                     for task, session_ids in await self._group_for_scoring(sessions):
-                        tasks.create_task(score(task, session_ids))
+                        task_group.create_task(score(task, session_ids))
         return self._counts
 
     async def _iterate_unscored(self, where: SessionFilter) -> AsyncGenerator[list[Session]]:

@@ -16,7 +16,7 @@ from instar.store.factory import open_store
 async def open_run_store(
     run_dir: Path, *, read_only: bool = False
 ) -> AsyncGenerator[tuple[RunConfig, Store]]:
-    """Yield the config and the store of a run's folder. ``read_only`` does not disturb a run in progress."""
+    """Yield a run's config and its store. ``read_only`` avoids disturbing a run in progress."""
     config = RunFolder(run_dir).read_config()
     store = open_store(config, read_only=read_only)
     try:

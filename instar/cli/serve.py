@@ -24,7 +24,7 @@ from instar.gateway.auth import create_key
 
 def serve(
     file: Annotated[
-        Path | None, typer.Argument(help="The YAML file of the run. By default, serves the default model.")
+        Path | None, typer.Argument(help="The YAML file of the run. Default: serve the default model.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -58,9 +58,9 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
     async with serve_run(
         config, resume=run_exists, log=lambda text: console.print(text, highlight=False)
     ) as run:
-        name = f"serve-{secrets.token_hex(4)}"
-        key = await create_key(run.store, "agent", config.agent_id, name)
-        feedback_key = await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback")
+        key_name = f"serve-{secrets.token_hex(4)}"
+        key = await create_key(run.store, "agent", config.agent_id, key_name)
+        feedback_key = await create_key(run.store, "feedback", config.agent_id, f"{key_name}-feedback")
         if as_json:
             keys = {"api_key": key, "feedback_key": feedback_key, "admin_key": run.admin_key}
             print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})

@@ -46,7 +46,8 @@ async def list_sessions(
     filters: dict[str, Any],
     limit: Annotated[int, typer.Option(min=1, help="List at most this many of the newest sessions.")] = 50,
     before: Annotated[
-        int | None, typer.Option(metavar="NUMBER", help="Only sessions before the one with this number.")
+        int | None,
+        typer.Option(metavar="NUMBER", help="Continue a listing: use the number printed at its end."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -115,8 +116,8 @@ def _listed_json(listed: ListedSession) -> Json:
 
 
 def _session_json(session: Session) -> Json:
-    identity = ("session_id", "channel", "status", "group_id", "slot", "attempt", "task_id")
-    return select_fields(session, *identity, "reason", "created_at", "ended_at")
+    names = ("session_id", "channel", "status", "group_id", "slot", "attempt", "task_id", "reason")
+    return select_fields(session, *names, "created_at", "ended_at")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class SessionDetails:
 @async_command
 async def show(
     run_dir: RunDir,
-    session_id: Annotated[str, typer.Argument(help="The session's id, or its first characters.")],
+    session_id: Annotated[str, typer.Argument(help="Session id, or a unique prefix of it.")],
     as_json: AsJson = False,
 ) -> None:
     """Show one session: its messages, rewards, advantage and claims."""
@@ -153,10 +154,12 @@ async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
         return session
     rows = await store.sessions(run_id)
     matches = [row.session for row in rows if row.session.session_id.startswith(id_prefix)]
-    if len(matches) != 1:
+    if not matches:
+        raise InstarError(f"No session id in this run starts with {id_prefix!r}; see `instar sessions ls`.")
+    if len(matches) > 1:
+        shown = ", ".join(match.session_id for match in matches[:3]) + (", ..." if matches[3:] else "")
         raise InstarError(
-            f"{len(matches) or 'no'} sessions in this run have an id that starts with {id_prefix!r}; choose "
-            "an id from `instar sessions ls`."
+            f"{len(matches)} session ids start with {id_prefix!r} ({shown}); pass more characters."
         )
     return matches[0]
 
@@ -230,7 +233,7 @@ def _print(console: Console, details: SessionDetails) -> None:
 
 def _call_heading(number: int, call: Call) -> str:
     versions = sorted({int(version) for version in call.versions})
-    version_range = "–".join(map(str, dict.fromkeys([*versions[:1], *versions[-1:]]))) or "none"
+    version_range = f"{versions[0]}–{versions[-1]}" if versions[1:] else "".join(map(str, versions)) or "none"
     return (
         f"call {number} · {call.link} · {len(call.prompt_ids)} prompt + {len(call.sampled_ids)} sampled "
         f"tokens · version {version_range} · {call.finish_reason}"
@@ -245,13 +248,13 @@ def _describe_outcome(details: SessionDetails) -> list[str]:
     ]
     lines = lines or ["no reward"]
     if details.group is not None:
-        ended = [row for row in details.group_sessions if row.session.status is not SessionStatus.ABANDONED]
-        rewards = " ".join(format_number(row.reward) or "–" for row in ended) or "none yet"
+        kept = [row for row in details.group_sessions if row.session.status is not SessionStatus.ABANDONED]
+        rewards = " ".join(format_number(row.reward) or "–" for row in kept) or "none yet"
         lines.append(f"group {details.group.group_id}: rewards {rewards}")
     for claim in details.claims:
         advantage = "none" if claim.advantage is None else f"{claim.advantage:+.3f}"
         outcome = (
-            f"trained in step {claim.step}, {claim.staleness or 0} version(s) stale"
+            f"trained in step {claim.step}, {claim.staleness or 0} step(s) stale"
             if claim.outcome == "trained"
             else f"dropped: {claim.reason}"
         )
@@ -271,6 +274,8 @@ def _explain_unclaimed(details: SessionDetails) -> str:
         return f"not claimed: the session's group is incomplete ({group.size} sessions are needed)"
     if group.status is GroupStatus.DROPPED:
         return f"not claimed: the session's group was dropped ({group.reason})"
+    if group.status is GroupStatus.SCORING:
+        return "not claimed yet: the session's group is being scored"
     return "not claimed yet: the session's group is waiting for a step"
 
 

@@ -38,7 +38,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""The number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
+"""Number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
 reuses them if it needs more."""
 DEFAULT_MAX_BATCH = 1024
 """The assumed maximum number of concurrent replies for engines without a configured limit."""
@@ -48,10 +48,10 @@ def simulate(
     file: ConfigFile,
     engines: Annotated[int | None, typer.Option(min=1, help="Number of engines. Default: the run's.")] = None,
     max_staleness: Annotated[
-        int | None, typer.Option(min=0, help="Maximum staleness in versions. Default: the run's.")
+        int | None, typer.Option(min=0, help="Maximum staleness in steps. Default: the run's.")
     ] = None,
     workload: Annotated[Path | None, typer.Option(help="File with sessions to replay.")] = None,
-    measured: Annotated[
+    measured_run: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use sessions and timings from this run.")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: the run's seed.")] = None,
@@ -60,15 +60,16 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     config = load_config(file, overrides or ())
-    if config.simulate is None and workload is None and measured is None:
+    if config.simulate is None and workload is None and measured_run is None:
         raise ConfigError(
             "The simulation needs timings: use --from RUN_DIR with a similar run, --workload FILE, or a "
             "`simulate` section in the YAML file (see docs/simulate.md)."
         )
     cluster = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
     seed = config.seed if seed is None else seed
-    loading = load_workload(config, workload=workload, measured=measured, seed=seed)
-    simulated_workload = asyncio.run(loading)
+    simulated_workload = asyncio.run(
+        load_workload(config, workload=workload, measured_run=measured_run, seed=seed)
+    )
     settings = config.simulate or SimulateConfig()
     recommendation = None
     with Console(stderr=True).status("simulating") as status:
@@ -134,9 +135,7 @@ def count_engines(config: RunConfig) -> int:
 
 def switches_policy_mid_reply(config: RunConfig) -> bool:
     """Return True if a reply in progress continues under a newly loaded policy, on all engines of the run.
-
-    For vLLM with `policy: auto`, a CPU is assumed only if `model.device` is `cpu`.
-    """
+    For vLLM with `policy: auto`, a CPU is assumed only if `model.device` is `cpu`."""
     match config.engine:
         case CloudEngineConfig():
             return False
@@ -166,18 +165,18 @@ def _get_max_batch(config: RunConfig) -> int:
 
 
 async def load_workload(
-    config: RunConfig, *, workload: Path | None = None, measured: Path | None = None, seed: int = 0
+    config: RunConfig, *, workload: Path | None = None, measured_run: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload measured in the run folder ``measured``, with pauses and crashes from `simulate`.
-    If ``measured`` is None, return the workload in `simulate`. A workload file replaces the sessions."""
+    """Return the workload measured in the run folder ``measured_run``, with pauses and crashes from
+    `simulate`. If it is None, return the workload in `simulate`. A workload file replaces the sessions."""
     settings = config.simulate or SimulateConfig()
     path = workload or settings.workload
-    if measured is not None:
-        async with open_run_store(measured, read_only=True) as (measured_config, store):
+    if measured_run is not None:
+        async with open_run_store(measured_run, read_only=True) as (measured_config, store):
             result = await measure(
                 store,
                 measured_config.name,
-                read_steps(measured),
+                read_steps(measured_run),
                 engines=count_engines(measured_config),
                 max_batch=_get_max_batch(config),
             )
@@ -213,13 +212,13 @@ def result_json(
         "data_samples": result.data_samples,
         "samples_per_hour": round(rate, 1),
         "bound": round(bound_rate, 1),
-        "bound_by": bound.limit,
+        "bound_by": bound.bottleneck,
         "of_bound": round(rate / bound_rate, 4) if bound_rate else None,
         "engines_idle": round(result.engines_idle, 4),
         "engines_used": round(result.engines_used, 4),
         "trainer_idle": round(result.trainer_idle, 4),
         "sessions_at_once": round(result.in_flight, 2),
-        "staleness": {str(version): result.staleness[version] for version in sorted(result.staleness)},
+        "staleness": {str(steps): result.staleness[steps] for steps in sorted(result.staleness)},
         "staleness_mean": round(result.staleness_mean, 3),
         "dropped": dict(result.dropped),
         "crashes": result.crashes,
@@ -244,9 +243,9 @@ def _print_result(
     table = Table(title=title, show_header=False)
     rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     table.add_row("samples per hour", f"{rate:,.0f}")
-    reached = f" ({bound.limit}); the run reaches {rate / bound_rate:.0%} of it" if bound_rate else ""
-    table.add_row("upper bound of any schedule", f"{bound_rate:,.0f}{reached}")
-    data = f", {result.data_samples:,} of them exported data" if result.data_samples else ""
+    reached = f" ({bound.bottleneck}); the run reaches {rate / bound_rate:.0%} of it" if bound_rate else ""
+    table.add_row("upper bound for any schedule", f"{bound_rate:,.0f}{reached}")
+    data = f", including {result.data_samples:,} from exported data" if result.data_samples else ""
     table.add_row("steps", f"{result.steps} in {result.seconds:,.1f} s, {result.samples:,} samples{data}")
     if not result.samples:
         table.add_row("", "[red]No sample would be trained on; see the reasons below.[/]")
@@ -255,16 +254,15 @@ def _print_result(
         table.add_row("", f"[red]{warning}[/]")
     elif not result.finished:
         table.add_row("", "[red]The run stalls: no further step can be filled.[/]")
-    table.add_row(
-        "engines idle", f"{result.engines_idle:.0%}, at {result.engines_used:.0%} of their peak speed"
-    )
+    table.add_row("engines idle", f"{result.engines_idle:.0%}")
+    table.add_row("engine throughput used", f"{result.engines_used:.0%}")
     table.add_row("trainer idle", f"{result.trainer_idle:.0%}")
     table.add_row("concurrent sessions", f"{result.in_flight:.1f} of {cluster.concurrency}")
     staleness = ", ".join(
-        f"{version}: {count / result.staleness.total():.0%}"
-        for version, count in sorted(result.staleness.items())
+        f"{steps}: {count / result.staleness.total():.0%}"
+        for steps, count in sorted(result.staleness.items())
     )
-    table.add_row("staleness", staleness or "–")
+    table.add_row("staleness in steps", staleness or "–")
     dropped = ", ".join(f"{reason} {count}" for reason, count in result.dropped.most_common())
     table.add_row("not trained on", dropped or "none")
     console.print(table)
@@ -273,7 +271,7 @@ def _print_result(
 
 
 def _print_recommendation(console: Console, recommendation: Recommendation) -> None:
-    table = Table("engines", "max_staleness", "samples per hour", "stale", "engines idle", "trainer idle")
+    table = Table("engines", "max_staleness", "samples/hour", "stale samples", "engines idle", "trainer idle")
     recommended = (recommendation.engines, recommendation.max_staleness)
     for trial in recommendation.trials:
         result = trial.result
@@ -281,7 +279,7 @@ def _print_recommendation(console: Console, recommendation: Recommendation) -> N
             str(trial.engines),
             str(trial.max_staleness),
             f"{result.samples_per_hour:,.0f}",
-            f"{result.dropped_fraction:.1%}",
+            f"{result.stale_fraction:.1%}",
             f"{result.engines_idle:.0%}",
             f"{result.trainer_idle:.0%}",
             style="bold" if (trial.engines, trial.max_staleness) == recommended else None,

@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from instar.backends.factory import check_run
-from instar.cli.config_file import DEMO, load_config
+from instar.cli.config_file import DEMO_FILE, load_config
 from instar.cli.display import Display
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, ConfigFile, Overrides
@@ -53,10 +53,10 @@ def demo(
     as_json: AsJson = False,
 ) -> None:
     name = f"demo-{time.strftime('%Y%m%d-%H%M%S')}"
-    settings = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *(overrides or ())]
+    overrides = [f"name={name}", f"seed={seed}", f"rollout.tasks.args.seed={seed}", *(overrides or ())]
     if run_dir is not None:
-        settings.append(f"dir={json.dumps(str(run_dir))}")
-    config = load_config(DEMO, settings)
+        overrides.append(f"dir={json.dumps(str(run_dir))}")
+    config = load_config(DEMO_FILE, overrides)
     console = Console(stderr=as_json)
     console.print(
         "[bold]Instar demo[/]: a calculator agent talks to a small model through the gateway, "
@@ -96,7 +96,6 @@ def _run(config: RunConfig, console: Console, *, resume: bool, as_json: bool) ->
 
 
 def summarize(run: LiveRun) -> Json:
-    """Return the run's steps, seconds, version, paths and warnings, and the result of each evaluation."""
     steps = read_steps(run.folder.path)
     summary: Json = {
         "name": run.run_id,
@@ -119,7 +118,7 @@ def summarize(run: LiveRun) -> Json:
 def _print_summary(console: Console, summary: Json) -> None:
     modes = [key.removesuffix("_after") for key in summary if key.endswith("_after") and "seconds" not in key]
     if modes:
-        table = Table("held-out tasks", "before", "after", "change")
+        table = Table("mode", "before", "after", "change", title="Held-out tasks")
         for mode in modes:
             before, after = summary.get(f"{mode}_before"), summary[f"{mode}_after"]
             change = f"{after - before:+.2f}" if before is not None else ""
@@ -136,7 +135,7 @@ def _print_next_commands(console: Console, run: LiveRun) -> None:
         folder = folder.relative_to(Path.cwd())
     console.print(f"Report: [bold]{folder}/report/index.html[/]")
     console.print("\nWhat to try next:")
-    console.print(f"  instar sessions ls {folder}      show what the agent did in each attempt")
+    console.print(f"  instar sessions ls {folder}      list the agent's attempts")
     console.print("  instar config show               show the YAML file of this demo")
     console.print("  instar serve                     connect your own agent to the gateway")
     console.print("  instar train run.yaml            train on your own tasks (docs/concepts.md)")

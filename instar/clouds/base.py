@@ -135,8 +135,8 @@ def resolve_access(
 
 
 def get_configured_key(section: CloudSection, env: Mapping[str, str] = os.environ) -> str | None:
-    """Return the key from the config or from the environment variable that the config names, or None if it
-    has neither. Raises ConfigError if the variable is not set."""
+    """Return the key from the config or from the environment variable that the config names, or None if the
+    config sets neither. Raises ConfigError if the variable is not set."""
     if section.api_key is not None:
         return section.api_key.get_secret_value()
     if section.api_key_env is None:

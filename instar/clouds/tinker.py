@@ -38,7 +38,7 @@ _SESSION_PATTERN = re.compile(r"\b(session|model|run)\b", re.I)
 _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 
 
-# --- the SDK -------------------------------------------------------------------------------------
+# --- the SDK ---
 
 
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
@@ -87,7 +87,7 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-# --- the connection ------------------------------------------------------------------------------
+# --- the connection ---
 
 
 class TinkerConnection:
@@ -157,7 +157,7 @@ class TinkerConnection:
 
     async def close(self, *, finish: bool) -> None:
         """Close the connection without raising. If ``finish`` is True and the SDK supports it, the session
-        ends now; otherwise it expires without heartbeats. The service keeps saved and published weights."""
+        ends now; otherwise it expires later. The service keeps saved and published weights."""
         client, self.client = self.client, None
         if client is None:
             return
@@ -168,7 +168,7 @@ class TinkerConnection:
                     await client.close("success")
         self._holder.close()
 
-    # --- errors ----------------------------------------------------------------------------------
+    # --- errors ---
 
     def to_cloud_error(self, action: str, error: BaseException) -> CloudError:
         name, address = self.service.name, self.access.base_url or "its default address"
@@ -216,7 +216,7 @@ def _find_status(error: BaseException | None) -> int | None:
     return None
 
 
-# --- sampling -----------------------------------------------------------------------------------
+# --- inputs and logprobs ---
 
 
 def build_model_input(sdk: Any, ids: Ids) -> Any:

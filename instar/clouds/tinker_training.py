@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +16,14 @@ from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
-"""Loss inputs by the service's names for them. Each array has one value per token."""
+"""Maps the service's input names to arrays with one value per token."""
 MAX_CONCURRENT_SCORE_REQUESTS = 16
 GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 
 
 class TinkerTrainingSession:
-    """A session whose calls raise CloudError. If an ordered call fails with an error other than ``refused``,
-    its effect is unknown, and ``lost_reason`` says why the session is unusable."""
+    """A training session. Calls raise CloudError on failure. If an ordered call fails with anything other
+    than ``refused``, its effect is unknown: the session is lost, and ``lost_reason`` says why."""
 
     def __init__(self, connection: TinkerConnection, client: Any) -> None:
         self.connection = connection
@@ -36,7 +36,7 @@ class TinkerTrainingSession:
         self._mark_lost("another session was started")
         await self.connection.close(finish=True)
 
-    # --- calls that the service executes in order -------------------------------------------------
+    # --- calls that the service executes in order ---
 
     def send(self, action: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:
         """Send a call after all earlier calls and return the task that awaits the response. ``submit``
@@ -89,28 +89,27 @@ class TinkerTrainingSession:
         sdk = self.connection.sdk
         datums = await asyncio.to_thread(lambda: [_build_datum(sdk, ids, inputs) for ids, inputs in data])
         response = self.send(action, lambda client: getattr(client, action)(datums, loss, config))
-        return self._parse_logprobs(action, response, [len(ids) for ids, _ in data])
+        return self._await_logprobs(action, response, [len(ids) for ids, _ in data])
 
-    async def _parse_logprobs(
+    async def _await_logprobs(
         self, action: str, response: Awaitable[Any], lengths: Sequence[int]
     ) -> list[Floats]:
         outputs = (await response).loss_fn_outputs
         if len(outputs) != len(lengths):
-            raise self._lost_error(f"{action} returned {len(outputs)} results for {len(lengths)} samples")
+            self._raise_lost(f"{action} returned {len(outputs)} results for {len(lengths)} samples")
         aligned: list[Floats] = []
         for entry, length in zip(outputs, lengths, strict=True):
             if "logprobs" not in entry:
-                raise self._lost_error(f"{action} returned a result without logprobs")
+                self._raise_lost(f"{action} returned a result without logprobs")
             logprobs = np.asarray(entry["logprobs"].to_numpy(), np.float32).reshape(-1)
             if len(logprobs) != length - 1:
-                raise self._lost_error(f"{action} returned {len(logprobs)} logprobs for {length - 1} targets")
+                self._raise_lost(f"{action} returned {len(logprobs)} logprobs for {length - 1} targets")
             aligned.append(np.concatenate([np.full(1, np.nan, np.float32), logprobs]))
         return aligned
 
-    def _lost_error(self, message: str) -> CloudError:
-        """Mark the session as lost and return the error."""
+    def _raise_lost(self, message: str) -> NoReturn:
         self._mark_lost(message)
-        return CloudError("lost", message)
+        raise CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
         """Send an optimizer step and return an awaitable for its metrics, with ``grad_norm`` if reported."""
@@ -122,9 +121,9 @@ class TinkerTrainingSession:
             weight_decay=adam.weight_decay,
             grad_clip_norm=adam.grad_clip_norm,
         )
-        return self._parse_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
+        return self._await_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
-    async def _parse_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
+    async def _await_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
         """Await the metrics, and strip the path and the reduction from their names (`path/name:mean`). The
         gradient norm is always named ``grad_norm``."""
         metrics: dict[str, float] = (await response).metrics or {}
@@ -132,7 +131,7 @@ class TinkerTrainingSession:
         norm = next((by_name.pop(name) for name in GRADIENT_NORM_METRICS if name in by_name), None)
         return by_name if norm is None else by_name | {"grad_norm": norm}
 
-    # --- the base model ---------------------------------------------------------------------------
+    # --- the base model ---
 
     async def compute_base_logprobs(self, sequences: Sequence[Ids]) -> list[Floats]:
         """Return the base model's logprobs (NaN at index 0). This does not wait for earlier calls."""
@@ -144,8 +143,8 @@ class TinkerTrainingSession:
         try:
             if self._base_sampler is None:
                 name = self.connection.access.base_model
-                opening = self.connection.client.create_sampling_client_async(base_model=name)
-                self._base_sampler = await self.connection.await_result("opening the base model", opening)
+                request = self.connection.client.create_sampling_client_async(base_model=name)
+                self._base_sampler = await self.connection.await_result("creating the base sampler", request)
             return await map_concurrently(score, sequences, MAX_CONCURRENT_SCORE_REQUESTS)
         except CloudError as failure:
             if failure.kind == "lost":

@@ -200,7 +200,7 @@ def _classify_error(error: Exception, text: str) -> WeaverError:
     return WeaverError(kind, text, code=code, retry_after=parse_retry_after(error.retry_after) or 0.0)
 
 
-# --- conversion of samples and responses ---------------------------------------------------------
+# --- conversion of samples and responses ---
 
 
 def build_model_input(ids: Ids) -> ModelInput:

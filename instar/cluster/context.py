@@ -35,7 +35,7 @@ class RoleContext:
         self.stop = asyncio.Event()
         """Set when the role should exit soon."""
         self.is_started = False
-        """True once the role reacts to ``stop``. A role that is told to exit before that is cancelled."""
+        """True once the role has started and checks ``stop``. If told to exit earlier, it is cancelled."""
         self.drain = asyncio.Event()
         """Set when the role should finish its current work, accept no new work, and exit."""
 
@@ -50,8 +50,13 @@ class RoleContext:
         store, section = open_store(self.config), self.config.store
         if isinstance(section, PostgresStoreConfig) and (name := section.password_env_name(os.environ)):
             del os.environ[name]
-        await store.hold_lease(self.run_id, self.name, int(os.environ[LEASE_ENV]))
+        await store.hold_lease(self.run_id, self.name, self.lease)
         return store
+
+    @property
+    def lease(self) -> int:
+        """The lease under which this role writes to the store."""
+        return int(os.environ[LEASE_ENV])
 
     async def heartbeat(self, store: Store, get_activity: Callable[[], str]) -> None:
         """Announce the role's activity repeatedly until cancelled."""

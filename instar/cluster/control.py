@@ -31,7 +31,7 @@ DRAIN_TIMEOUT_SECONDS = 600.0
 STOP_TIMEOUT_SECONDS = 10.0
 STATES_DURING_ACTION = {"restart": "draining", "drain": "draining", "stop": "stopping", "start": "starting"}
 MAX_SOCKET_PATH_BYTES = 100
-"""The maximum length of a Unix socket's path that every operating system allows."""
+"""Maximum length of a Unix socket's path that every operating system allows."""
 
 
 class ControlRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,7 +123,7 @@ class RoleController:
                 await self._stop(role)
             elif action != "start" and not role.exit_code.done():
                 await self._drain(role, timeout)
-            # The role's socket stays open, so clients that find its address would wait for the role.
+            # Remove the address: the role's socket stays open, so clients that find it would wait.
             await self._store.remove_endpoint(self._run_id, role.role, name)
             if action in ("start", "restart"):
                 if reason := self._find_refusal_reason(role):

@@ -3,7 +3,7 @@
 If threads of two processes run on the same cores, both processes become much slower, because their threads
 wait for each other in every operation. So each side uses half of the cores while the other side may be busy:
 the engines while a trainer is running, the trainer while an engine samples. In sync mode, the two sides take
-turns, and the number of threads does not change, because it can affect the last bits of a sum.
+turns, and the number of threads stays the same, because it can affect the last bits of a sum.
 """
 
 from __future__ import annotations

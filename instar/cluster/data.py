@@ -61,9 +61,9 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
-    """Return the section of ``previous`` that each section continues, by index. It has the same source or, if
-    the section is a dataset without a version, is a version of that dataset. If several sections match, the
-    one with the same index is used, or else the first."""
+    """Map the index of each section to the section of ``previous`` that it continues: one with the same
+    source or, for a dataset without a version, any version of that dataset. If several match, the one at the
+    same index is used, or else the first."""
     matches: dict[int, DataConfig] = {}
     remaining = dict(enumerate(previous))
     matchers: tuple[Callable[[DataConfig, DataConfig], bool], ...] = (
@@ -106,9 +106,10 @@ def _pin(
     except DataError as error:
         raise ConfigError(f"{path}.source: cannot use {section.source!r}: {error}") from error
     if section.content not in (None, content):
+        remedy = f"set it to {content}" if previous is None else "start a new run with the current data"
         raise ConfigError(
             f"{path}.content: expected {section.content}, but {section.source!r} has {content}; restore the "
-            "data, or start a new run with the current data"
+            f"data, or {remedy}"
         )
     source = section.source if row is None else f"{DATASET_PREFIX}{row.name}@{row.version}"
     return section.model_copy(update={"source": source, "content": content})

@@ -65,32 +65,35 @@ class EndpointDirectory:
 
 
 class EngineConnections:
-    """Connections to the engines of a run. ``skip_unresponsive`` excludes engines that do not respond, unless
-    none of them responds."""
+    """The trainer's connections to the engines of a run. ``skip_unresponsive`` excludes engines that do not
+    respond, unless none of them responds."""
 
-    def __init__(self, directory: EndpointDirectory, token: str, *, skip_unresponsive: bool = False) -> None:
+    def __init__(
+        self, directory: EndpointDirectory, token: str, lease: int, *, skip_unresponsive: bool = False
+    ) -> None:
         self._directory = directory
         self._token = token
+        self._lease = lease
         self._skip_unresponsive = skip_unresponsive
         self._by_url: dict[str, RemoteEngine] = {}
 
-    async def list_current(self) -> list[Engine]:
-        """Return the engines that have responded at their current address, except draining ones. Unless
-        ``skip_unresponsive`` is set, this includes engines that no longer respond."""
+    async def refresh(self) -> list[Engine]:
+        """Connect to engines at new addresses, and return all engines that have responded, except draining
+        ones. Unless ``skip_unresponsive`` is set, this includes engines that no longer respond."""
         urls = await self._directory.list_urls("engine", include_draining=False)
         await self._close_all_but(urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
         engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]
         if not self._skip_unresponsive:
             return engines
-        are_responsive = await asyncio.gather(*map(_is_responsive, engines))
-        pairs = zip(engines, are_responsive, strict=True)
+        responses = await asyncio.gather(*map(_is_responsive, engines))
+        pairs = zip(engines, responses, strict=True)
         return [engine for engine, is_responsive in pairs if is_responsive] or engines
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
         """Return the engines once one has responded. Raises EngineUnavailable after ``timeout`` seconds."""
         deadline = time.monotonic() + timeout
-        while not (engines := await self.list_current()):
+        while not (engines := await self.refresh()):
             if time.monotonic() > deadline:
                 raise EngineUnavailable(f"no engine responded within {timeout:g} s")
             await asyncio.sleep(0.1)
@@ -100,7 +103,7 @@ class EngineConnections:
         await self._close_all_but([])
 
     async def _connect(self, url: str) -> None:
-        engine = RemoteEngine(url, self._token)
+        engine = RemoteEngine(url, self._token, self._lease)
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
                 await engine.refresh()

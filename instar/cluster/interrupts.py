@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 EXIT_INTERRUPTED = 130
-"""The exit code after Ctrl-C, which is 128 + SIGINT as in shells. It is also used after SIGTERM."""
+"""Exit code after Ctrl-C or SIGTERM: 128 + SIGINT, as in shells."""
 CLEANUP_TIMEOUT_SECONDS = 30.0
 """Seconds that the command has to stop its processes before they are killed."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -55,7 +55,7 @@ def handle_interrupts() -> Generator[Interrupts]:
     if threading.current_thread() is not threading.main_thread():
         yield interrupts
         return
-    # The event loop's own signal handlers are not called while the loop is blocked.
+    # Not `loop.add_signal_handler`, whose handlers are not called while the loop is blocked.
     previous = {number: signal.signal(number, interrupts.handle) for number in SIGNALS}
     try:
         yield interrupts
@@ -74,6 +74,6 @@ def handle_interrupts() -> Generator[Interrupts]:
 
 
 def _ignore_signals() -> None:
-    """Ignore further signals. Python's shutdown would otherwise restore their default, which kills."""
+    """Ignore further signals. Python would otherwise restore their default action and be killed by them."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -77,8 +77,8 @@ def engine_process_config(config: RunConfig, index: int) -> RunConfig:
 
 
 def engine_python(config: RunConfig) -> str | None:
-    """Return the interpreter for an engine process with a config from `engine_process_config`, or None for
-    the current interpreter. The `python` of a vLLM section is for the vLLM server, a separate process."""
+    """Return the interpreter to run an engine process with, or None for the current one. vLLM's `python`
+    setting is for its server, not for this process."""
     return None if isinstance(config.engine, VllmEngineConfig) else config.engine.python
 
 
@@ -102,11 +102,11 @@ class RunFolder:
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
-        self.metrics.touch()  # made private here, because the rollout may write first with the user's umask
+        self.metrics.touch()  # created privately here, because the rollout writes with the user's umask
 
     def make_private(self) -> str:
-        """Remove other users' access if an earlier version of Instar created the folder, else recommend it.
-        Return a message for the user, or an empty string if other users had no access."""
+        """Remove other users' access if the folder already contains a run, else recommend it. Return a
+        message for the user, or an empty string if other users had no access."""
         mode = self.path.stat().st_mode & 0o777
         if not mode & 0o077:
             return ""

@@ -105,7 +105,7 @@ async def serve_run(
     for note in notes:
         log(note)
     needs_rewards = create_background_scorers(config).are_needed(serves_live=live)
-    config, keys = extract_secrets(config, os.environ)
+    config, run_secrets = extract_secrets(config, os.environ)
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, resume)
@@ -139,19 +139,19 @@ async def serve_run(
             admin_key=resolve_admin_key(
                 os.environ, ADMIN_KEY_ENV, cluster.describe_listen_host(config.gateway.host)
             ),
-            secrets=keys,
+            secrets=run_secrets,
             interrupts=interrupts,
         )
         resources.push_async_callback(_stop_watchers, run)
-        engines = [
+        engine_starts = [
             _start_with_secrets(run, "engine", name, engine_python(engine_process_config(config, index)))
             for index, name in enumerate(engine_names(config))
         ]
         listen = (config.gateway.host, config.gateway.port)
-        await gather_or_cancel([*engines, start_role(run, "gateway", env=run.env, listen=listen)])
+        await gather_or_cancel([*engine_starts, start_role(run, "gateway", env=run.env, listen=listen)])
         await _wait_until_up(run, "engine", "gateway")
         if needs_rewards:
-            withheld = keys.withheld_variables - run.judge_key_variables
+            withheld = run_secrets.withheld_variables - run.judge_key_variables
             await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
         yield run
     run.phase = "done"
@@ -258,12 +258,12 @@ async def _wait_until_up(run: LiveRun, *roles: str, timeout: float = 600.0) -> N
                 except (aiohttp.ClientError, TimeoutError):
                     pass
                 if time.monotonic() > deadline:
-                    where = f"{handle.name} ({handle.url})"
-                    raise InstarError(f"{where} did not respond within {timeout:.0f} s; see {handle.log}")
+                    role = f"{handle.name} ({handle.url})"
+                    raise InstarError(f"{role} did not respond within {timeout:g} s; see {handle.log}")
                 await asyncio.sleep(0.1)
 
 
-async def engine_status(run: LiveRun) -> EngineStatus | None:
+async def fetch_engine_status(run: LiveRun) -> EngineStatus | None:
     """Return the combined status of the engines, or None if there are no engines or none of them responds."""
     urls = run.engine_urls
     if not urls:

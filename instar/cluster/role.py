@@ -42,11 +42,11 @@ def main() -> None:
     parser.add_argument("role", choices=sorted(ROLES))
     parser.add_argument("run_dir", type=Path)
     parser.add_argument("--name", help="the name of this process, unique within the run")
-    parser.add_argument("--lifeline", type=int, required=True, help="a pipe that the supervisor keeps open")
-    parser.add_argument("--fd", type=int, help="the socket to listen on")
+    parser.add_argument("--lifeline", type=int, required=True, help="descriptor of a pipe to the supervisor")
+    parser.add_argument("--fd", type=int, help="descriptor of the listening socket")
     parser.add_argument("--evaluate", metavar="LABEL", help="run only this evaluation (role rollout)")
     arguments = parser.parse_args()
-    os.umask(USER_UMASK)  # the code of agents, rules and models runs in the roles
+    os.umask(USER_UMASK)  # files written by agents, rules and model servers belong to the user
     configure_logging()
     threading.Thread(target=_watch_lifeline, args=(arguments.lifeline,), daemon=True).start()
     folder = RunFolder(arguments.run_dir)

@@ -70,7 +70,7 @@ async def train(
             await start_teacher(run)
             stop = _install_stop_handler(run)
             await run_phases(run, stop)
-            await finish_scoring(run, stop)
+            await wait_for_scoring(run, stop)
             run.is_stopped_by_user = stop.is_set()
         except Exception as error:  # any error makes the run fail, and is recorded in the store
             await record_failure(run, error)
@@ -78,9 +78,9 @@ async def train(
                 raise InstarError(str(error)) from error
             raise
         except asyncio.CancelledError:  # Ctrl-C before the first phase
-            await _finish(run, "stopped")
+            await _record_status(run, "stopped")
             raise
-        await _finish(run, "stopped" if run.is_stopped_by_user else "finished")
+        await _record_status(run, "stopped" if run.is_stopped_by_user else "finished")
         return run
 
 
@@ -201,7 +201,7 @@ async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any
         await cancel_tasks(task for task in (task, stopped) if not task.done())
 
 
-async def finish_scoring(run: LiveRun, stop: asyncio.Event) -> None:
+async def wait_for_scoring(run: LiveRun, stop: asyncio.Event) -> None:
     """Wait until the rewards role, if any, has scored the remaining sessions or a timeout expires."""
     if REWARDS not in run.cluster.roles or stop.is_set():
         return
@@ -239,14 +239,14 @@ def _install_stop_handler(run: LiveRun) -> asyncio.Event:
     stop = asyncio.Event()
     seconds = run.config.trainer.stop_timeout
 
-    def interrupt() -> None:
+    def handle_first_signal() -> None:
         run.cluster.log(
             f"stopping; the trainer has {seconds:g} s to finish and save the current step (press Ctrl-C "
             "again to stop immediately)"
         )
         stop.set()
 
-    run.interrupts.on_first_signal = interrupt
+    run.interrupts.on_first_signal = handle_first_signal
     run.interrupts.cleanup_seconds = seconds + CLEANUP_TIMEOUT_SECONDS
     return stop
 
@@ -254,12 +254,12 @@ def _install_stop_handler(run: LiveRun) -> asyncio.Event:
 async def record_failure(run: LiveRun, error: Exception) -> None:
     """Record the failure in the store. If that fails too, only log it; the caller raises the first error."""
     try:
-        await _finish(run, "failed", str(error) or type(error).__name__)
+        await _record_status(run, "failed", str(error) or type(error).__name__)
     except (InstarError, OSError) as store_error:
         run.cluster.log(f"cannot record in the store that the run failed: {store_error}")
 
 
-async def _finish(run: LiveRun, status: str, reason: str | None = None) -> None:
+async def _record_status(run: LiveRun, status: str, reason: str | None = None) -> None:
     row = await run.store.run(run.run_id)
     assert row is not None
     await run.store.put_run(Run(row.run_id, row.policy_id, row.config, status, reason, row.created_at))

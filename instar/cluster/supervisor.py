@@ -36,9 +36,9 @@ from instar.errors import InstarError
 
 ROLE_URL_ENV = "INSTAR_ROLE_URL"
 LEASE_ENV = "INSTAR_LEASE"
-"""The environment variable with the lease under which a role writes to the store."""
+"""Environment variable with the lease under which a role writes to the store."""
 HOST_ENV = "INSTAR_HOST"
-"""The environment variable with the address of the role's machine. Only roles on a Ray cluster have it."""
+"""Environment variable with the address of the role's machine. Only roles on a Ray cluster have it."""
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -132,10 +132,10 @@ class Supervisor(Cluster):
         inherited = {k: v for k, v in os.environ.items() if k not in options.get("exclude_env", ())}
         child.argv, child.env = argv, {**inherited, **options.get("env", {}), **listen_env}
         self._children[name] = child
-        await self._run(child)
+        await self._start_child(child)
         return child
 
-    async def _run(self, child: ChildProcess) -> None:
+    async def _start_child(self, child: ChildProcess) -> None:
         try:
             await self._spawn(child)
         except BaseException as error:  # whatever the failure, nothing else would set the exit code
@@ -191,11 +191,11 @@ class Supervisor(Cluster):
     async def _give_up(self, child: ChildProcess, code: int) -> None:
         child.exit_code.set_result(code)
         if code == EXIT_FATAL:
-            cause = f"{child.name}: {await self.tail(child.name, 1)}\n(log: {child.log})"
+            message = f"{child.name}: {await self.tail(child.name, 1)}\n(log: {child.log})"
         else:
             symptom = f"exited ({describe_exit(code)}), and restarting it did not help"
-            cause = f"{child.name}: {symptom}\n(log: {child.log})\n{await self.tail(child.name)}"
-        self.fail(InstarError(cause))
+            message = f"{child.name}: {symptom}\n(log: {child.log})\n{await self.tail(child.name)}"
+        self.fail(InstarError(message))
 
     def signal(self, name: str, signum: int = signal.SIGTERM) -> None:
         if child := self._children.get(name):
@@ -212,7 +212,7 @@ class Supervisor(Cluster):
         child.is_stopping = False
         if child.exit_code.done():
             child.exit_code = asyncio.get_running_loop().create_future()
-            await self._run(child)
+            await self._start_child(child)
             return
         previous = child.process
         child.is_restarting = True
@@ -238,6 +238,6 @@ class Supervisor(Cluster):
 
 
 def _normalize_exit_code(code: int) -> int:
-    """Return 0 if a stopping role exited because of a stop signal, or was killed by one, else ``code``. Roles
-    handle stop signals while they work, so such a signal can only kill a role before or after its work."""
+    """Return 0 if a stop signal made the role exit or killed it, else ``code``. Roles handle stop signals
+    while they work, so such a signal can only kill a role that is starting or exiting."""
     return 0 if code in (EXIT_STOPPED, -signal.SIGTERM, -DRAIN_SIGNAL) else code

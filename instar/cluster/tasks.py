@@ -13,11 +13,8 @@ logger = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGenerator[None]:
-    """Run coroutines while the body runs, then cancel and await them.
-
-    An exception in a coroutine cancels the body and is raised here, without an exception group, because the
-    exit code of a role depends on the type of the error.
-    """
+    """Run coroutines while the body runs, then cancel and await them. An exception in a coroutine cancels the
+    body and is raised without an exception group, because a role's exit code depends on its type."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
@@ -29,7 +26,7 @@ async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGen
     except BaseExceptionGroup as group_error:
         first, *others = group_error.exceptions
         for error in others:
-            logger.error("a second error followed %r", first, exc_info=error)
+            logger.error("another error followed %r", first, exc_info=error)
         raise first from first.__cause__
 
 

@@ -6,13 +6,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, type_shorthand
+from instar.config.base import PluginConfig, PositiveInt, Seconds, Section, type_shorthand
 
 
 class LoraConfig(Section):
     """A low-rank adapter on the base model."""
 
-    rank: Positive = 16
+    rank: PositiveInt = 16
     """Rank of the adapter."""
     alpha: float = 32.0
     """Scale of the adapter: its output is multiplied by `alpha` / `rank`."""
@@ -26,12 +26,12 @@ class LocalBackendConfig(Section):
     type: Literal["local"] = "local"
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: PositiveInt = 8192
     """Maximum number of tokens in one forward and backward pass. A prefix that several samples share counts
     once. A sample that exceeds the limit gets its own pass."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: slower, but needs less memory."""
-    threads: Positive | None = None
+    threads: PositiveInt | None = None
     """Number of torch CPU threads. Default: all cores, or half of them while a local engine is busy."""
     python: str | None = None
     """Python interpreter for the trainer process. Default: the running interpreter."""
@@ -49,7 +49,7 @@ class CloudSection(Section):
     """Environment variable with the key. Default: `TINKER_API_KEY`, `MINT_API_KEY` or `WEAVER_API_KEY`."""
     base_model: str | None = None
     """Name of the model on the service. Default: `model.name`."""
-    rank: Positive = 16
+    rank: PositiveInt = 16
     """Rank of the adapter."""
     train_attn: bool = True
     """Adapt the attention layers."""
@@ -74,7 +74,7 @@ class TinkerBackendConfig(CloudSection):
 
 class MintBackendConfig(CloudSection):
     """Trains on MinT. Needs `instar[mint]`, in an environment without `instar[tinker]`, because MinT pins an
-    older tinker. Set `python` to the interpreter of that environment."""
+    older tinker. Set `python` to that environment's interpreter."""
 
     type: Literal["mint"] = "mint"
 
@@ -95,14 +95,14 @@ class AutoBackendConfig(CloudSection):
 
 class VerlBackendConfig(Section):
     """Trains a sharded model (FSDP) with verl's workers on Ray. Needs verl in a separate environment; set
-    `python` to the interpreter of that environment."""
+    `python` to its interpreter."""
 
     type: Literal["verl"] = "verl"
     lora: LoraConfig | None = LoraConfig()
     """The adapter; `null` trains all weights."""
-    ranks: Positive = 2
+    ranks: PositiveInt = 2
     """Number of processes (ranks) to shard the model over. On GPUs, each process has its own GPU."""
-    micro_batch_tokens: Positive = 8192
+    micro_batch_tokens: PositiveInt = 8192
     """Maximum number of tokens per pass on each rank, or the length of the longest sample if that is more."""
     deadline: Seconds = 3600.0
     """Timeout for one call to the workers, in seconds. After a timeout, new workers are started and load the
@@ -153,7 +153,7 @@ class LossConfig(Section):
     """The loss, which is a sum over trained tokens. `trainer.advantage.normalize` sets its divisor."""
 
     name: LossName = "importance_sampling"
-    """Objective of a token. `importance_sampling`: ratio · advantage. `ppo`: the minimum of that and clipped
+    """Objective per token. `importance_sampling`: ratio · advantage. `ppo`: the minimum of that and clipped
     ratio · advantage. `cispo`: clipped ratio · advantage · logprob, without a gradient through the ratio.
     `cross_entropy`: advantage · logprob. `dro`: the same, minus a penalty on the squared log ratio."""
     clip_low: float | None = None

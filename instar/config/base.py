@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DType = Literal["auto", "bf16", "fp32"]
-Positive = Annotated[int, Field(ge=1)]
-NonNegative = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 UnitInterval = Annotated[float, Field(ge=0, le=1)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from instar.config.base import NonNegativeFloat, Positive, Seconds, Section, type_shorthand
+from instar.config.base import NonNegativeFloat, PositiveInt, Seconds, Section, type_shorthand
 
 RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards"]
 
@@ -63,9 +63,9 @@ class SyncConfig(Section):
     """How weights are transferred. `files`: engines read the published files, which are uploaded to engines
     that cannot read the folder. `ipc`: through a buffer in GPU or host memory, shared with engines on the
     same machine. `nccl`: over NCCL, between GPUs. `ray`: through Ray's object store, to engines on the
-    cluster's nodes. `auto`: the first of these that works: `ipc` and `nccl` if the trainer uses a GPU, `ray`
-    on a Ray cluster if all weights are trained, and `files`. The trainer's log shows the choice."""
-    chunk_mib: Positive = 256
+    cluster's nodes. `auto`: the first route that works, in this order: `ipc` and `nccl` (if the trainer uses
+    a GPU), `ray` (on a Ray cluster, if all weights are trained), `files`. The trainer logs the choice."""
+    chunk_mib: PositiveInt = 256
     """Size of one chunk of weights for the `ray` route, in MiB. At most two chunks are stored at a time."""
     deadline: Seconds = 120.0
     """Timeout for updating the engines to a new version, including retries, in seconds. After a timeout, an

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Self, cast
 
 from pydantic import Field, field_validator, model_validator
 
-from instar.config.base import Positive, Section
+from instar.config.base import PositiveInt, Section
 
 LIVE = "live"
 DATASET_PREFIX = "dataset:"
@@ -25,9 +25,9 @@ class DataConfig(Section):
     `instar datasets`), by default its newest version. Any other value is the path of an exported folder."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the groups in each step. The shares of all sources must add up to 1."""
-    epochs: Positive | None = None
-    """Number of passes over exported data. After the last pass, its share of each step stays empty.
-    Default: 1, or as many as the run needs if the data is mixed with `live`."""
+    epochs: PositiveInt | None = None
+    """Number of passes over exported data. After the last pass, the source's share of each step stays
+    empty. Default: 1, or as many as the run needs if the data is mixed with `live`."""
     content: str | None = None
     """Content hash that the exported data must have. Default: the hash at the start of the run, which also
     applies when the run is resumed."""
@@ -62,13 +62,13 @@ class DataConfig(Section):
 
     @property
     def label(self) -> str:
-        """The label of the source's groups: the dataset's name and version, or a prefix of the hash."""
+        """The label in the ids of the source's groups: the dataset's name and version, or a hash prefix."""
         if self.dataset is not None:
             return self.source.removeprefix(DATASET_PREFIX)
         return (self.content or "").removeprefix("sha256:")[:12]
 
 
-def group_prefix(run_id: str, label: str) -> str:
+def group_id_prefix(run_id: str, label: str) -> str:
     """Return the id prefix of the run's groups that come from the source with this label."""
     return f"{run_id}/data/{label}/"
 

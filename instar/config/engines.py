@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, model_validator
 
-from instar.config.base import PluginConfig, Positive, Seconds, Section, UnitInterval, type_shorthand
+from instar.config.base import PluginConfig, PositiveInt, Seconds, Section, UnitInterval, type_shorthand
 
 
 class EngineProcessConfig(Section):
     """Settings for the processes of an engine."""
 
-    count: Positive = 1
+    count: PositiveInt = 1
     """Number of engine processes or vLLM servers to start. The gateway distributes sessions among them."""
     python: str | None = None
     """Python interpreter for the engine processes. Default: the running interpreter, or `backend.python` for
@@ -23,13 +23,13 @@ class LocalEngineConfig(EngineProcessConfig):
     """Samples with torch in a separate process."""
 
     type: Literal["local"] = "local"
-    max_batch: Positive = 64
+    max_batch: PositiveInt = 64
     """Maximum number of replies generated at once."""
-    prefill_tokens: Positive = 512
+    prefill_tokens: PositiveInt = 512
     """Maximum number of prompt tokens to process in one step, in addition to the decoded tokens."""
-    kv_tokens: Positive | None = None
+    kv_tokens: PositiveInt | None = None
     """Number of tokens in the KV cache. Default: a third of the free memory, at most two full batches."""
-    threads: Positive | None = None
+    threads: PositiveInt | None = None
     """Number of torch CPU threads. Default: an equal share of the cores, halved while a trainer runs."""
 
 
@@ -75,34 +75,34 @@ class CloudEngineConfig(EngineProcessConfig):
     """Samples from the training service in `backend`. This is the default engine for training services."""
 
     type: Literal["cloud"] = "cloud"
-    max_in_flight: Positive = 64
+    max_in_flight: PositiveInt = 64
     """Maximum number of concurrent requests to the service; further requests wait."""
 
 
 class VllmEngineConfig(EngineProcessConfig):
     """Samples with vLLM servers that Instar starts and supervises, or that are already running. vLLM needs a
-    separate environment; set `python` to the interpreter of that environment."""
+    separate environment; set `python` to its interpreter."""
 
     type: Literal["vllm"] = "vllm"
     policy: Literal["auto", "adapter", "merged"] = "auto"
     """How policies are served. `adapter`: each version is a separate LoRA adapter, and a request keeps the
     version that it started with. `merged`: the adapter is merged into the served weights, and requests in
     flight continue with the new weights. `auto`: `merged` if all weights are trained or `sync.route` is
-    neither `auto` nor `files`. Otherwise `adapter`, or `merged` if the server cannot load adapters. Servers
-    that Instar starts on a CPU cannot, because adapters would more than halve their speed."""
+    neither `auto` nor `files`. Otherwise `adapter`, or `merged` if the server cannot load adapters. Instar
+    starts servers on a CPU without support for adapters, which would more than halve their speed."""
     servers: list[str] = []
-    """URLs of running servers, without `/v1`. If set, Instar starts none, and `count` is their number."""
+    """URLs of running servers to use instead of new ones, without `/v1`. `count` is set to their number."""
     api_key_env: str | None = None
     """Environment variable with the API key of `servers`. Servers that Instar starts get a generated key."""
-    max_batch: Positive = 256
+    max_batch: PositiveInt = 256
     """Maximum number of replies generated at once by one server."""
     gpu_memory: UnitInterval | None = None
     """Fraction of the GPU's memory for each server. Default: 0.9, or 0.4 with a trainer on this machine."""
     kv_gib: Annotated[float, Field(gt=0)] = 1.0
     """Size of the KV cache on a CPU, in GiB."""
-    lora_rank: Positive | None = None
+    lora_rank: PositiveInt | None = None
     """Maximum rank of an adapter. Default: the backend's `lora.rank`, or 16 if it has none."""
-    tensor_parallel: Positive = 1
+    tensor_parallel: PositiveInt = 1
     """Number of GPUs that one server uses."""
     eager: bool | None = None
     """Skip compilation, for a faster start but slower sampling. Default: true on a CPU, otherwise false."""
@@ -115,13 +115,13 @@ class VllmEngineConfig(EngineProcessConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _count_servers(cls, value: Any) -> Any:
+    def _set_count(cls, value: Any) -> Any:
         if not isinstance(value, dict) or not value.get("servers"):
             return cast(Any, value)
-        servers = len(cast(Any, value["servers"]))
-        if value.get("count", servers) not in (1, servers):
-            raise ValueError(f"count: must be the number of `servers`, {servers}, got {value['count']}")
-        return {**cast(Any, value), "count": servers}
+        count = len(cast(Any, value["servers"]))
+        if value.get("count", count) not in (1, count):
+            raise ValueError(f"count: must match the number of `servers` ({count}), got {value['count']}")
+        return {**cast(Any, value), "count": count}
 
 
 class MixedEngineConfig(Section):

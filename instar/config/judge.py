@@ -6,16 +6,16 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from instar.config.base import NonNegativeFloat, Positive, Seconds, Section
+from instar.config.base import NonNegativeFloat, PositiveInt, Seconds, Section
 
 
 class BudgetConfig(Section):
-    """The budget of a run for all its judges. An answer that could exceed the budget is not requested, and
-    the session's score states the reason."""
+    """The budget that all judges of a run share. Requests that could exceed it are not sent, and the
+    session's score states the reason."""
 
     dollars: Annotated[float, Field(gt=0)] | None = None
     """Maximum cost in US dollars. Needs `input_price` or `output_price`."""
-    calls: Positive | None = None
+    calls: PositiveInt | None = None
     """Maximum number of answers. Unparseable answers count too, because they also cost money."""
 
 
@@ -53,24 +53,24 @@ class JudgeRewardConfig(Section):
     dialect: Literal["chat", "messages"] = "chat"
     """API format of the endpoint: OpenAI's chat completions or Anthropic's messages."""
     model: str | None = None
-    """Name of the model that judges. Required, except with `endpoint: self`, which does not allow it."""
+    """Name of the judge's model. Required unless `endpoint` is `self`; must not be set then."""
     api_key_env: str | None = None
     """Environment variable with the endpoint's API key."""
     headers: dict[str, str] = {}
     """HTTP headers sent with every request."""
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     """Sampling temperature. Default: the endpoint's own default."""
-    max_tokens: Positive = 1024
+    max_tokens: PositiveInt = 1024
     """Maximum length of an answer, in tokens."""
     structured: Literal["auto", "schema", "text"] = "auto"
     """How JSON answers are requested. `schema`: with `response_format`, or with a tool call for Anthropic.
     `text`: in the prompt only. `auto`: like `schema`, or like `text` if the endpoint rejects the schema."""
-    votes: Positive = 1
+    votes: PositiveInt = 1
     """Number of answers to each question. The reward is their mean. `followup` takes the most frequent
     signal, and gives no reward on a tie; `pairwise` counts each answer as a comparison."""
     scale: tuple[float, float] = (0.0, 1.0)
     """Lowest and highest score that `outcome` and `process` ask for. Rewards are rescaled to 0..1."""
-    pairs: Positive = 16
+    pairs: PositiveInt = 16
     """Maximum number of pairs per group that `pairwise` compares, each in both orders. If this is too few to
     connect all sessions, more pairs are compared."""
     signals: SignalsConfig = SignalsConfig()
@@ -80,7 +80,7 @@ class JudgeRewardConfig(Section):
     middle or split."""
     timeout: Seconds = 30.0
     """Timeout for one answer, in seconds. Must not exceed `scoring.deadline`."""
-    concurrency: Positive = 32
+    concurrency: PositiveInt = 32
     """Maximum number of concurrent requests."""
     input_price: NonNegativeFloat = 0.0
     """Price of a million input tokens, in US dollars."""

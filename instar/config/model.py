@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
-from instar.config.base import DType, Positive, Seconds, Section, type_shorthand
+from instar.config.base import DType, PositiveInt, Seconds, Section, type_shorthand
 
 
 class ModelConfig(Section):
@@ -21,7 +21,7 @@ class ModelConfig(Section):
     """Precision of the base weights. `auto`: bf16 on hardware with fast bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on. `auto`: a GPU if there is one."""
-    max_context: Positive = 2048
+    max_context: PositiveInt = 2048
     """Maximum length of prompt and reply together, in tokens."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
     """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
@@ -47,7 +47,7 @@ class PostgresStoreConfig(Section):
     """Environment variable with the password, if there is one. If it is not set, `PGPASSWORD` is used."""
     db_schema: Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]{0,62}$")] = "instar"
     """Schema with the tables, created if missing. Runs in the same schema see each other."""
-    pool: Positive = 4
+    pool: PositiveInt = 4
     """Number of read connections per process."""
     timeout: Seconds = 30.0
     """Timeout for a statement, for a connection attempt, and for all attempts to reconnect, in seconds."""
@@ -94,17 +94,17 @@ class GatewayConfig(Section):
     starts with it. Default: the address at which the gateway received the request."""
     request_timeout: Seconds = 600.0
     """Timeout for one model call, in seconds."""
-    max_body: Positive = 16 * 1024 * 1024
+    max_body: PositiveInt = 16 * 1024 * 1024
     """Maximum size of a request body, in bytes."""
-    max_sessions_in_memory: Positive = 1024
+    max_sessions_in_memory: PositiveInt = 1024
     """Maximum number of sessions kept in memory. Others are read from the store when needed."""
-    max_in_flight: Positive = 1024
+    max_in_flight: PositiveInt = 1024
     """Maximum number of concurrent model calls; further calls are rejected with 429."""
-    max_messages: Positive = 20_000
+    max_messages: PositiveInt = 20_000
     """Maximum number of messages in one request."""
-    max_tools: Positive = 2048
+    max_tools: PositiveInt = 2048
     """Maximum number of tools in one request."""
-    max_header: Positive = 64 * 1024
+    max_header: PositiveInt = 64 * 1024
     """Maximum size of the request headers, in bytes."""
     read_timeout: Seconds = 60.0
     """Timeout for receiving a request, and for the client to read the end of a stream, in seconds."""

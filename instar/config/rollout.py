@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from instar.config.base import NonNegative, PluginConfig, Positive, Seconds, Section
+from instar.config.base import NonNegativeInt, PluginConfig, PositiveInt, Seconds, Section
 from instar.config.judge import JudgeRewardConfig
 from instar.config.rules import RuleSection
 from instar.config.tasks import TasksConfig
@@ -54,18 +54,18 @@ class RolloutConfig(Section):
     """Tasks to train on."""
     agent: AgentConfig
     """Agent that solves the tasks."""
-    group_size: Positive = 8
+    group_size: PositiveInt = 8
     """Number of sessions in a group. They all attempt the same task."""
-    concurrency: Positive = 32
+    concurrency: PositiveInt = 32
     """Maximum number of concurrent sessions."""
     timeout: Seconds = 300.0
     """Timeout for one session, in seconds."""
-    retries: NonNegative = 2
+    retries: NonNegativeInt = 2
     """Maximum number of retries of a session after transient errors, with exponential backoff and jitter."""
     group_policy: Literal["keep", "refill", "drop"] = "keep"
     """How to handle a group if one of its sessions fails. `keep`: train on the other sessions. `refill`: run
     a replacement session. `drop`: drop the group."""
-    refills: NonNegative = 2
+    refills: NonNegativeInt = 2
     """Maximum number of replacements for each failed session under `refill`."""
     failed_reward: float | None = None
     """Reward of a failed session; `null` excludes the session from training and from its group's mean."""
@@ -128,11 +128,11 @@ class CombineConfig(Section):
 class ScoringConfig(Section):
     """Settings for scoring ended sessions."""
 
-    concurrency: Positive = 16
+    concurrency: PositiveInt = 16
     """Maximum number of concurrent attempts of each background scorer, such as a judge."""
     deadline: Seconds = 60.0
     """Timeout for one scoring attempt, in seconds."""
-    retries: NonNegative = 3
+    retries: NonNegativeInt = 3
     """Maximum number of retries after a transient failure, with exponential backoff and jitter."""
     fallback: float | None = None
     """Reward for a session that a scorer failed to score, recorded with the source `fallback`. `null`
@@ -155,7 +155,7 @@ class EvalConfig(Section):
     """Tasks to evaluate on."""
     modes: dict[str, EvalMode] = {"greedy": EvalMode(temperature=0.0), "sampled": EvalMode()}
     """Evaluation modes, under names of your choice."""
-    every: Positive | None = None
+    every: PositiveInt | None = None
     """Number of versions between two evaluations during training. Default: no evaluations during training."""
     at_start: bool = True
     """Evaluate before training."""

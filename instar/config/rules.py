@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from instar.config.base import Positive, Seconds, Section
+from instar.config.base import PositiveInt, Seconds, Section
 
 CheckTimeout = Annotated[
     float,
@@ -20,8 +20,8 @@ ScorerName = Annotated[str, Field(description="Name under which the scorer's rew
 AnswerMarker = Annotated[
     str | None,
     Field(
-        description="Use only the text after the last occurrence of this marker in the final text. Without "
-        "the marker, the reward is 0."
+        description="Use only the text after the last occurrence of this marker in the final text. If the "
+        "marker is missing, the reward is 0."
     ),
 ]
 ExpectedMarker = Annotated[
@@ -37,19 +37,19 @@ class SandboxConfig(Section):
     """Sandbox to use. `auto`: bubblewrap if it works, else Landlock with seccomp."""
     seconds: Seconds = 10.0
     """Timeout for one job, in seconds."""
-    memory_mb: Positive = 1024
+    memory_mb: PositiveInt = 1024
     """Memory limit in MiB, both for all processes of a job together and for the address space of each one."""
-    processes: Positive = 64
+    processes: PositiveInt = 64
     """Maximum number of concurrent processes and threads."""
-    output_kb: Positive = 1024
+    output_kb: PositiveInt = 1024
     """Maximum size of the output, in KiB."""
-    files_mb: Positive = 64
+    files_mb: PositiveInt = 64
     """Maximum total size of written files, in MiB."""
     network: bool = False
     """Allow network access."""
     read: list[Path] = []
     """Files and folders that a job may read, besides system programs and the Python installation."""
-    concurrency: Positive | None = None
+    concurrency: PositiveInt | None = None
     """Maximum number of sessions to score at the same time. Default: the number of cores."""
 
 

@@ -125,17 +125,17 @@ class RunConfig(Section):
     def trains(self) -> bool:
         return self.trains_live or any(not source.is_live for source in self.data)
 
-    def groups_per_source(self, steps: int) -> list[int]:
+    def count_groups_by_source(self, steps: int) -> list[int]:
         """Return the number of groups that the first ``steps`` steps take from each source in `data`."""
         return count_groups([source.share for source in self.data], steps * self.trainer.groups_per_step)
 
     def count_live_groups(self, steps: int) -> int:
-        counts = zip(self.data, self.groups_per_source(steps), strict=True)
+        counts = zip(self.data, self.count_groups_by_source(steps), strict=True)
         return sum(count for source, count in counts if source.is_live)
 
     @property
     def max_staleness(self) -> int:
-        """`trainer.max_staleness` in versions, with its default filled in."""
+        """`trainer.max_staleness` in steps, with its default filled in."""
         if self.trainer.mode == "sync":
             return 0
         return 1 if self.trainer.max_staleness is None else self.trainer.max_staleness

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from instar.config.base import NonNegative, NonNegativeFloat, Positive, Section, UnitInterval
+from instar.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Section, UnitInterval
 
 RENAMED_SETTINGS = {
     "most": "max",
@@ -86,7 +86,7 @@ class SimulateConfig(SimulateSection):
     """Seconds from a call to its first token, if the engine is otherwise idle."""
     latency_growth_per_call: NonNegativeFloat = 0.0
     """Relative increase in latency for each additional call in progress on the engine."""
-    speed: Annotated[dict[Positive, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
+    speed: Annotated[dict[PositiveInt, Annotated[float, Field(gt=0)]], Field(min_length=1)] = {
         1: 250.0,
         16: 3600.0,
         64: 11000.0,
@@ -109,7 +109,7 @@ class SimulateConfig(SimulateSection):
     """Number of crashes per hour of each engine."""
     restart_seconds: NonNegativeFloat = 60.0
     """Seconds until a crashed engine responds again."""
-    max_engines: Positive = 64
+    max_engines: PositiveInt = 64
     """Maximum number of engines that the search tries, unless the run has more."""
-    max_staleness: NonNegative = 8
+    max_staleness: NonNegativeInt = 8
     """Maximum `trainer.max_staleness` that the search tries, unless the run's own value is higher."""

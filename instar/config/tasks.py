@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from instar.config.base import NonNegative, PluginConfig, Positive, Section
+from instar.config.base import NonNegativeInt, PluginConfig, PositiveInt, Section
 
 
 class JsonlTasksConfig(Section):
@@ -18,7 +18,7 @@ class JsonlTasksConfig(Section):
     """Path of the file. Files ending in `.gz` are decompressed."""
     id_field: str | None = None
     """Field with the id of a task. Default: the id is `line-N`, where N is the line number."""
-    limit: Positive | None = None
+    limit: PositiveInt | None = None
     """Maximum number of tasks; the first tasks are used."""
 
 
@@ -37,7 +37,7 @@ class SyntheticConfig(Section):
 
     split: Literal["train", "heldout"] = "train"
     """Split to generate. A problem is always in the same split, regardless of seed and size."""
-    size: Positive = 1000
+    size: PositiveInt = 1000
     """Number of problems."""
     seed: int = 0
     """Seed of the generator."""
@@ -53,7 +53,7 @@ class Gsm8kTasksConfig(Section):
     """Path of the file, `.jsonl` or `.jsonl.gz`. Either this or `synthetic` is required."""
     synthetic: SyntheticConfig | None = None
     """Generate problems instead of reading a file."""
-    limit: Positive | None = None
+    limit: PositiveInt | None = None
     """Maximum number of tasks; the first tasks are used."""
 
     @model_validator(mode="after")
@@ -85,7 +85,7 @@ class ReasoningGymTasksConfig(Section):
     """Additional keyword arguments for creating the dataset."""
     parts: list[ReasoningGymPart] = []
     """Several datasets instead of one, mixed by their weights."""
-    size: Positive = 500
+    size: PositiveInt = 500
     """Number of tasks."""
     seed: int = 0
     """Seed of the generator."""
@@ -109,9 +109,9 @@ class TextArenaTasksConfig(Section):
     type: Literal["textarena"]
     games: Annotated[list[str], Field(min_length=1)]
     """Names of environments, for example `GuessTheNumber-v0`. The tasks alternate between them."""
-    size: Positive = 100
+    size: PositiveInt = 100
     """Number of tasks."""
-    seed: NonNegative = 0
+    seed: NonNegativeInt = 0
     """Seed of the first game. The seed of each further game is one higher."""
     args: dict[str, Any] = {}
     """Additional keyword arguments for creating the games."""
@@ -128,7 +128,7 @@ class VerifiersTasksConfig(Section):
     """Keyword arguments for the function that creates the environment."""
     split: Literal["train", "eval"] = "train"
     """Which of the environment's datasets to use."""
-    limit: Positive | None = None
+    limit: PositiveInt | None = None
     """Maximum number of tasks; the first tasks are used."""
 
 
@@ -137,9 +137,9 @@ class HumanEvalTasksConfig(Section):
     `{type: tests}` runs their unit tests in a sandbox."""
 
     type: Literal["humaneval"]
-    start: NonNegative = 0
+    start: NonNegativeInt = 0
     """Index of the first problem, counted from 0."""
-    limit: Positive | None = None
+    limit: PositiveInt | None = None
     """Maximum number of problems."""
 
 
@@ -153,9 +153,9 @@ class BfclTasksConfig(Section):
         "simple_python", "multiple", "parallel", "parallel_multiple", "live_simple", "live_multiple"
     ] = "simple_python"
     """Leaderboard category."""
-    start: NonNegative = 0
+    start: NonNegativeInt = 0
     """Index of the first problem, counted from 0."""
-    limit: Positive | None = None
+    limit: PositiveInt | None = None
     """Maximum number of problems."""
 
 

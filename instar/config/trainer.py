@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
-from instar.config.base import NonNegative, NonNegativeFloat, Positive, Seconds, Section, type_shorthand
+from instar.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Section, type_shorthand
 from instar.config.engines import EngineConfig, LocalEngineConfig
 from instar.config.model import ModelConfig
 
@@ -51,7 +51,7 @@ class CompletionsReferenceConfig(Section):
     """Coefficient of the KL penalty that is subtracted from the advantages; 0 disables the teacher."""
     api_key_env: str | None = None
     """Environment variable with the API key. Default: requests are sent without a key."""
-    max_in_flight: Positive = 16
+    max_in_flight: PositiveInt = 16
     """Maximum number of concurrent requests."""
     timeout: Seconds = 120.0
     """Timeout for one request, including retries, in seconds."""
@@ -110,7 +110,7 @@ class CorrectionsConfig(Section):
 
     weight: NonNegativeFloat = 1.0
     """Weight of the tokens in a corrected reply, relative to a step's advantages; 0 disables corrections."""
-    per_step: Positive = 4
+    per_step: PositiveInt = 4
     """Maximum number of corrections in one step, oldest first."""
 
 
@@ -118,17 +118,17 @@ class TrainerConfig(Section):
     """Settings of the trainer."""
 
     mode: Literal["async", "sync"] = "async"
-    """`async`: rollouts run ahead of the trainer by at most `max_staleness` versions. `sync`: rollouts and
+    """`async`: rollouts run ahead of the trainer by at most `max_staleness` steps. `sync`: rollouts and
     training strictly alternate, which makes the run reproducible."""
-    steps: Positive = 20
+    steps: PositiveInt = 20
     """Number of optimizer steps."""
     seconds: Seconds | None = None
     """Maximum training time in seconds, excluding the evaluations before and after. Default: no maximum."""
-    groups_per_step: Positive = 6
+    groups_per_step: PositiveInt = 6
     """Number of groups in one step."""
-    max_staleness: NonNegative | None = None
-    """Maximum number of versions by which a trained token may be older than the trained policy. `stale` sets
-    what happens to older tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
+    max_staleness: NonNegativeInt | None = None
+    """Maximum number of training steps between the policy that sampled a token and the policy that trains on
+    it. `stale` sets what happens to older tokens. Default: 1 in `async` mode; `sync` mode allows only 0."""
     stale: Literal["drop", "mask"] = "drop"
     """How to handle samples that contain tokens older than `max_staleness`. `drop`: drop the samples, with
     the reason `stale`. `mask`: train only on their newer tokens, and drop samples that have none."""
@@ -142,14 +142,14 @@ class TrainerConfig(Section):
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
-    warmup_steps: NonNegative = 3
+    warmup_steps: NonNegativeInt = 3
     """Number of initial steps in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
     """Learning rate after warm-up. `constant`: `adam.lr`. `linear`: falls linearly until the end of `steps`
     or `seconds`, whichever comes first, but not below 5% of `adam.lr`."""
-    checkpoint_every: Positive = 1
+    checkpoint_every: PositiveInt = 1
     """Number of steps between checkpoints. After a crash, the steps since the last one are trained again."""
-    keep_checkpoints: Positive = 2
+    keep_checkpoints: PositiveInt = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
     stop_timeout: Seconds = 60.0

@@ -134,7 +134,7 @@ async def record_resume(context: CaseContext) -> None:
     await context.backend.save_state(context.folder / "two-steps")
     await context.record_forward("resume/saved")
     await context.train_step(2)
-    await context.record_forward("resume/straight")
+    await context.record_forward("resume/uninterrupted")
     await context.backend.load_state(context.folder / "two-steps")
     await context.train_step(2)
     await context.record_forward("resume/resumed")
@@ -150,12 +150,12 @@ async def record_sampling(context: CaseContext) -> None:
     await _sample_and_score(context, "sampled", version=1)
 
 
-async def record_sampling_after_collection(context: CaseContext) -> None:
+async def record_sampling_after_gc(context: CaseContext) -> None:
     """Record samples after garbage collection, which must not free objects that are still needed."""
     gc.collect()
     await context.train_step(0)
     gc.collect()
-    await _sample_and_score(context, "collected", version=2)
+    await _sample_and_score(context, "sampled_after_gc", version=2)
 
 
 async def _sample_and_score(context: CaseContext, name: str, version: int) -> None:
@@ -213,7 +213,7 @@ def select_cases(backend: Backend) -> dict[str, ConformanceCase]:
         "pipelined": record_pipelined_steps,
         "resume": record_resume,
         "sampled": record_sampling,
-        "collected": record_sampling_after_collection,
+        "sampled_after_gc": record_sampling_after_gc,
         "rejected": record_rejections,
     }
     return cases

@@ -60,7 +60,7 @@ def run_check(
             typer.echo(json.dumps(asdict(check)))
         typer.echo(json.dumps({"backend": name, "passed": passed_count, "failed": failed_count}))
     else:
-        table = Table("check", "", "difference")
+        table = Table("check", "result", "detail")
         for check in checks:
             table.add_row(check.name, "[green]passed" if check.passed else "[red]failed", check.detail)
         console.print(table)
@@ -149,7 +149,7 @@ def _run_in_new_process(
     if artifact is not None and artifact.kind != "remote":
         weights = _load_weights(Path(artifact.path))
     elif artifact is not None and server is not None:
-        weights = _load_weights(server.find_adapter_folder(artifact.path))
+        weights = _load_weights(server.adapter_folder(artifact.path))
     with np.load(folder / "arrays.npz") as arrays:
         return BackendRecord(result, dict(arrays), weights)
 

@@ -66,8 +66,8 @@ async def run_cases(
 
 def build_job(model: ModelConfig, backend: Json, seed: int) -> Json:
     """Build the content of the JOB file, which is a run config."""
-    is_local = backend["type"] in ("local", "verl")
-    engine = LocalEngineConfig(max_batch=4, threads=1) if is_local else CloudEngineConfig()
+    uses_local_engine = backend["type"] in ("local", "verl")
+    engine = LocalEngineConfig(max_batch=4, threads=1) if uses_local_engine else CloudEngineConfig()
     return {
         "model": model.model_dump(mode="json"),
         "backend": backend,

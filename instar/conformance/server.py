@@ -28,9 +28,9 @@ class ServerProcess:
     """The folder with the server's checkpoints."""
     process: subprocess.Popen[str] = field(repr=False)
 
-    def find_adapter_folder(self, path: str) -> Path:
-        """Return the adapter folder for a sampler path in either protocol."""
-        model, _, name = path.partition("://")[2].split("/")
+    def adapter_folder(self, sampler_path: str) -> Path:
+        """Return the folder with the adapter of a published sampler. Both protocols use the same layout."""
+        model, _, name = sampler_path.partition("://")[2].split("/")
         return self.folder / model / "sampler_weights" / name / "adapter"
 
 
@@ -38,7 +38,7 @@ class ServerProcess:
 def run_server(
     protocol: str, model: ModelConfig, folder: Path, *, port: int = 0, threads: int | None = None
 ) -> Generator[ServerProcess]:
-    """Run a server during the block. It logs to ``folder``/server.log."""
+    """Run a server for the duration of the block. It logs to ``folder``/server.log."""
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]

@@ -1,4 +1,4 @@
-"""Types for the curation checks: session summaries, findings and limits."""
+"""Types for the curation checks: session summaries, findings and thresholds."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ class SessionSummary:
 
 @dataclass(frozen=True, slots=True)
 class CurationFinding:
-    """A problem that a check found in some sessions."""
+    """A problem that a check found in some sessions, and the tag for these sessions."""
 
     check: str
     tag: str
-    """A tag for the sessions. Its value is ``value``, and its reason is ``reason``."""
     value: str
+    """The tag's value, such as a group id."""
     reason: str
     session_ids: tuple[str, ...]
     numbers: Json = field(default_factory=dict[str, object])
-    """The metrics of the check, by name."""
+    """The numbers behind the finding, by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class CurationLimits:
-    """The thresholds at which the checks report a finding."""
+class Thresholds:
+    """The minimum values at which the checks report a finding."""
 
     similarity: float = 0.9
-    """The minimum Jaccard similarity, over word trigrams, of two outputs that count as near-duplicates."""
-    drift: float = 2.0
-    """The minimum factor by which output length or repetition grows from the first to the last versions."""
+    """The Jaccard similarity, over word trigrams, of two outputs that count as near-duplicates."""
+    drift_ratio: float = 2.0
+    """The factor by which output length or repetition grows from the first to the last versions."""
     repetition: float = 0.3
-    """The minimum fraction of an output's word trigrams that occurred earlier in the output."""
+    """The fraction of an output's word trigrams that occurred earlier in the output."""
     disagreement: float = 0.5
-    """The minimum difference between a rule's and a judge's reward."""
-    identical: float = 0.5
-    """The minimum fraction of a group's sessions that have the same output."""
+    """The difference between a rule's and a judge's reward."""
+    identical_fraction: float = 0.5
+    """The fraction of a group's sessions that have the same output."""

@@ -7,22 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from instar.curation.base import CurationFinding, CurationLimits, SessionSummary
+from instar.curation.base import CurationFinding, SessionSummary, Thresholds
 from instar.curation.text_similarity import find_near_duplicates, measure_repetition
 from instar.types import RewardSource
 
-Check = Callable[[Sequence[SessionSummary], CurationLimits], list[CurationFinding]]
+Check = Callable[[Sequence[SessionSummary], Thresholds], list[CurationFinding]]
 
-MAX_REWARD_ROUNDING = 1e-8
+REWARD_TOLERANCE = 1e-8
 MIN_SESSIONS_FOR_MEAN = 8
 
 
-def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_duplicates(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find sets of nearly identical outputs for different tasks. Either the model ignores the task, or the
     tasks are duplicates. A finding lists all sessions of a set except the first."""
     texts = [summary.output for summary in sessions]
     findings: list[CurationFinding] = []
-    for indices in find_near_duplicates(texts, limits.similarity):
+    for indices in find_near_duplicates(texts, thresholds.similarity):
         similar = [sessions[index] for index in indices]
         if len({summary.session.task_id for summary in similar}) < 2 or not similar[0].output.strip():
             continue
@@ -30,12 +30,12 @@ def find_duplicates(sessions: Sequence[SessionSummary], limits: CurationLimits) 
         reason = (
             f"{len(similar)} outputs for different tasks are nearly identical; the first one is {first_id}"
         )
-        metrics = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
-        findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], metrics))
+        numbers = {"sessions": len(similar), "tasks": len({summary.session.task_id for summary in similar})}
+        findings.append(_make_finding("duplicates", "duplicate", first_id, reason, similar[1:], numbers))
     return findings
 
 
-def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_identical(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find groups with many identical outputs, in which the policy hardly explores."""
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
@@ -44,70 +44,71 @@ def find_identical(sessions: Sequence[SessionSummary], limits: CurationLimits) -
             by_output[summary.output].append(summary)
         identical = max(by_output.values(), key=len)
         fraction = len(identical) / len(members)
-        if len(identical) > 1 and fraction >= limits.identical:
+        if len(identical) > 1 and fraction >= thresholds.identical_fraction:
             reason = f"{len(identical)} of {len(members)} outputs in group {group_id} are identical"
-            metrics = {"share": fraction}
-            findings.append(_make_finding("identical", "identical", group_id, reason, identical, metrics))
+            numbers = {"share": fraction}
+            findings.append(_make_finding("identical", "identical", group_id, reason, identical, numbers))
     return findings
 
 
-def find_zero_signal(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_zero_signal(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find groups with two or more rewards that are all equal, which give no training signal."""
-    del limits
+    del thresholds  # this check has none
     findings: list[CurationFinding] = []
     for group_id, members in _group_sessions(sessions).items():
         rewards = [summary.reward for summary in members if summary.reward is not None]
-        if len(rewards) > 1 and max(rewards) - min(rewards) <= MAX_REWARD_ROUNDING:
+        if len(rewards) > 1 and max(rewards) - min(rewards) <= REWARD_TOLERANCE:
             reason = f"all {len(rewards)} rewards in group {group_id} are {rewards[0]:g}"
-            metrics = {"reward": rewards[0], "sessions": len(rewards)}
-            findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, metrics))
+            numbers = {"reward": rewards[0], "sessions": len(rewards)}
+            findings.append(_make_finding("zero_signal", "zero_signal", group_id, reason, members, numbers))
     return findings
 
 
-def find_repetitive(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_repetitive(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find outputs that repeat themselves and have a reward above the mean."""
     rewards = [summary.reward for summary in sessions if summary.reward is not None]
     mean = float(np.mean(rewards)) if rewards else 0.0
     findings: list[CurationFinding] = []
     for summary in sessions:
         repetition = measure_repetition(summary.output)
-        if repetition >= limits.repetition and summary.reward is not None and summary.reward > mean:
+        if repetition >= thresholds.repetition and summary.reward is not None and summary.reward > mean:
             reason = (
                 f"{repetition:.0%} of the output is repeated text, but its reward is {summary.reward:g} "
                 f"(mean {mean:g})"
             )
-            metrics = {"repetition": repetition, "reward": summary.reward}
+            numbers = {"repetition": repetition, "reward": summary.reward}
             findings.append(
-                _make_finding("repetitive", "repetitive", f"{repetition:.2f}", reason, [summary], metrics)
+                _make_finding("repetitive", "repetitive", f"{repetition:.2f}", reason, [summary], numbers)
             )
     return findings
 
 
-def find_length_drift(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_length_drift(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find outputs that become much longer with newer versions. The reward may favor length."""
     lengths = [float(summary.tokens) for summary in sessions]
-    return _find_drift("length_drift", "tokens", sessions, lengths, limits.drift, 1.0)
+    return _find_drift("length_drift", "tokens", sessions, lengths, thresholds.drift_ratio, 1.0)
 
 
 def find_repetition_drift(
-    sessions: Sequence[SessionSummary], limits: CurationLimits
+    sessions: Sequence[SessionSummary], thresholds: Thresholds
 ) -> list[CurationFinding]:
     """Find outputs that become more repetitive with newer versions."""
     values = [measure_repetition(summary.output) for summary in sessions]
-    return _find_drift("repetition_drift", "repetition", sessions, values, limits.drift, 0.05)
+    return _find_drift("repetition_drift", "repetition", sessions, values, thresholds.drift_ratio, 0.05)
 
 
-def find_disagreement(sessions: Sequence[SessionSummary], limits: CurationLimits) -> list[CurationFinding]:
+def find_disagreement(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
     """Find sessions whose latest rewards from a rule and from a judge differ by at least
-    ``limits.disagreement``. One of them is probably wrong."""
+    ``thresholds.disagreement``. One of them is probably wrong."""
     findings: list[CurationFinding] = []
     for summary in sessions:
-        rule, judge = _find_reward(summary, RewardSource.RULE), _find_reward(summary, RewardSource.JUDGE)
-        if rule is not None and judge is not None and abs(rule - judge) >= limits.disagreement:
+        rule = _find_last_reward(summary, RewardSource.RULE)
+        judge = _find_last_reward(summary, RewardSource.JUDGE)
+        if rule is not None and judge is not None and abs(rule - judge) >= thresholds.disagreement:
             reason = f"the rule's reward is {rule:g}, the judge's reward is {judge:g}"
-            metrics = {"rule": rule, "judge": judge}
+            numbers = {"rule": rule, "judge": judge}
             value = "rule_higher" if rule > judge else "judge_higher"
-            findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], metrics))
+            findings.append(_make_finding("disagreement", "disagreement", value, reason, [summary], numbers))
     return findings
 
 
@@ -127,14 +128,14 @@ GROUP_CHECKS = ("identical", "zero_signal")
 
 def _find_drift(
     check: str,
-    unit: str,
+    quantity: str,
     sessions: Sequence[SessionSummary],
     values: Sequence[float],
-    limit: float,
+    min_ratio: float,
     floor: float,
 ) -> list[CurationFinding]:
-    """Return a finding if the mean value grows by at least the factor ``limit`` from the first to the last
-    quarter of the versions. ``values`` has one value per session. Means below ``floor`` count as ``floor``.
+    """Return a finding if the mean of ``values`` (one per session) grows by at least ``min_ratio`` from the
+    first to the last quarter of the versions. Means below ``floor`` count as ``floor``.
 
     The finding lists the last quarter's sessions with a value above the first quarter's mean. Nothing is
     reported if there is only one version, or if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions.
@@ -147,13 +148,13 @@ def _find_drift(
     if len(versions) < 2 or len(early) < MIN_SESSIONS_FOR_MEAN or len(late) < MIN_SESSIONS_FOR_MEAN:
         return []
     before, after = float(np.mean(early)), float(np.mean([value for _, value in late]))
-    if max(after, floor) < limit * max(before, floor):
+    if max(after, floor) < min_ratio * max(before, floor):
         return []
     ratio = max(after, floor) / max(before, floor)
-    reason = f"{unit} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f}x)"
-    metrics = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
+    reason = f"{quantity} per session rose from {before:.3g} to {after:.3g} over the versions ({ratio:.1f}x)"
+    numbers = {"before": before, "after": after, "ratio": ratio, "correlation": _correlate_with_reward(late)}
     above = [summary for summary, value in late if value > before]
-    return [_make_finding(check, check, f"{ratio:.1f}", reason, above, metrics)]
+    return [_make_finding(check, check, f"{ratio:.1f}", reason, above, numbers)]
 
 
 def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> float | None:
@@ -166,7 +167,7 @@ def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> floa
     return float(np.corrcoef(rewards, values)[0, 1])
 
 
-def _find_reward(summary: SessionSummary, source: RewardSource) -> float | None:
+def _find_last_reward(summary: SessionSummary, source: RewardSource) -> float | None:
     values = [
         reward.value for reward in summary.rewards if reward.source is source and reward.call_id is None
     ]
@@ -187,7 +188,7 @@ def _make_finding(
     value: str,
     reason: str,
     sessions: Sequence[SessionSummary],
-    metrics: Mapping[str, object],
+    numbers: Mapping[str, object],
 ) -> CurationFinding:
     ids = tuple(summary.session.session_id for summary in sessions)
-    return CurationFinding(check, tag, value, reason, ids, dict(metrics))
+    return CurationFinding(check, tag, value, reason, ids, dict(numbers))

@@ -138,10 +138,10 @@ def compute_token_scales(
     """Return, for each sample, the scale of every token's advantage, which is 0 for untrained tokens. Terms
     that are added to the advantages later must be multiplied by these scales. With ``reweight``, they include
     the weights of `reweight_truncated_sampling`."""
-    ones = [replace(sample, advantages=sample.mask) for sample in samples]
+    unit_samples = [replace(sample, advantages=sample.mask) for sample in samples]
     if reweight:
-        ones = [reweight_truncated_sampling(sample) for sample in ones]
-    return [sample.advantages for sample in normalize(ones, mode)]
+        unit_samples = [reweight_truncated_sampling(sample) for sample in unit_samples]
+    return [sample.advantages for sample in normalize(unit_samples, mode)]
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:

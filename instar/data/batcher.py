@@ -5,7 +5,7 @@ used for training or dropped for one of the following reasons:
 
 - ``zero_signal``: the group has no nonzero advantage or call reward, and the run does not use a reference.
 - ``no_reward``, ``failed``, ``no_tokens``: the session has no reward, failed, or has no trainable token.
-- ``no_sessions``: the group has no session that has ended.
+- ``no_sessions``: the group has no completed or failed session.
 - ``stale``: the sample is too stale. With `trainer.stale: mask`, all of its trained tokens are too stale.
 - ``too_long``: the sample is longer than the model's context. This only happens with exported data.
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
@@ -111,8 +111,8 @@ class Batcher:
         while True:
             # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
-            fresh, stale = await self._load_ready(step, epoch, staleness)
-            drops += stale
+            fresh, stale_drops = await self._load_ready(step, epoch, staleness)
+            drops += stale_drops
             if self._has_enough_live_groups(step, fresh) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
                 if groups or self.mixture.has_live_data:
@@ -130,15 +130,15 @@ class Batcher:
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
     ) -> StepBatch:
         """Return the batch that ``step`` would get now, even if too few groups are finished. The store is not
-        changed, but the batcher treats the groups as consumed, so it must not be used afterwards."""
+        changed, but this batcher treats the groups as consumed, so do not use it afterwards."""
         staleness = Staleness(version, step_by_version)
         drops = await self._build_late_and_rollout_drops(epoch)
-        fresh, stale = await self._load_ready(step, epoch, staleness)
+        fresh, stale_drops = await self._load_ready(step, epoch, staleness)
         groups = [*fresh, *await self._load_exported(step)]
-        return await self._assemble(groups, [*drops, *stale], step, epoch, staleness)
+        return await self._assemble(groups, [*drops, *stale_drops], step, epoch, staleness)
 
     def _has_enough_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
-        return len(live) >= self.mixture.count_live_groups(step)
+        return len(live) >= self.mixture.count_live_groups_in_step(step)
 
     async def _load_exported(self, step: int) -> list[LoadedGroup]:
         picked = await self.mixture.pick_groups(step)
@@ -148,9 +148,9 @@ class Batcher:
     async def _load_ready(
         self, step: int, epoch: int, staleness: Staleness
     ) -> tuple[list[LoadedGroup], list[Claim]]:
-        """Return the unclaimed finished groups that the step needs, or fewer, lowest index first, and drops
-        for the groups that were skipped because all their samples are too stale."""
-        needed = self.mixture.count_live_groups(step)
+        """Return unclaimed finished groups, lowest index first and at most as many as the step needs. Also
+        return drops for groups that were skipped because all their samples are too stale."""
+        needed = self.mixture.count_live_groups_in_step(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
         )
@@ -175,6 +175,7 @@ class Batcher:
 
     async def _build_late_and_rollout_drops(self, epoch: int) -> list[Claim]:
         """Return drops for late sessions and for groups that the rollout dropped."""
+        await self._consumed.load(epoch)
         drops = await self._consumed.build_late_drops(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(
@@ -212,16 +213,16 @@ class Batcher:
             if group.epoch is None:
                 self._consumed.add(group, step)
         claims = [replace(claim, step=step) for claim in claims]
-        # If the trainer recomputes logprobs, its importance weights already include this correction.
+        # If the trainer recomputes logprobs, its importance weights already include this reweighting.
         reweight = self.config.trainer.off_policy.proximal == "behavior"
         mode = self.config.trainer.advantage.normalize
         live = [group for group in groups if group.epoch is None]
-        starts = {
+        start_by_session = {
             session.session.session_id: session.session.created_at
             for group in live
             for session in group.sessions
         }
-        live_samples = [sample for sample in samples if sample.session_id in starts]
+        live_samples = [sample for sample in samples if sample.session_id in start_by_session]
         unmasked = {sample.sample_key: sample.trained_tokens for group in live for sample in group.samples}
         masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
         reweighted = [reweight_truncated_sampling(s) for s in samples] if reweight else samples
@@ -231,7 +232,7 @@ class Batcher:
             divisor=compute_divisor(samples, mode),
             claims=claims,
             drops=drops,
-            session_starts=[starts[sample.session_id] for sample in live_samples],
+            session_starts=[start_by_session[sample.session_id] for sample in live_samples],
             is_full=self._has_enough_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
             report=report_groups(groups)
             | report_batch(samples, live_samples, [*claims, *drops], staleness)
@@ -255,7 +256,7 @@ class Batcher:
     def _select_samples(
         self, group: LoadedGroup, advantages: Advantages, builder: ClaimBuilder
     ) -> tuple[list[Sample], list[Claim]]:
-        """Return the samples to train on, and claims for the group except its untrainable sessions."""
+        """Return the samples to train on, and claims for all sessions except the untrainable ones."""
         samples: list[Sample] = []
         claims: list[Claim] = []
         for session, advantage in zip(group.sessions, advantages, strict=True):
@@ -276,8 +277,8 @@ class Batcher:
         return samples, claims
 
     def _mask_stale_tokens(self, sample: Sample, staleness: Staleness | None) -> Sample | None:
-        """Mask stale tokens. Return None if the sample must be dropped, or the unchanged sample if
-        ``staleness`` is None (exported data)."""
+        """Return the sample with its stale tokens masked, or None if it must be dropped. Exported samples,
+        for which ``staleness`` is None, are never stale."""
         limit = self.config.max_staleness
         if staleness is None or staleness.of_sample(sample) <= limit:
             return sample

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from instar.data.advantages import Advantages
-from instar.data.group_loader import ENDED_STATUSES, LoadedGroup, LoadedSession
+from instar.data.group_loader import FINISHED_STATUSES, LoadedGroup, LoadedSession
 from instar.data.staleness import Staleness
 from instar.store.base import Store
 from instar.types import Claim, ClaimOutcome, Group, Sample, Session
@@ -55,7 +55,7 @@ class ClaimBuilder:
         return [replace(claim, sample_key=key, reward=session.reward, advantage=advantage)]
 
     def build_session_drop(self, session: Session, reason: str) -> Claim:
-        # The key contains the session id, because the keys of the slot belong to a different session.
+        # The slot's sample keys belong to the session that was selected for the slot, so use the session id.
         return self._build_drop(f"{session.session_id}/0", session.session_id, session.group_id, reason)
 
     def build_group_drops(
@@ -93,8 +93,7 @@ class ConsumedGroup:
 
 
 class ConsumedGroups:
-    """The last ``limit`` consumed groups, used to find their late sessions. `build_late_drops` loads the
-    groups from the store, so call it before `add`."""
+    """The last ``limit`` consumed groups, used to find their late sessions. Call `load` first."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store
@@ -106,8 +105,13 @@ class ConsumedGroups:
     def reset(self) -> None:
         self._groups = None
 
+    async def load(self, epoch: int) -> None:
+        """Load the groups from the store, unless they are already loaded."""
+        if self._groups is None:
+            self._groups = await self._read_groups(epoch)
+
     def add(self, group: LoadedGroup, step: int | None) -> None:
-        assert self._groups is not None, "call build_late_drops before add"
+        assert self._groups is not None, "call load before add"
         self._groups[group.group.group_id] = ConsumedGroup(group.group, step, group.session_ids)
         while len(self._groups) > self._limit:
             self._groups.popitem(last=False)
@@ -115,18 +119,19 @@ class ConsumedGroups:
     async def build_late_drops(self, epoch: int) -> list[Claim]:
         """Return drops for sessions that ended after their group was consumed, once per session. They belong
         to the step that consumed the group, so they are released together with it."""
-        groups = self._groups = await self._load(epoch) if self._groups is None else self._groups
+        assert self._groups is not None, "call load before build_late_drops"
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
-        sessions = await self._store.group_sessions([c.group for c in groups.values()], self._agent_id)
-        for group_id, consumed in groups.items():
+        groups = [consumed.group for consumed in self._groups.values()]
+        sessions = await self._store.group_sessions(groups, self._agent_id)
+        for group_id, consumed in self._groups.items():
             for session in sessions[group_id]:
-                if session.status in ENDED_STATUSES and session.session_id not in consumed.session_ids:
+                if session.status in FINISHED_STATUSES and session.session_id not in consumed.session_ids:
                     consumed.session_ids.add(session.session_id)
                     drops.append(replace(builder.build_session_drop(session, "late"), step=consumed.step))
         return drops
 
-    async def _load(self, epoch: int) -> OrderedDict[str, ConsumedGroup]:
+    async def _read_groups(self, epoch: int) -> OrderedDict[str, ConsumedGroup]:
         groups: OrderedDict[str, ConsumedGroup] = OrderedDict()
         for claim in await self._store.recent_claims(self._run_id, epoch, self._limit):
             assert claim.group_id is not None

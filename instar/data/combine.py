@@ -46,8 +46,8 @@ class RewardCombiner:
 
 
 def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float | None:
-    """Return the combined reward of a session or call, or None if no reward counts. The result is the veto
-    value if a vetoing scorer's or source's last reward is too low. ``rewards`` must be ordered by time."""
+    """Return the combined reward of a session or call, or None if no reward counts. If the last reward from a
+    scorer or source in `veto` is too low, return `veto_value`. ``rewards`` must be ordered by time."""
     # A fallback does not count if its scorer also returned a score, earlier or later.
     scored = {reward.scorer for reward in rewards if reward.source is not RewardSource.FALLBACK}
     rewards = [r for r in rewards if r.source is not RewardSource.FALLBACK or r.scorer not in scored]

@@ -13,14 +13,14 @@ import numpy as np
 
 from instar.config import TrainerConfig
 from instar.data.advantages import normalize
-from instar.store.base import Store, make_feedback_key
+from instar.store.base import Store, prefix_feedback_id
 from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
 
 
 @dataclass(frozen=True, slots=True)
 class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
-    """The samples. Their advantages are the weights of the tokens in the loss."""
+    """Samples whose advantages are the weights of their tokens in the loss."""
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
@@ -28,7 +28,7 @@ async def load_corrections(
     store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
 ) -> CorrectionBatch:
     """Load the corrections for a step, and the claims that the step must store. Corrections without tokens
-    only get a claim. The batch is empty if the weight of corrections is 0."""
+    are claimed as dropped. The batch is empty if `corrections.weight` is 0."""
     section = config.corrections
     if section.weight == 0:
         return CorrectionBatch()
@@ -51,7 +51,7 @@ def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None
     mask = np.zeros(len(tokens), np.float32)
     mask[len(call.prompt_ids) :] = 1.0
     return Sample(
-        sample_key=make_feedback_key(feedback.feedback_id),
+        sample_key=prefix_feedback_id(feedback.feedback_id),
         session_id=feedback.session_id,
         token_ids=tokens,
         mask=mask,
@@ -66,7 +66,7 @@ def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: 
     return Claim(
         run_id=run_id,
         epoch=epoch,
-        sample_key=make_feedback_key(feedback.feedback_id),
+        sample_key=prefix_feedback_id(feedback.feedback_id),
         session_id=feedback.session_id,
         group_id=None,
         outcome=ClaimOutcome.DROPPED if weight is None else ClaimOutcome.TRAINED,

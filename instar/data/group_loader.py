@@ -11,7 +11,8 @@ from instar.data.linearize import linearize
 from instar.store.base import Store
 from instar.types import UNTRAINABLE, Call, Group, Reward, Sample, Score, Session, SessionStatus
 
-ENDED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+FINISHED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
+"""Only sessions with these statuses are loaded. An abandoned session did not finish."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +34,15 @@ class LoadedGroup:
     group: Group
     sessions: list[LoadedSession]
     superseded: list[Session]
-    """Ended sessions that were replaced by a later attempt in the same slot."""
+    """Finished sessions that were replaced by a later attempt in the same slot."""
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
+    """The final sessions that are tagged as untrainable."""
     epoch: int | None = None
     """The epoch in which an exported group is claimed, or None for live groups."""
 
     @property
     def samples(self) -> list[Sample]:
-        return [sample for entry in self.sessions for sample in entry.samples]
+        return [sample for session in self.sessions for sample in session.samples]
 
     @property
     def session_ids(self) -> set[str]:
@@ -62,14 +64,17 @@ class GroupLoader:
 
     async def load(self, groups: Sequence[Group]) -> list[LoadedGroup]:
         sessions = await self.store.group_sessions(groups, self.config.agent_id)
-        ended = [[s for s in sessions[group.group_id] if s.status in ENDED_STATUSES] for group in groups]
-        final = [select_final_sessions(ended_sessions) for ended_sessions in ended]
-        loaded = await self._load_sessions([session for chosen in final for session in chosen])
+        finished_by_group = [
+            [session for session in sessions[group.group_id] if session.status in FINISHED_STATUSES]
+            for group in groups
+        ]
+        final_by_group = [select_final_sessions(finished) for finished in finished_by_group]
+        loaded = await self._load_sessions([session for final in final_by_group for session in final])
         result: list[LoadedGroup] = []
-        for group, all_ended, chosen in zip(groups, ended, final, strict=True):
-            chosen_ids = {session.session_id for session in chosen}
-            superseded = [session for session in all_ended if session.session_id not in chosen_ids]
-            result.append(LoadedGroup(group, [loaded[s.session_id] for s in chosen], superseded))
+        for group, finished, final in zip(groups, finished_by_group, final_by_group, strict=True):
+            final_ids = {session.session_id for session in final}
+            superseded = [session for session in finished if session.session_id not in final_ids]
+            result.append(LoadedGroup(group, [loaded[s.session_id] for s in final], superseded))
         return result
 
     async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
@@ -110,10 +115,10 @@ class GroupLoader:
         )
 
 
-def select_final_sessions(ended: Sequence[Session]) -> list[Session]:
+def select_final_sessions(finished: Sequence[Session]) -> list[Session]:
     """Return the last attempt of each slot, ordered by slot."""
     final: dict[int, Session] = {}
-    for session in ended:
+    for session in finished:
         previous = final.get(session.slot)
         if previous is None or session.attempt >= previous.attempt:
             final[session.slot] = session

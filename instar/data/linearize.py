@@ -45,7 +45,7 @@ def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: boo
 
 
 def with_advantage(sample: Sample, value: float, per_call: Mapping[str, float] | None = None) -> Sample:
-    """Return the sample with advantage ``value`` plus the call's ``per_call`` value on each trained token."""
+    """Return a copy with the advantage ``value`` plus its call's ``per_call`` value on each trained token."""
     advantages = np.full(len(sample), value, dtype=np.float32)
     for span in sample.spans:
         advantages[span.start : span.start + span.length] += (per_call or {}).get(span.call_id, 0.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from instar.config import DataConfig, RunConfig
-from instar.config.data import group_prefix
+from instar.config.data import group_id_prefix
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus
 
@@ -29,12 +29,12 @@ class DataMixture:
     def reset(self) -> None:
         self._first_epoch = {}
 
-    def count_live_groups(self, step: int) -> int:
+    def count_live_groups_in_step(self, step: int) -> int:
         return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
-        """Return unclaimed exported groups for a step, or fewer than planned if a source is exhausted."""
-        before, after = self.config.groups_per_source(step - 1), self.config.groups_per_source(step)
+        """Return unclaimed exported groups for a step. An exhausted source contributes fewer groups."""
+        before, after = (self.config.count_groups_by_source(count) for count in (step - 1, step))
         picked: list[ExportedGroup] = []
         for section, start, end in zip(self.config.data, before, after, strict=True):
             if not section.is_live:
@@ -64,5 +64,5 @@ class DataMixture:
         groups = await self.store.groups(
             self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=unclaimed_in_epoch
         )
-        prefix = group_prefix(self.run_id, label)
+        prefix = group_id_prefix(self.run_id, label)
         return [group for group in groups if group.group_id.startswith(prefix)]

@@ -40,7 +40,7 @@ def apply_decoupled_ppo(
     BackendError if the proximal logprob of a trained token is not finite.
     """
     corrected: list[Sample] = []
-    weighted: list[Floats] = []
+    new_scales: list[Floats] = []
     truncated = dropped = 0
     max_weight = DEFAULT_MAX_WEIGHT if config.truncate is None else config.truncate
     for sample, scale, logprobs in zip(samples, scales, proximal, strict=True):
@@ -54,7 +54,7 @@ def apply_decoupled_ppo(
         weight = (np.minimum(ratio, max_weight) * kept).astype(np.float32)
         truncated += int((trained & kept & (ratio > max_weight)).sum())
         dropped += int((~kept).sum())
-        weighted.append(scale * weight)
+        new_scales.append(scale * weight)
         corrected.append(
             replace(
                 sample,
@@ -64,7 +64,7 @@ def apply_decoupled_ppo(
             )
         )
     count = sum(sample.trained_tokens for sample in samples)
-    return corrected, weighted, {"truncated": truncated / max(1, count), "dropped_tokens": dropped}
+    return corrected, new_scales, {"truncated": truncated / max(1, count), "dropped_tokens": dropped}
 
 
 def compute_importance_metrics(samples: Sequence[Sample], logprobs: Sequence[Floats]) -> Json:

@@ -55,7 +55,7 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
     """Return two types of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
 
     Only completed sessions with a reward of at least ``min_reward`` are included; None means any reward above
-    0. Human corrections are always added to ``completions``. Untrainable sessions have no rows.
+    0. Human corrections are added to ``completions`` whatever the reward. Untrainable sessions have no rows.
     """
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     has_min_reward = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
@@ -115,15 +115,15 @@ def _make_pair(chosen: Call, rejected: Call) -> Json | None:
     chosen_messages = [*chosen.messages, chosen.reply]
     rejected_messages = [*rejected.messages, rejected.reply]
     length = min(len(chosen_messages), len(rejected_messages))
-    shared = next((i for i in range(length) if chosen_messages[i] != rejected_messages[i]), length)
-    if shared in (0, length) or chosen.tools != rejected.tools:
+    split = next((i for i in range(length) if chosen_messages[i] != rejected_messages[i]), length)
+    if split in (0, length) or chosen.tools != rejected.tools:
         return None
-    if any(m[shared]["role"] != "assistant" for m in (chosen_messages, rejected_messages)):
+    if any(messages[split]["role"] != "assistant" for messages in (chosen_messages, rejected_messages)):
         return None
     return {
-        "prompt": _convert_messages(chosen_messages[:shared]),
-        "chosen": _convert_messages(chosen_messages[shared:]),
-        "rejected": _convert_messages(rejected_messages[shared:]),
+        "prompt": _convert_messages(chosen_messages[:split]),
+        "chosen": _convert_messages(chosen_messages[split:]),
+        "rejected": _convert_messages(rejected_messages[split:]),
         **_convert_tools(chosen.tools),
     }
 
@@ -141,7 +141,8 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call, which has all messages, of each conversation whose last reply is complete."""
+    """Return the last call of each conversation, because it has all messages. Skip calls whose reply is not
+    complete."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 

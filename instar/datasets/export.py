@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequen
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -31,7 +30,7 @@ ProgressCallback = Callable[[int, int], object]
 
 @dataclass(frozen=True, slots=True)
 class ExportHooks:
-    """Functions of `instar.data`, which this package does not import."""
+    """Functions from `instar.data`, passed in because packages import each other only through `base`."""
 
     build_samples: Callable[[Session, Sequence[Call]], list[Sample]]
     combine_rewards: Callable[[SessionRecord], float | None]
@@ -96,10 +95,10 @@ async def export_sessions(
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError("channel: imported training data cannot be exported; use its original dataset")
-    sessions = await _select_sessions(store, run_id, options.where)
-    if not sessions:
-        raise DataError(f"nothing to export: no session of run {run_id} matches the filters and has ended")
-    export = _Export(store, run_id, sessions, options, hooks, progress)
+    group_by_session = await _select_sessions(store, run_id, options.where)
+    if not group_by_session:
+        raise DataError(f"nothing to export: no ended session of run {run_id} matches the filters")
+    export = _Export(store, run_id, group_by_session, options, hooks, progress)
     with _create_folder_atomically(folder) as new_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
         digest = await (export.write_tables if is_importable else export.write_conversations)(new_folder)
@@ -120,9 +119,9 @@ async def export_sessions(
 
 
 async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
-    """Return the group id of each session by session id, in the order in which the sessions were opened. Open
-    sessions and imported training data are excluded. A live session gets None, even if it has a group id."""
-    group_ids: dict[str, str | None] = {}
+    """Return the group id of each matching session by session id, oldest session first. Open sessions and
+    imported training data are excluded. A live session gets None, even if it has a group id."""
+    group_by_session: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):
         last_seq = rows[-1].seq
@@ -130,16 +129,16 @@ async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> d
             session = row.session
             if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
                 is_live = session.channel is Channel.LIVE
-                group_ids[session.session_id] = None if is_live else session.group_id
-    return group_ids
+                group_by_session[session.session_id] = None if is_live else session.group_id
+    return group_by_session
 
 
 @dataclass(slots=True)
 class _Export:
     store: Store
     run_id: str
-    sessions: dict[str, str | None]
-    """The group id of each session, or None for a session without a group, by session id."""
+    group_by_session: dict[str, str | None]
+    """The group id of each exported session, or None for a session without a group, by session id."""
     options: ExportOptions
     hooks: ExportHooks
     progress: ProgressCallback | None
@@ -157,7 +156,7 @@ class _Export:
             for group in await self._read_groups():
                 add("groups", encode_group(group))
                 self.counts["groups"] += 1
-            async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
+            async for record in self._read_records():
                 row, calls = encode_record(record)
                 add("sessions", row)
                 for call in calls:
@@ -174,10 +173,13 @@ class _Export:
             writer.finish()
         return digest.hexdigest(*CONTENT_TABLES)
 
+    def _read_records(self) -> AsyncIterator[SessionRecord]:
+        return read_records(self.store, self.run_id, list(self.group_by_session), self.progress)
+
     async def _read_groups(self) -> list[Group]:
         """Return the groups of the sessions or, if there is no filter, all groups, even without sessions."""
         where = self.options.where
-        group_ids = set(self.sessions.values())
+        group_ids = set(self.group_by_session.values())
         channels = [where.channel] if where.channel else [c for c in Channel if c is not Channel.DATA]
         groups = [group for channel in channels for group in await self.store.groups(self.run_id, channel)]
         return [group for group in groups if where == EVERYTHING or group.group_id in group_ids]
@@ -186,7 +188,7 @@ class _Export:
         """Write the rows for SFT or DPO and return their hash. Raises DataError if there are none."""
         writer = ConversationWriter(folder)
         if self.options.format == "sft":
-            async for record in read_records(self.store, self.run_id, list(self.sessions), self.progress):
+            async for record in self._read_records():
                 rows = build_sft_rows(record, self.hooks.combine_rewards(record), self.options.min_reward)
                 writer.add(**rows)
                 self.counts["sessions"] += any(rows.values())
@@ -195,12 +197,12 @@ class _Export:
             await self._write_pairs(writer)
         writer.close()
         if not self.counts["rows"]:
-            raise DataError(_NO_ROWS_ERRORS[self.options.format])
+            raise _no_rows_error(self.options)
         return writer.digest
 
     async def _write_pairs(self, writer: ConversationWriter) -> None:
         sessions_by_group: dict[str, list[str]] = {}
-        for session_id, group_id in self.sessions.items():
+        for session_id, group_id in self.group_by_session.items():
             if group_id is not None:
                 sessions_by_group.setdefault(group_id, []).append(session_id)
         for number, session_ids in enumerate(sessions_by_group.values(), 1):
@@ -213,11 +215,14 @@ class _Export:
                 self.progress(number, len(sessions_by_group))
 
 
-_NO_ROWS_ERRORS: dict[Any, str] = {
-    "sft": "nothing to export: no completed session reaches the minimum reward; lower the minimum reward",
-    "dpo": "nothing to export: no group has two completed sessions with the same prompt whose rewards "
-    "differ by more than the margin; lower the margin",
-}
+def _no_rows_error(options: ExportOptions) -> DataError:
+    if options.format == "sft":
+        minimum = "above 0" if options.min_reward is None else f"of at least {options.min_reward:g}"
+        return DataError(f"nothing to export: no completed session has a reward {minimum}; lower the minimum")
+    return DataError(
+        "nothing to export: no group has two completed sessions with the same prompt whose rewards differ by "
+        f"more than {options.margin:g}"
+    )
 
 
 async def read_records(
@@ -233,11 +238,9 @@ async def read_records(
     done = 0
     for start in range(0, len(session_ids), page_size):
         page = session_ids[start : start + page_size]
-        rewards, scores, tags = (
-            await store.rewards_by_session(page),
-            await store.scores(page),
-            await store.tags(page),
-        )
+        rewards = await store.rewards_by_session(page)
+        scores = await store.scores(page)
+        tags = await store.tags(page)
         for session_id in page:
             session = await store.session(session_id)
             assert session is not None, "sessions are never removed"

@@ -54,9 +54,9 @@ class TableWriter(ABC):
 class JsonlWriter(TableWriter):
     def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
-        self._open_files = ExitStack()
+        self._exit_stack = ExitStack()
         self._files: dict[TableName, TextIO] = {
-            name: self._open_files.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
+            name: self._exit_stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
             for name in tables
         }
 
@@ -67,7 +67,7 @@ class JsonlWriter(TableWriter):
         self.close()
 
     def close(self) -> None:
-        self._open_files.close()
+        self._exit_stack.close()
 
 
 class ParquetWriter(TableWriter):

@@ -28,7 +28,7 @@ class ImportResult:
 
 
 def verify_content(folder: Path) -> DatasetManifest:
-    """Return the manifest. Raises DataError if the folder does not match it or cannot be imported."""
+    """Check a folder before it is imported, and return its manifest. Raises DataError if it is invalid."""
     manifest = read_manifest(folder)
     if manifest.format not in IMPORTABLE_FORMATS:
         raise DataError(
@@ -71,7 +71,7 @@ async def import_sessions(
     progress: ProgressCallback | None = None,
 ) -> ImportResult:
     """Import all groups and sessions into a run, with their original ids, and return the counts. Groups and
-    sessions that the store already has are skipped. Raises ConflictError if they differ."""
+    sessions that the store already has are skipped. Raises ConflictError if their content differs."""
     total, done, unchanged, added_groups = manifest.counts.get("sessions", 0), 0, 0, 0
     existing: dict[Channel, dict[str, Group]] = {}
     for group in read_groups(folder, manifest):

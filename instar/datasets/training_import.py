@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.config.data import group_prefix
+from instar.config.data import group_id_prefix
 from instar.datasets.export import ProgressCallback
 from instar.datasets.files import read_rows
 from instar.datasets.importing import ImportResult, read_groups, read_sessions
@@ -53,11 +53,11 @@ async def import_for_training(
     ids. Skips evaluation sessions, groups that are not ready, groups without trainable sessions, and groups
     that the store already has. A completed session without a group id becomes a group of one.
     """
-    prefix = group_prefix(run_id, label)
-    existing = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
+    prefix = group_id_prefix(run_id, label)
+    existing_ids = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
     groups = _read_training_groups(folder, manifest, prefix, run_id)
-    sizes = _count_sessions(folder, manifest)
-    new_keys = {key for key, group in groups.items() if group.group_id not in existing and sizes[key]}
+    sizes = _count_trainable_sessions(folder, manifest)
+    new_keys = {key for key, group in groups.items() if group.group_id not in existing_ids and sizes[key]}
     pending: dict[str, list[SessionRecord]] = {}
     added = 0
     for done, record in enumerate(read_sessions(folder, manifest), 1):
@@ -81,8 +81,8 @@ def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
     return f"session {session_id}" if group_id is None or channel == Channel.LIVE else group_id
 
 
-def _count_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
-    """Count the trainable sessions of each group, by key."""
+def _count_trainable_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
+    """Count the trainable sessions of each group, by group key."""
     return Counter(
         _get_group_key(row["group_id"], row["session_id"], row["channel"])
         for row in read_rows(folder, manifest.format, "sessions")
@@ -133,7 +133,7 @@ def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionR
     origin = {"dataset": label, "run_id": session.run_id, "session_id": session.session_id}
 
     def convert(item: T, *id_fields: str, **changes: Any) -> T:
-        """Move the item to the new session, with new ids in ``id_fields``."""
+        """Return a copy with the new session id, and with new ids in ``id_fields``."""
         ids = {name: getattr(item, name) for name in id_fields}
         new_ids = {name: None if value is None else f"{value}.{suffix}" for name, value in ids.items()}
         return replace(item, session_id=session_id, **new_ids, **changes)

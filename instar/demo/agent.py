@@ -1,5 +1,4 @@
-"""The demo's agent: the OpenAI SDK, one tool and a loop. Only the session's URL and key connect it to
-Instar."""
+"""The demo's agent: the OpenAI SDK, one tool and a loop. From Instar, it needs only a base URL and a key."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from instar.agents.calculator import CALC_TOOL, calculate
-from instar.agents.openai_agent import OpenAIAgent, tool_call_message, tool_result_message
+from instar.agents.openai_agent import OpenAIAgent, make_tool_call, make_tool_result
 from instar.rollout.base import AgentSession
 from instar.types import Json
 
@@ -44,7 +43,7 @@ class CalculatorAgent(OpenAIAgent):
                 return
             for call in reply.tool_calls:
                 arguments = call.function.arguments if call.type == "function" else ""
-                messages.append(tool_result_message(call.id, run_tool(arguments)))
+                messages.append(make_tool_result(call.id, run_tool(arguments)))
 
 
 solve = CalculatorAgent()
@@ -56,8 +55,8 @@ def make_prompt(examples: int = len(EXAMPLES)) -> list[Any]:
     for number, (question, expression, answer) in enumerate(EXAMPLES[:examples]):
         messages += [
             {"role": "user", "content": question},
-            tool_call_message(f"call_{number}", "calc", expression=expression),
-            tool_result_message(f"call_{number}", answer),
+            make_tool_call(f"call_{number}", "calc", expression=expression),
+            make_tool_result(f"call_{number}", answer),
             {"role": "assistant", "content": answer},
         ]
     return messages

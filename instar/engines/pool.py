@@ -26,7 +26,8 @@ from instar.types import Floats, Policy, SamplingParams, TokenChunk
 PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
-MAX_SESSIONS = 65_536
+"""An engine becomes unhealthy after this many consecutive failed health checks."""
+MAX_SESSIONS = 20_000
 """The maximum number of sessions whose engine is remembered. The least recently used ones are evicted."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
@@ -48,7 +49,7 @@ class PoolMember:
     """The number of requests from other clients at the latest health check."""
     total_requests: int = 0
     loaded_version: int | None = None
-    """The latest version that this pool loaded, or None. It stays None with ``newest_policy``."""
+    """The latest version that this pool loaded into the engine. Always None if ``newest_policy`` is set."""
     check_requested: asyncio.Event = field(default_factory=asyncio.Event)
     """Set to start the next health check immediately, for example after a failed request."""
     first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
@@ -56,7 +57,7 @@ class PoolMember:
 
     @property
     def load(self) -> int:
-        """The number of requests, including those of other clients."""
+        """The number of requests, including those from other clients."""
         return self.in_flight + self.other_requests
 
     @property
@@ -89,8 +90,8 @@ class PoolMember:
 class EnginePool(Engine):
     """Distributes requests over several engines. Call ``connect`` first. ``close`` also closes the engines.
 
-    If other processes load policies, ``newest_policy`` returns the policy (or None) that a new or recovered
-    engine must load. A health check fails if it takes longer than ``check_timeout`` seconds.
+    Set ``newest_policy`` if other processes load policies into the engines. It returns the policy that a new
+    or recovered engine must load, or None. A health check fails after ``check_timeout`` seconds.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class EnginePool(Engine):
                 models.add(_describe_model(member.engine.info))
         if len(models) > 1:
             names = " and ".join(sorted(models))
-            raise ConfigError(f"The engines serve {names}; all of them must have the same model and context.")
+            raise ConfigError(f"The engines serve {names}; use the same model and context for all engines.")
         if not any(member.is_healthy for member in self.members):
             raise self._none_available_error()
 
@@ -173,9 +174,8 @@ class EnginePool(Engine):
         requests afterwards."""
         previous, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.is_healthy]
-        outcomes = await asyncio.gather(
-            *(self._load(member, policy) for member in healthy), return_exceptions=True
-        )
+        loads = (self._load(member, policy) for member in healthy)
+        outcomes = await asyncio.gather(*loads, return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
                 self._policy = previous
@@ -237,8 +237,8 @@ class EnginePool(Engine):
         self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]
     ) -> TokenChunk:
         """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy, ends
-        the reply without a chunk, or serves an older version than the pool loaded, because it restarted."""
-        expected = member.loaded_version
+        the reply without a chunk, or has restarted and serves an older version than the pool loaded."""
+        expected_version = member.loaded_version
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -252,8 +252,8 @@ class EnginePool(Engine):
             raise EngineUnavailable("ended a reply without a token") from None
         finally:
             member.first_token_timeouts.discard(timeout)
-        if expected is not None and chunk.versions and chunk.versions[0] < expected:
-            raise EngineUnavailable(f"serves version {chunk.versions[0]} instead of {expected}")
+        if expected_version is not None and chunk.versions and chunk.versions[0] < expected_version:
+            raise EngineUnavailable(f"serves version {chunk.versions[0]} instead of {expected_version}")
         return chunk
 
     def _none_available_error(self) -> EngineUnavailable:
@@ -306,7 +306,7 @@ class EnginePool(Engine):
         else:
             self._info = _combine_info(info, self._info)
         while True:
-            # Read the status first: the newest policy is published before any engine can serve it.
+            # Read the status first. Otherwise, a policy older than the served one could be loaded.
             status = await self._query_status(member)
             policy = await self._newest_policy() if self._newest_policy else self._policy
             if policy is None or status.version == policy.version:

@@ -14,7 +14,7 @@ from instar.engines import uploads
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
 from instar.engines.checks import to_ids
 from instar.engines.connection import CONNECT_RETRY, STREAM_ERRORS, EngineConnection
-from instar.engines.wire import decode_line, join_chunks, pack_ids, pack_request, unpack_floats
+from instar.engines.wire import LEASE_HEADER, decode_line, join_chunks, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
@@ -23,15 +23,20 @@ T = TypeVar("T")
 LOAD_TIMEOUT_SECONDS = 600.0
 SCORE_TIMEOUT_SECONDS = 600.0
 STATUS_TIMEOUT_SECONDS = 30.0
-IDLE_SECONDS = 30.0
-"""Idle connections are reused for this many seconds. The server keeps them open longer."""
+STREAM_KEEP_ALIVE = 30.0
+"""Streams reuse an idle connection for this many seconds. The server keeps it open longer."""
 
 
 class RemoteEngine(Engine):
-    """An engine in another process. Create it with ``connect``, or call ``refresh`` before using ``info``."""
+    """An engine in another process. Create it with ``connect``, or call ``refresh`` before using ``info``.
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self._connection = EngineConnection(url, token, "engine", idle_seconds=IDLE_SECONDS)
+    ``lease`` is the lease of the trainer that sends weights. The engine rejects the weights if it has seen a
+    later lease.
+    """
+
+    def __init__(self, url: str, token: str | None = None, lease: int | None = None) -> None:
+        self._connection = EngineConnection(url, token, "engine", stream_keep_alive=STREAM_KEEP_ALIVE)
+        self._lease_headers = None if lease is None else {LEASE_HEADER: str(lease)}
         self._url = self._connection.url
 
     @classmethod
@@ -104,9 +109,8 @@ class RemoteEngine(Engine):
             return policy
         content = uploads.encode_folder(folder, files)
         response = await self._call("POST", "/upload", LOAD_TIMEOUT_SECONDS, content)
-        artifact = msgspec.structs.replace(
-            policy.artifact, path=self._decode(response, uploads.UploadResult).path
-        )
+        path = self._decode(response, uploads.UploadResult).path
+        artifact = msgspec.structs.replace(policy.artifact, path=path)
         return msgspec.structs.replace(policy, artifact=artifact)
 
     async def stage(self, transfer: WeightTransfer) -> Json:
@@ -126,7 +130,7 @@ class RemoteEngine(Engine):
     async def _call(
         self, method: str, path: str, timeout: float, body: bytes | AsyncIterable[bytes] | None = None
     ) -> bytes:
-        response = await self._connection.request(method, path, timeout, body)
+        response = await self._connection.request(method, path, timeout, body, self._lease_headers)
         if response.status != 200:
             raise _decode_error(response.body, response.status)
         return response.body
@@ -143,7 +147,7 @@ class RemoteEngine(Engine):
 
 
 def _decode_lines(lines: Sequence[bytes]) -> tuple[TokenChunk | None, EngineError | None]:
-    """Join the lines into one chunk (None without lines), and return the error in the last line, if any."""
+    """Return the lines' chunks as one chunk (None if there are none) and the last line's error, if any."""
     chunks: list[TokenChunk] = []
     error = None
     for line in lines:

@@ -126,7 +126,7 @@ class ScriptedEngine(Engine):
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:
-    """Return how many of the replies the prompt contains, in order. Token ids are 4 bytes."""
+    """Count the replies in the prompt. They occur in list order, and the list repeats. Ids have 4 bytes."""
     turns, start = 0, 0
     while True:
         reply = replies[turns % len(replies)]
@@ -148,5 +148,5 @@ def _next_state(state: int, token: int) -> int:
 
 
 def _to_logprob(state: int) -> float:
-    """Return a logprob between -3 and 0, both excluded."""
+    """Return a logprob between -3 and 0 (exclusive)."""
     return -3.0 * ((state >> 16) + 1) / (2**48 + 1)

@@ -4,7 +4,7 @@
     POST /logprobs  token ids             → their logprobs
     POST /load      {policy}              → {}
     POST /stage     WeightTransfer        → the response for the sender
-    POST /commit    {policy}              → {}
+    POST /commit    {policy}              → {}   (these three may have the header x-instar-lease)
     POST /seen, /upload                     see `instar.engines.uploads`
     GET  /info, /status, /healthz
 
@@ -36,7 +36,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from instar.engines.base import Engine, WeightTransfer
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.uploads import FolderCheck, UploadStore
-from instar.engines.wire import encode_line, join_chunks, pack_floats, unpack_ids, unpack_request
+from instar.engines.wire import (
+    LEASE_HEADER,
+    encode_line,
+    join_chunks,
+    pack_floats,
+    unpack_ids,
+    unpack_request,
+)
 from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
 from instar.http.auth import has_bearer_token
 from instar.types import Policy, TokenChunk
@@ -79,10 +86,30 @@ class DrainGate:
             self.drained.set()
 
 
-def create_engine_app(engine: Engine, token: str | None = None, gate: DrainGate | None = None) -> Starlette:
+class LeaseFence:
+    """Rejects weights from a trainer that has been replaced but is still running. ``lease`` is the highest
+    trainer lease seen so far."""
+
+    def __init__(self, lease: int = 0) -> None:
+        self.lease = lease
+
+    def check(self, lease: int) -> None:
+        if lease < self.lease:
+            raise EngineError(
+                f"The weights come from a replaced trainer (lease {lease}, the current one is {self.lease})."
+            )
+        self.lease = lease
+
+
+def create_engine_app(
+    engine: Engine,
+    token: str | None = None,
+    gate: DrainGate | None = None,
+    fence: LeaseFence | None = None,
+) -> Starlette:
     """Create the HTTP app. If ``token`` is set, every route except /healthz requires it as a bearer token."""
     gate = gate or DrainGate()
-    handlers = _Handlers(engine, gate, UploadStore())
+    handlers = _Handlers(engine, gate, UploadStore(), fence or LeaseFence())
     post_handlers = [
         handlers.logprobs,
         handlers.load,
@@ -142,17 +169,17 @@ class _ReplyStream:
     async def run(self) -> InstarError | None:
         """Send the reply. Return the error if sampling fails before the first token; a later error is sent as
         the last line."""
-        sampling = self._start_task(self._sample())
-        disconnect = self._start_task(_wait_for_disconnect(self._receive))
+        sample_task = self._start_task(self._sample())
+        disconnect_task = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False
         try:
             while True:
                 await self._changed.wait()
                 self._changed.clear()
-                if disconnect.done():
+                if disconnect_task.done():
                     return None
-                is_finished = sampling.done()
-                error = sampling.result() if is_finished else None
+                is_finished = sample_task.done()
+                error = sample_task.result() if is_finished else None
                 if error is not None and not has_begun and not self._ready_chunks:
                     return error
                 if not has_begun:
@@ -163,9 +190,9 @@ class _ReplyStream:
                 if is_finished:
                     return None
         finally:
-            sampling.cancel()
-            disconnect.cancel()
-            await asyncio.gather(sampling, disconnect, return_exceptions=True)
+            sample_task.cancel()
+            disconnect_task.cancel()
+            await asyncio.gather(sample_task, disconnect_task, return_exceptions=True)
 
     def _start_task(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
@@ -198,6 +225,7 @@ class _Handlers:
     engine: Engine
     gate: DrainGate
     uploads: UploadStore
+    fence: LeaseFence
 
     async def load(self, request: Request) -> Response:
         policy = (await _decode_body(request, PolicyRequest)).policy
@@ -205,15 +233,20 @@ class _Handlers:
             check_artifact(self.engine.info, policy)
         except EngineError as error:
             return _error_response(400, error)
+        self._check_lease(request)
         await self.engine.load(policy)
         self.uploads.loaded_path = policy.artifact.path
         return _json_response({})
 
     async def stage(self, request: Request) -> Response:
-        return _json_response(await self.engine.stage(await _decode_body(request, WeightTransfer)))
+        transfer = await _decode_body(request, WeightTransfer)
+        self._check_lease(request)
+        return _json_response(await self.engine.stage(transfer))
 
     async def commit(self, request: Request) -> Response:
-        await self.engine.commit((await _decode_body(request, PolicyRequest)).policy)
+        policy = (await _decode_body(request, PolicyRequest)).policy
+        self._check_lease(request)
+        await self.engine.commit(policy)
         return _json_response({})
 
     async def seen(self, request: Request) -> Response:
@@ -236,13 +269,19 @@ class _Handlers:
         return _json_response(self.engine.info)
 
     async def status(self, request: Request) -> Response:
-        return _json_response(
-            msgspec.structs.replace(await self.engine.status(), draining=self.gate.is_closed)
-        )
+        status = await self.engine.status()
+        return _json_response(msgspec.structs.replace(status, draining=self.gate.is_closed))
 
     async def healthz(self, request: Request) -> Response:
         await self.engine.status()
         return _json_response({"ok": True})
+
+    def _check_lease(self, request: Request) -> None:
+        """Check the lease of a trainer. Other clients, such as the gateway, send none."""
+        if (value := request.headers.get(LEASE_HEADER)) is not None:
+            if not value.isdecimal():
+                raise _BadRequest(f"The header {LEASE_HEADER} must be a number, got {value!r}.")
+            self.fence.check(int(value))
 
 
 async def _read_body(receive: Receive) -> bytes | bytearray:

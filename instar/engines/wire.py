@@ -11,6 +11,8 @@ import numpy as np
 from instar.errors import EngineError
 from instar.types import FinishReason, Floats, Ids, SamplingParams, TokenChunk
 
+LEASE_HEADER = "x-instar-lease"
+"""The number of the trainer's lease, sent with weights."""
 LENGTH_BYTES = 4
 ID_TYPE = np.dtype("<i4")
 FLOAT_TYPE = np.dtype("<f4")
@@ -28,7 +30,7 @@ class _ChunkLine(msgspec.Struct):
 
 
 _encode = msgspec.json.encode
-_decode_line = msgspec.json.Decoder(_ChunkLine).decode
+_decode_chunk = msgspec.json.Decoder(_ChunkLine).decode
 _decode_params = msgspec.json.Decoder(SamplingParams).decode
 
 
@@ -41,8 +43,8 @@ def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start:
         raise EngineError(f"The body is truncated: {len(body)} bytes, but its params end at byte {start}.")
-    if size := (len(body) - start) % ID_TYPE.itemsize:
-        raise EngineError(f"The prompt must consist of 4-byte token ids, but {size} bytes are left over.")
+    if leftover := (len(body) - start) % ID_TYPE.itemsize:
+        raise EngineError(f"The prompt must consist of 4-byte token ids, but {leftover} bytes are left over.")
     try:
         params = _decode_params(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
@@ -57,9 +59,7 @@ def pack_ids(ids: Ids) -> bytes:
 
 def unpack_ids(body: bytes | bytearray) -> Ids:
     if len(body) % ID_TYPE.itemsize:
-        raise EngineError(
-            f"The body has {len(body)} bytes, which is not a multiple of 4; send 4-byte token ids."
-        )
+        raise EngineError(f"The body must consist of 4-byte token ids, but has {len(body)} bytes.")
     return np.frombuffer(body, ID_TYPE).astype(np.int32)
 
 
@@ -98,7 +98,7 @@ def encode_line(chunk: TokenChunk) -> bytes:
 
 
 def decode_line(line: bytes) -> TokenChunk:
-    chunk = _decode_line(line)
+    chunk = _decode_chunk(line)
     behavior = None if chunk.behavior_logprobs is None else _replace_none(chunk.behavior_logprobs)
     logprobs = _replace_none(chunk.logprobs)
     return TokenChunk(chunk.token_ids, logprobs, chunk.versions, behavior, chunk.finish_reason, chunk.stop)

@@ -57,7 +57,7 @@ HASH_KEY_NAME = "message-hashes"
 async def open_gateway(
     config: RunConfig, store: Store, engine: Engine | None, admin_key: str
 ) -> AsyncGenerator[GatewayApp]:
-    """Yield the app for a run, and then close its upstreams. The caller closes the store and the engine."""
+    """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -107,7 +107,7 @@ def create_app(
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
-    ``train_sampling`` has the sampling settings of the `train` channel. If ``upstream`` is set, it replies
+    ``train_sampling`` are the sampling settings of the `train` channel. If ``upstream`` is set, it replies
     instead of the engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     """
     context = GatewayContext(
@@ -122,13 +122,13 @@ def create_app(
     resolver = SessionResolver(context, states)
     recorder = Recorder(context, resolver, renderer)
     reader = RequestReader(Authenticator(store, admin_key, run_id), config)
-    source, submissions = None, None
+    engine_source, submissions = None, None
     if engine is not None and renderer is not None:
-        source = EngineSource(context, engine, renderer)
+        engine_source = EngineSource(context, engine, renderer)
         submissions = SubmissionService(context, states, recorder, renderer)
     providers = {name: ProviderSource(context, value) for name, value in (upstreams or {}).items()}
     provider = ProviderSource(context, upstream) if upstream is not None else None
-    router = ModelRouter(source, provider, providers, models or {})
+    router = ModelRouter(engine_source, provider, providers, models or {})
     feedback = FeedbackService(
         store,
         context.redactor,
@@ -142,7 +142,7 @@ def create_app(
     return GatewayApp(
         CallPipeline(context, reader, router, states, resolver, recorder),
         ControlApi(context, reader, router, states, services),
-        _lifespan(config, services, recorder),
+        _create_lifespan(config, services, recorder),
     )
 
 
@@ -150,7 +150,7 @@ class GatewayApp(Starlette):
     """The gateway's ASGI app. Model calls skip Starlette's slow router and middleware."""
 
     def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
-        # Starlette logs a traceback for every error that only the Exception handler handles.
+        # Starlette logs a traceback for errors that reach the Exception handler, so list the expected ones.
         error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
         description_route = ApiRoute("/openapi.json", self._get_description, dict, is_public=True)
@@ -170,7 +170,7 @@ class GatewayApp(Starlette):
             await self._pipeline.handle(route, scope, receive, send)
 
     def reject_early(self, data: bytes) -> bytes | None:
-        """Return a response that rejects a model call if the gateway is at capacity, or None."""
+        """Return a complete response that rejects a model call at capacity, or None to process the data."""
         path = find_post_path(data) if self._pipeline.is_full else None
         route = self._match_route(path.decode()) if path else None
         return None if route is None else self._pipeline.make_rejection(route.dialect)
@@ -189,15 +189,19 @@ class GatewayApp(Starlette):
         return None
 
 
-def _lifespan(config: GatewayConfig, services: ControlServices, recorder: Recorder) -> Lifespan[Starlette]:
+def _create_lifespan(
+    config: GatewayConfig, services: ControlServices, recorder: Recorder
+) -> Lifespan[Starlette]:
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A gateway background task failed.", exc_info=error)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        end_idle = _end_idle_sessions(services.sessions, config.idle_timeout)
-        tasks = [asyncio.create_task(coroutine) for coroutine in (services.loop_lag.run(), end_idle)]
+        tasks = [
+            asyncio.create_task(services.loop_lag.run()),
+            asyncio.create_task(_end_idle_sessions(services.sessions, config.idle_timeout)),
+        ]
         for task in tasks:
             task.add_done_callback(log_failure)
         try:

@@ -1,8 +1,7 @@
 """API keys and the actions that they allow. There are keys for the admin, for agents, for sessions and for
 people who give feedback. Only hashes of the keys are stored.
 
-All routes except the public ones check `PERMISSIONS`. docs/security.md lists who may access each route;
-tests/unit/gateway/test_authorization.py checks that list against a running gateway.
+All routes except the public ones check `PERMISSIONS`. docs/security.md lists who may access each route.
 """
 
 from __future__ import annotations
@@ -54,11 +53,13 @@ def extract_key(headers: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The sender of a request. ``agent_id`` is None if the key is not limited to one agent."""
+    """The sender of a request."""
 
     kind: CallerKind
     agent_id: str | None = None
+    """None if the key is not limited to one agent."""
     session_id: str | None = None
+    """None unless this is a session key."""
 
 
 class Action(StrEnum):
@@ -73,7 +74,7 @@ class Action(StrEnum):
     SUBMIT_CALLS = "submit calls"
     SEND_REWARDS = "send rewards and scores from other sources"
     GIVE_FEEDBACK = "give feedback"
-    GIVE_HUMAN_FEEDBACK = "give feedback that counts as a person's"
+    GIVE_HUMAN_FEEDBACK = "give human feedback"
     EXCEED_REWARD_RANGE = "send rewards outside gateway.reward_range"
     LIST_FEEDBACK = "list feedback"
     READ_STATS = "read statistics"
@@ -82,8 +83,8 @@ class Action(StrEnum):
 class Scope(Enum):
     NONE = 0
     OWN = 1
-    """The caller's own sessions: the session of a session key, the live sessions of an agent key's agent, and
-    all sessions of a feedback key's agent, or of every agent if the feedback key has none."""
+    """The caller's own sessions. A session key owns its session, an agent key its agent's live sessions, and
+    a feedback key all sessions of its agent, or of every agent if it is not limited to one."""
     ALL = 2
 
 
@@ -109,8 +110,7 @@ PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
 
 
 def is_allowed(caller: Caller, action: Action, session: Session | None = None) -> bool:
-    """Return True if the caller may perform the action on ``session``, or on at least one session if
-    ``session`` is None."""
+    """Return True if the caller may perform the action on ``session``, or on any session if it is None."""
     scope = PERMISSIONS[action].get(caller.kind, Scope.NONE)
     return scope is Scope.ALL or (scope is Scope.OWN and (session is None or _owns(caller, session)))
 
@@ -119,7 +119,7 @@ def authorize(
     caller: Caller, action: Action, session: Session | None = None, *, param: str | None = None
 ) -> None:
     """Raise ApiError (403) if the caller may not perform the action (see `is_allowed`). ``param`` names the
-    request field that requires the action, or is None if the route itself requires it."""
+    request field that requires the action, if it is not the route itself."""
     if is_allowed(caller, action, session):
         return
     if not is_allowed(caller, action):

@@ -35,7 +35,7 @@ class StatsView(msgspec.Struct):
     rss_mb: float
     """The resident memory of the gateway's process, in MiB."""
     in_flight: int
-    """The number of model calls and token counts in progress."""
+    """The number of model calls and token count requests in progress."""
     sessions_in_memory: int
 
 
@@ -64,10 +64,10 @@ class OpenSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True
     slot: Int64 = 0
     attempt: Int64 = 0
     seed: Int64 | None = None
-    """The engine samples each call with a seed derived from this one. On channels other than `train`, the
-    call's own seed is used instead, if it has one."""
+    """The engine samples each call with a seed derived from this one. On channels other than `train`, a
+    seed in the request takes precedence."""
     sampling: Json = msgspec.field(default_factory=dict)
-    """Sampling settings that replace the agent's settings. The keys are those in `SAMPLING_KEYS`."""
+    """Sampling settings that override the agent's. The keys must be in `SAMPLING_KEYS`."""
     metadata: Json = msgspec.field(default_factory=dict)
 
 
@@ -104,12 +104,12 @@ class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 
 class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     reward: float | None = None
-    """The agent's own reward, or None if it gives none."""
+    """The reward that the agent gives itself, if any."""
     metadata: Json = msgspec.field(default_factory=dict)
     rewards: list[RewardBody] = msgspec.field(default_factory=list[RewardBody])
     """Rewards from other sources; accepted only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
-    """The final states of scorers; accepted only with the admin key."""
+    """The scorers' final states; accepted only with the admin key."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -191,11 +191,11 @@ def convert_validation_error(error: msgspec.ValidationError | msgspec.DecodeErro
     """Return the ApiError for an error such as ``Expected `str`, got `int` - at `$.messages[0].role```."""
     message, _, path = str(error).partition(" - at `$")
     path = path.rstrip("`").lstrip(".")
-    for problem, label, code in (
+    for marker, label, code in (
         ("unknown field `", "Unknown parameter", "unknown_parameter"),
         ("missing required field `", "Missing required parameter", "missing_required_parameter"),
     ):
-        _, separator, field = message.partition(problem)
+        _, separator, field = message.partition(marker)
         if separator:
             name = field.rstrip("`")
             path = f"{path}.{name}" if path else name

@@ -93,7 +93,6 @@ class ControlApi:
         self._services = services
 
     def build_routes(self) -> list[ApiRoute]:
-        end, feedback = self.end_session, self.add_feedback
         return [
             *(ApiRoute(f"{prefix}/models", self.list_models, ModelList) for prefix in PREFIXES),
             *(ApiRoute(f"{prefix}/models/{{model:path}}", self.get_model, ModelView) for prefix in PREFIXES),
@@ -101,12 +100,14 @@ class ControlApi:
             ApiRoute("/stats", self.get_stats, StatsView),
             ApiRoute("/sessions", self.open_session, OpenedSession, body_type=OpenSession),
             ApiRoute("/sessions/{session}", self.get_session, SessionView),
-            ApiRoute("/sessions/{session}/complete", end, EndedSession, body_type=CompleteSession),
-            ApiRoute("/sessions/{session}/fail", end, EndedSession, body_type=FailSession),
+            ApiRoute(
+                "/sessions/{session}/complete", self.end_session, EndedSession, body_type=CompleteSession
+            ),
+            ApiRoute("/sessions/{session}/fail", self.end_session, EndedSession, body_type=FailSession),
             ApiRoute("/sessions/{session}/calls", self.submit_calls, RecordedCalls, body_type=SubmissionBody),
             ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session",)),
             *(
-                ApiRoute(f"{prefix}/feedback", feedback, FeedbackView, body_type=FeedbackBody)
+                ApiRoute(f"{prefix}/feedback", self.add_feedback, FeedbackView, body_type=FeedbackBody)
                 for prefix in ("", *PREFIXES)
             ),
         ]
@@ -125,11 +126,11 @@ class ControlApi:
 
     async def get_health(self, http: HttpRequest) -> Response:
         """Report whether the gateway and its engine respond."""
-        if self._router.engine is None:
+        if self._router.engine_source is None:
             return _to_response(HealthView("ok", "none"))
         try:
             async with asyncio.timeout(2):
-                status = await self._router.engine.engine.status()
+                status = await self._router.engine_source.engine.status()
         except (EngineError, TimeoutError) as error:
             return _to_response(HealthView("ok", "down", reason=str(error)))
         return _to_response(HealthView("ok", "up", version=status.version))
@@ -142,7 +143,7 @@ class ControlApi:
 
     async def open_session(self, body_type: type[OpenSession], http: HttpRequest) -> Response:
         """Open a session and return its key."""
-        caller, body = await self._read_body(http, body_type, Action.OPEN_SESSION)
+        caller, body = await self._read_request(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
         # The Host header is not used, because the client controls it.
         host, port = http.scope["server"]
@@ -155,7 +156,7 @@ class ControlApi:
         self, body_type: type[CompleteSession | FailSession], http: HttpRequest
     ) -> Response:
         """End a session and record its rewards."""
-        caller, body = await self._read_body(http, body_type, Action.END_SESSION)
+        caller, body = await self._read_request(http, body_type, Action.END_SESSION)
         return _to_response(await self._services.sessions.end(http.path_params["session"], caller, body))
 
     async def get_session(self, http: HttpRequest) -> Response:
@@ -165,7 +166,7 @@ class ControlApi:
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
         """Record calls that were sampled outside the gateway."""
-        caller, body = await self._read_body(http, body_type, Action.SUBMIT_CALLS)
+        caller, body = await self._read_request(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._store.latest_policy(state.session.policy_id)).version
@@ -175,7 +176,7 @@ class ControlApi:
 
     async def add_feedback(self, body_type: type[FeedbackBody], http: HttpRequest) -> Response:
         """Record feedback on a session or a reply."""
-        caller, body = await self._read_body(http, body_type, Action.GIVE_FEEDBACK)
+        caller, body = await self._read_request(http, body_type, Action.GIVE_FEEDBACK)
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
                 problem = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
@@ -202,7 +203,7 @@ class ControlApi:
         if session_id := http.path_params.get("session"):
             await self._states.get(session_id, caller, Action.LIST_MODELS)
 
-    async def _read_body(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
+    async def _read_request(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._authenticate(http, action)
         body = await self._reader.read_http_body(caller, http)
         return caller, decode_body(msgspec.json.Decoder(body_type), body or b"{}")

@@ -20,7 +20,7 @@ from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.common import check_token_ids
-from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
@@ -100,7 +100,7 @@ class EngineSource(Source):
     def build_token_logprobs(
         self, request: ModelRequest, ids: Sequence[int], logprobs: Sequence[float]
     ) -> list[TokenLogprob]:
-        """Return the tokens' texts and logprobs, or an empty list if the request wants no logprobs. The
+        """Return the tokens' texts and logprobs, or an empty list if no logprobs were requested. The
         model's stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
@@ -186,7 +186,7 @@ class _EngineSamplingRun(SamplingRun):
             self._parsers.append(parser)
             seed = _choose_seed(request_seed, session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
-            reply.source_untrainable_reason = None if self._call.is_trainable else MODEL_UNTRAINABLE
+            reply.source_untrainable_reason = None if self._call.is_trainable else MODEL_UNTRAINABLE_REASON
             self._replies.append(reply)
 
     def _build_params(self) -> SamplingParams:
@@ -240,11 +240,13 @@ class _EngineSamplingRun(SamplingRun):
             await delta_stream.send_deltas(index, deltas, ())
 
 
-def _choose_seed(request_seed: int | None, session_seed: int | None, number: int, index: int) -> int | None:
+def _choose_seed(
+    request_seed: int | None, session_seed: int | None, call_number: int, reply_index: int
+) -> int | None:
     """Derive a reply's seed from the request's seed or else the session's. Return None if neither is set."""
     if request_seed is not None:
-        return request_seed if index == 0 else _derive_seed(request_seed, index)
-    return None if session_seed is None else _derive_seed(session_seed, number, index)
+        return request_seed if reply_index == 0 else _derive_seed(request_seed, reply_index)
+    return None if session_seed is None else _derive_seed(session_seed, call_number, reply_index)
 
 
 def _derive_seed(*parts: int) -> int:

@@ -17,12 +17,12 @@ from instar.config import ModelRoute
 from instar.errors import PromptTooLong, RenderError
 from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
-from instar.gateway.pipeline.record import MODEL_UNTRAINABLE
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON
 from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, make_feedback_key
+from instar.store.base import Store, prefix_feedback_id
 from instar.types import (
     AGENT_FEEDBACK_PREFIX,
     Call,
@@ -36,7 +36,7 @@ from instar.types import (
     new_id,
 )
 
-SCORER = "feedback"
+HUMAN_SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
 """The scorer name for agents' feedback. Settings in `scoring.combine` for `feedback` do not apply to it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
@@ -77,7 +77,7 @@ class FeedbackView(msgspec.Struct):
     trainable: bool = False
     """True if the model can be trained on the correction."""
     reason: str | None = None
-    """Why the model cannot be trained on the correction. Lists of feedback omit it."""
+    """Why the model cannot be trained on the correction. Always None in lists of feedback."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -140,9 +140,7 @@ class FeedbackService:
         rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
         recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
         if recorded is None or not _has_same_content(recorded, feedback, call):
-            message = (
-                f"The id {feedback.feedback_id!r} is already used by different feedback; send a different id."
-            )
+            message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
             raise ApiError(409, message, code="conflict", param="feedback_id")
         return _to_view(recorded, reason), False
 
@@ -161,13 +159,13 @@ class FeedbackService:
         if body.session_id is not None and body.session_id != session_id:
             message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}"
             raise ApiError(403, f"{message}; leave 'session_id' out.", code="session_conflict")
-        session = await self._get_session(session_id)
+        session = await self._find_session(session_id)
         if session is None:
             raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
         authorize(caller, Action.GIVE_FEEDBACK, session)
         return session, call
 
-    async def _get_session(self, session_id: str) -> Session | None:
+    async def _find_session(self, session_id: str) -> Session | None:
         session = await self._store.session(session_id)
         return session if session is not None and session.run_id == self._run_id else None
 
@@ -180,7 +178,7 @@ class FeedbackService:
         else:
             return None
         # Calls that the caller may not use are treated as missing. Several responses may have the same id.
-        sessions = [await self._get_session(call.session_id) for call in calls]
+        sessions = [await self._find_session(call.session_id) for call in calls]
         pairs = zip(calls, sessions, strict=True)
         calls = [
             call for call, session in pairs if session and is_allowed(caller, Action.GIVE_FEEDBACK, session)
@@ -250,11 +248,11 @@ class FeedbackService:
         if session.channel is Channel.VAL:
             return None, "sessions on the val channel are not used for training"
         if route is not None and not route.trainable:
-            return None, MODEL_UNTRAINABLE
+            return None, MODEL_UNTRAINABLE_REASON
         if not len(call.prompt_ids):
             return None, f"the call's tokens were not stored: {call.reason}"
         if self._renderer is None:
-            return None, "the model's tokenizer is not available"
+            return None, "the run has no engine, so the correction cannot be tokenized"
         try:
             self._renderer.max_prompt_tokens = max_context = self._get_max_context()
             ids = encode_correction(self._renderer, call, text)
@@ -262,7 +260,7 @@ class FeedbackService:
             return None, str(error)
         length = len(call.prompt_ids) + len(ids)
         if max_context is not None and length > max_context:
-            reason = f"the prompt and the correction have {length} tokens; the context has {max_context}"
+            reason = f"the prompt and the correction have {length} tokens; the context holds {max_context}"
             return None, reason
         return ids, None
 
@@ -284,12 +282,12 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
         session_id=feedback.session_id,
         value=value,
         source=feedback.source,
-        scorer=SCORER if feedback.source is RewardSource.HUMAN else AGENT_SCORER,
+        scorer=HUMAN_SCORER if feedback.source is RewardSource.HUMAN else AGENT_SCORER,
         call_id=call.call_id if call else None,
         detail=detail,
         created_at=feedback.created_at,
         # The prefix of the reward id ensures that a client's id cannot replace a scorer's reward.
-        reward_id=make_feedback_key(feedback.feedback_id),
+        reward_id=prefix_feedback_id(feedback.feedback_id),
     )
 
 

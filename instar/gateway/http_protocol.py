@@ -1,7 +1,7 @@
 """HTTP connections that limit request headers, reject calls at capacity, and report disconnects.
 
 Uvicorn limits neither the size of the headers nor the time until they arrive. The app gets the connection
-from its scope (`get_connection`), because a callback on disconnect is faster than a task that waits for it.
+from its scope (`get_connection`), because a callback on disconnect is faster than a task that waits for one.
 
 Clients may pipeline requests. These are parsed as they arrive and handled in order, so the last parsed
 request (``cycle``) may be ahead of the one being handled (``_active``).
@@ -42,13 +42,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     head_timeout = 60.0
     """The time within which the request headers must arrive, in seconds."""
     reject_early: RejectEarly | None = None
-    """Called with the first data of each request, before it is parsed, because an overloaded server must not
-    spend time on requests that it rejects."""
+    """Called with the first data of each request before it is parsed, so that rejections are cheap."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._head_size = 0
-        self._in_head = True
+        self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._active: RequestResponseCycle | None = None
         self._rejection: bytes | None = None
@@ -104,14 +103,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
             return
-        if (response := self._find_early_rejection(data)) is not None:
+        if (response := self._get_early_rejection(data)) is not None:
             self.transport.write(response)
             self._reset_head()
             self.on_response_complete()  # starts the keep-alive timeout
             return
-        was_in_head = self._in_head
+        was_in_head = self._is_in_head
         super().data_received(data)
-        if not self._in_head or self._rejection is not None:
+        if not self._is_in_head or self._rejection is not None:
             return
         if was_in_head:  # Otherwise part of the data belongs to an earlier request.
             self._head_size += len(data)
@@ -121,12 +120,12 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._start_head_timer()
 
     def on_message_begin(self) -> None:
-        self._in_head = True
+        self._is_in_head = True
         super().on_message_begin()
         self.scope["extensions"] = {_EXTENSION_NAME: self}  # type: ignore[typeddict-item]  # not a dict
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._is_in_head = False
         self._reset_head()
         super().on_headers_complete()
         if len(self.pipeline) < _MAX_PIPELINED:
@@ -145,7 +144,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.pipeline.popleft()  # The rest of this request's body is malformed.
         self._reject(b"400 Bad Request", msg.encode())
 
-    def _find_early_rejection(self, data: bytes) -> bytes | None:
+    def _get_early_rejection(self, data: bytes) -> bytes | None:
         # A client that does not read its responses must not fill the write buffer.
         if self.reject_early is None or self.flow.write_paused or not self._is_between_requests:
             return None
@@ -157,7 +156,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self._active is None:
             return self._head_size == 0
         last = self.cycle
-        return not self._in_head and last.response_complete and not last.more_body
+        return not self._is_in_head and last.response_complete and not last.more_body
 
     @property
     def _is_busy(self) -> bool:
@@ -192,8 +191,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
 
 def find_post_path(data: bytes) -> bytes | None:
-    """Return the path of a POST request if ``data`` is exactly one complete request in a plain form, or None
-    if only the parser can tell what it is."""
+    """Return the path if ``data`` is exactly one complete POST request in a plain form. Return None for other
+    data, which must be parsed."""
     head, separator, body = data.partition(b"\r\n\r\n")
     line, _, headers = head.partition(b"\r\n")
     headers = b"\r\n" + headers.lower()

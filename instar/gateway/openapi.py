@@ -33,8 +33,8 @@ _ERROR_DESCRIPTIONS = {
 }
 
 _STRING: Json = {"type": "string"}
-_NULLABLE: Json = {"type": ["string", "null"]}
-_ERROR_FIELDS: Json = {"message": _STRING, "type": _STRING, "param": _NULLABLE, "code": _NULLABLE}
+_STRING_OR_NULL: Json = {"type": ["string", "null"]}
+_ERROR_FIELDS: Json = {"message": _STRING, "type": _STRING, "param": _STRING_OR_NULL, "code": _STRING_OR_NULL}
 _ERROR_SCHEMA: Json = {
     "type": "object",
     "properties": {
@@ -59,8 +59,8 @@ class ApiRoute(Route):
         query: Sequence[str] = (),
         is_public: bool = False,
     ) -> None:
-        """Create a GET route, or a POST route if ``body_type`` is set. A POST handler gets the type as its
-        first argument. ``query`` lists the query parameters. A public route needs no key."""
+        """Create a GET route, or a POST route if ``body_type`` is set. A POST handler gets the body type
+        as its first argument. ``query`` lists the query parameters. A public route needs no key."""
         self.response_type = response_type
         self.body_type = body_type
         self.query = query

@@ -1,4 +1,4 @@
-"""A provider as the source of replies. Responses are passed on or translated, and parsed for recording."""
+"""A provider as the source of replies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from instar.config import SamplingConfig
 from instar.gateway.auth import GATEWAY_KEY_HEADER, SDK_KEY_HEADERS
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
-from instar.gateway.pipeline.record import MODEL_UNTRAINABLE, SampledReply
+from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
@@ -75,8 +75,8 @@ class _ProviderSamplingRun(SamplingRun):
                 self._first_chunk_at = self._first_chunk_at or time.time()
                 if chunk.choices is not None:
                     response_id = chunk.response_id
-                    # Clients refer to a response by the provider's id, which may occur more than once.
-                    if response_id is not None and not self._graph.has_request(response_id):
+                    # Record the provider's id, which clients refer to, unless an earlier call already has it.
+                    if response_id is not None and not self._graph.has_successful_request(response_id):
                         self._call.meta.request_id = response_id
                     replies = self._build_replies(chunk.choices)
                     return SampledResult(replies, chunk.choices, chunk.deltas, chunk.raw, chunk.content_type)
@@ -115,15 +115,16 @@ class _ProviderSamplingRun(SamplingRun):
         reply.behavior_logprobs = [float("nan")] * len(reply.ids)
         # A provider serves the base model, which is version 0.
         reply.versions = [0] * len(reply.ids)
-        unsupported = request.unsupported_error
+        unsupported_error = request.unsupported_error
         if not self._call.is_trainable:
-            reply.source_untrainable_reason = MODEL_UNTRAINABLE
-        elif unsupported is not None:
-            reply.source_untrainable_reason = f"sampled with unsupported settings: {unsupported.message}"
+            reply.source_untrainable_reason = MODEL_UNTRAINABLE_REASON
+        elif unsupported_error is not None:
+            message = unsupported_error.message
+            reply.source_untrainable_reason = f"sampled with unsupported settings: {message}"
         return reply
 
 
 def _remove_gateway_keys(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers without the gateway's own key, which a provider must not receive."""
+    """Return the headers without those that hold the gateway's key, which a provider must not receive."""
     key_headers = {GATEWAY_KEY_HEADER} if GATEWAY_KEY_HEADER in headers else SDK_KEY_HEADERS
     return {name: value for name, value in headers.items() if name not in key_headers}

@@ -1,7 +1,7 @@
 """A cache of parsed requests.
 
-Agents send their complete history with every call. If a body starts with the same bytes as an earlier body
-from the same caller, the messages in those bytes and their hashes are reused, and only the rest is parsed.
+Agents send their complete history with every call. If a body starts with the same bytes as an earlier body of
+the session or agent, the messages in those bytes and their hashes are reused, and only the rest is parsed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from instar.record.hashing import HashChain, MessageHasher
 
 MIN_CACHED_BODY = 8 * 1024
 """The minimum size, in bytes, of a cached body. Parsing a smaller body is faster than using the cache."""
-_MAX_BODIES_PER_CALLER = 4
+_MAX_BODIES_PER_KEY = 4
 _WHITESPACE = b" \t\r\n"
 
 
@@ -29,7 +29,7 @@ _WHITESPACE = b" \t\r\n"
 class _ParsedBody:
     body: bytes
     ends: list[int]
-    """The offset of the end of each message."""
+    """The end offset of each message."""
     start: int
     """The offset of the first message."""
     request: ModelRequest
@@ -48,8 +48,8 @@ class RequestCache:
         self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
         self.size = 0  # in bytes
 
-    def parse(self, dialect: Dialect, caller: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
-        key = (dialect.name, caller)
+    def parse(self, dialect: Dialect, cache_key: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
+        key = (dialect.name, cache_key)
         cached, count = self._find_longest_prefix(key, body)
         parsed = self._parse_rest(dialect, body, cached, count) if cached else None
         if parsed is not None:
@@ -76,7 +76,7 @@ class RequestCache:
         except ApiError:
             return None
         offsets = _find_message_offsets(rest) if parsed.unsupported_error is None else None
-        # If "messages" occurs twice, the decoder keeps the last one, so the offsets may be of the wrong list.
+        # If "messages" occurs twice, the decoder keeps the last list, and the offsets may be wrong.
         if offsets is None or rest[start : offsets[0]].strip() or offsets[0] < start:
             return None
         request = replace(parsed, messages=cached.request.messages[:count] + parsed.messages)
@@ -102,15 +102,15 @@ class RequestCache:
                 best, best_count = cached, count
         return best, best_count
 
-    def _put(self, key: Hashable, parsed: _ParsedBody, replaced: _ParsedBody | None) -> None:
+    def _put(self, key: Hashable, parsed: _ParsedBody, cached: _ParsedBody | None) -> None:
         entries = self._entries.setdefault(key, [])
         self._entries.move_to_end(key)
-        if replaced is not None and len(replaced.ends) <= len(parsed.ends):
-            entries.remove(replaced)
-            self.size -= len(replaced.body)
+        if cached is not None and len(cached.ends) <= len(parsed.ends):
+            entries.remove(cached)
+            self.size -= len(cached.body)
         entries.append(parsed)
         self.size += len(parsed.body)
-        if len(entries) > _MAX_BODIES_PER_CALLER:
+        if len(entries) > _MAX_BODIES_PER_KEY:
             self.size -= len(entries.pop(0).body)
         while self.size > self._max_bytes:
             _, dropped = self._entries.popitem(last=False)
@@ -135,7 +135,7 @@ def _find_next_message(body: bytes, end: int) -> int:
 
 def _find_message_offsets(body: bytes) -> tuple[int, list[int]] | None:
     """Return the offset of the first message and the end offset of each message, or None if the body has no
-    messages. The offsets are computed from addresses, because msgspec.Raw is a view of the body."""
+    messages. A msgspec.Raw is a view of the body, so the offsets are computed from addresses."""
     try:
         raws = msgspec.json.decode(body, type=_MessagesBody).messages
     except msgspec.DecodeError:

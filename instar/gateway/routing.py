@@ -13,22 +13,21 @@ from instar.gateway.provider_source import ProviderSource
 
 
 def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute | None:
-    """Return the first route whose pattern (`fnmatch`) matches the model name, or None if there is none."""
+    """Return the first route whose pattern (`fnmatch`) matches the model name, or None."""
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
 class ModelRouter:
     def __init__(
         self,
-        engine: EngineSource | None,
+        engine_source: EngineSource | None,
         provider: ProviderSource | None,
         upstreams: Mapping[str, ProviderSource],
         models: Mapping[str, ModelRoute],
     ) -> None:
-        """Create a router. If ``provider`` is set, it replies instead of the engine. ``models`` maps model
-        name patterns to routes, which may select one of ``upstreams``."""
-        self.engine = engine
-        self._default_source: Source | None = provider or engine
+        """Create a router. If ``provider`` is set, it replies instead of the engine."""
+        self.engine_source = engine_source
+        self._default_source: Source | None = provider or engine_source
         self._upstreams = upstreams
         self._models = models
 
@@ -47,7 +46,7 @@ class ModelRouter:
         return self._default_source, is_trainable
 
     def require_engine(self) -> EngineSource:
-        if self.engine is None:
+        if self.engine_source is None:
             message = "This endpoint requires an engine, but none is configured."
             raise ApiError(404, message, code="model_not_found", param="model")
-        return self.engine
+        return self.engine_source

@@ -81,7 +81,7 @@ async def serve(
             config.timeout_graceful_shutdown = None
             server.should_exit = True
 
-    # uvloop accepts one connection per socket and loop iteration, and iterations of a busy loop are long.
+    # uvloop accepts one connection per socket and loop iteration, so listen on copies of the socket.
     listeners = [listener, *(listener.dup() for _ in range(_ACCEPTS_PER_ITERATION - 1))]
     watchers = [asyncio.create_task(wait_for_stop(stop))] if stop else []
     if drain:

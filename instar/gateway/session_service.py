@@ -101,7 +101,7 @@ class SessionService:
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def end_idle(self, seconds: float) -> int:
-        """Complete live sessions that had no call in the last ``seconds``. Return their number."""
+        """Complete live sessions that had no call in the last ``seconds``. Return how many."""
         ended = 0
         for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
             state = await self._states.find_open(session_id)

@@ -33,10 +33,10 @@ class SessionState:
 
     session: Session
     unsaved_session: Session | None = None
-    """The session, until it is stored together with its first call; then None."""
+    """The session if it is not stored yet, otherwise None. It is stored together with its first call."""
     is_matched_by_content: bool = False
-    """True if calls are matched to the session by content. False if requests name the session, because other
-    sessions' calls may start with the same messages."""
+    """True if later calls may be matched to the session by content. False for sessions that requests name,
+    because several of them may have the same messages."""
     graph: MessageGraph | None = None
     in_flight: int = 0
     used_at: float = 0.0
@@ -133,8 +133,8 @@ class SessionStates:
         self._states.pop(session_id, None)
 
     def track_call(self, state: SessionState) -> _CallTracker:
-        """Return a context manager that counts a call as in flight. On exit, it drops the session if that is
-        not stored and has no other calls in flight."""
+        """Return a context manager that counts a call as in flight. On exit, the session is dropped if it is
+        not stored and has no other call in flight."""
         return _CallTracker(self._states, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:
@@ -148,7 +148,7 @@ class SessionStates:
     def _evict(self) -> None:
         if len(self._states) <= self._limit:
             return
-        # The newest session is about to be used, and unsaved sessions cannot be loaded again.
+        # Keep the newest session, which is about to be used, and unsaved sessions, which cannot be reloaded.
         newest = next(reversed(self._states))
         for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_CANDIDATES)):
             if session_id != newest and not state.in_flight and state.unsaved_session is None:

@@ -2,7 +2,7 @@
 
 A submitted call has the sampled token ids, their policy versions, and their ``logprobs`` under the full
 softmax at temperature 1. If the tokens were sampled from a different distribution, ``behavior_logprobs`` are
-their logprobs under it. An unknown logprob is null; such a call is recorded but not used for training.
+their logprobs under it. Calls with unknown logprobs (null) are recorded but not trained on.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class SubmissionService:
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
         """Record the calls and return their ids. A call with the prompt and ``client_key`` of a recorded call
-        is not recorded again. Raise ApiError (400) for an unknown ``parent_id``; earlier calls are kept."""
+        is not recorded again. If a ``parent_id`` is unknown, raise ApiError (400) but keep earlier calls."""
         ids: list[str] = []
         with self._states.track_call(state):
             graph = await self._states.load_graph(state)

@@ -15,8 +15,8 @@ from instar.gateway.base import ApiError
 
 T = TypeVar("T")
 MIN_LARGE_PROMPT = 32 * 1024
-"""A prompt of this size or more is tokenized in a thread; for shorter prompts, a thread would be slower. The
-size is the number of new characters or, if they are not counted, the number of bytes in the request body."""
+"""Prompts of at least this size are tokenized in a thread; for smaller ones, a thread would be slower. The
+size is the number of characters to tokenize or, if unknown, the size of the request body in bytes."""
 _MAX_THREADS = 2
 
 
@@ -30,7 +30,7 @@ class TokenizerPool:
 
     async def run(self, key: str, function: Callable[[], T]) -> T:
         """Run the function in a thread. ``key`` is the caller's API key; each key uses one thread at a time.
-        Raise ApiError (429) if too many of its prompts are waiting, and ApiError (504) after the timeout."""
+        Raise ApiError if too many of the key's prompts are waiting (429), or after the timeout (504)."""
         if self._pending[key] >= self._max_per_key:
             message = f"{self._max_per_key} large prompts from this API key are already waiting; retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)

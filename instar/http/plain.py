@@ -117,8 +117,8 @@ class _Connection(asyncio.Protocol):
             self._response = None
             response.finish()
         else:
-            incomplete = ClientPayloadError(str(exc or "the server closed the connection early"))
-            self._fail(incomplete if response.status else ServerDisconnectedError())
+            payload_error = ClientPayloadError(str(exc or "the server closed the connection early"))
+            self._fail(payload_error if response.status else ServerDisconnectedError())
 
     def _fail(self, error: Exception) -> None:
         response, self._response = self._response, None

@@ -41,8 +41,8 @@ class RetryPolicy:
     ) -> T:
         """Call ``attempt`` until it succeeds, and return its result.
 
-        Only errors of the types ``retry_on`` are retried, after at least their ``retry_after`` seconds, if
-        any. The error is raised if the next attempt would start more than ``seconds`` after the first one.
+        Only errors of the types ``retry_on`` are retried, after at least ``error.retry_after`` seconds, if
+        set. The error is raised if the next attempt would start more than ``seconds`` after the first one.
         """
         deadline = time.monotonic() + seconds
         for retries in count():

@@ -30,8 +30,8 @@ class ProtocolError(InstarError):
 
 
 def to_protocol_error(error: Exception) -> ProtocolError:
-    """Convert an exception to the error that is sent to the client. Unexpected exceptions are logged. If one
-    is not an InstarError, the client gets only its type, because the message may contain internals."""
+    """Convert an exception to the error that is sent to the client, and log it if it is unexpected. If it is
+    not an InstarError, the client gets only its type, because the message may contain internals."""
     if isinstance(error, ProtocolError):
         return error
     if isinstance(error, (EngineUnavailable, BackendUnavailable)):
@@ -54,12 +54,10 @@ def convert_errors() -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class ServiceLimits:
-    """The limits and timeouts of a server."""
-
     max_body: int = 256 * 1024 * 1024
     """The maximum size of a request body, in bytes."""
     max_models: int = 8
-    """The maximum number of models that are trained at the same time, across all sessions."""
+    """The maximum number of models in training, across all sessions."""
     max_samplers: int = 8
     """The maximum number of sampling policies in memory. The least recently used policy is evicted first."""
     max_operations: int = 1024
@@ -101,7 +99,7 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:
-    """A checkpoint on the server's disk. Training can resume from kind "state", but not from "sampler"."""
+    """A checkpoint on the server's disk. Training can resume from a "state", but not from a "sampler"."""
 
     path: str
     """The path in the `CheckpointStore`, such as `tinker://<model>/weights/<name>`."""
@@ -110,9 +108,10 @@ class CheckpointInfo:
     base_model: str
     rank: int
     created_at: float
+    """A Unix timestamp in seconds."""
     size_bytes: int
     expires_at: float | None = None
-    """A Unix timestamp like ``created_at``, or None if the checkpoint does not expire."""
+    """A Unix timestamp, or None if the checkpoint does not expire."""
     has_optimizer: bool = False
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
     """The adapter's `TRAINED_PARTS` flags."""

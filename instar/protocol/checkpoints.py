@@ -89,9 +89,9 @@ class CheckpointStore:
         ttl: float | None,
     ) -> CheckpointInfo:
         """Store the checkpoint that ``fill`` writes to a folder, and return ``info`` with its path, size and
-        times. It replaces any checkpoint at the same path and expires after ``ttl`` seconds (None: never).
-        ``fill`` is called before the first await, so it saves the current state. Raises ProtocolError if
-        ``name`` or ``ttl`` is invalid."""
+        times. A checkpoint at the same path is replaced. The new one expires after ``ttl`` seconds, or never
+        if that is None. ``fill`` is called before the first await, so it saves the current state. Raises
+        ProtocolError if ``name`` or ``ttl`` is invalid."""
         if _NAME_PATTERN.fullmatch(name) is None:
             raise ProtocolError(
                 f"invalid checkpoint name {name!r}; use 1 to 128 letters, digits, '.', '_' and '-', not "
@@ -148,7 +148,7 @@ class CheckpointStore:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        """Return the owner's checkpoints of one model (None: of all models), oldest first."""
+        """Return the owner's checkpoints, only those of one model if ``model_id`` is set, oldest first."""
         checkpoints = [
             meta.info
             for meta in self._metadata.values()

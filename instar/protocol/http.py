@@ -18,7 +18,7 @@ from instar.http.auth import find_key_hash, hash_key
 from instar.protocol.base import ProtocolError, to_protocol_error
 
 T = TypeVar("T")
-_SEQUENCE_ID = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
+_SEQUENCE_ID_PATTERN = re.compile(rb'"seq_id"\s*:\s*(\d{1,18})\b')
 
 
 class KeyStore:
@@ -43,16 +43,16 @@ class KeyStore:
 
 
 class ProtocolRouter(Generic[T]):
-    """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` converts the HTTP request
-    and its owner to the request for the handlers. ``error_response`` creates the response to an error."""
+    """Registers routes under ``/api/v1`` that require an API key. ``parse_request`` builds the handlers'
+    request from the HTTP request and its owner. ``error_response`` builds the response for an error."""
 
     def __init__(
         self,
-        keys: KeyStore,
+        key_store: KeyStore,
         parse_request: Callable[[Request, str], Awaitable[T]],
         error_response: Callable[[ProtocolError], Response],
     ) -> None:
-        self._key_store = keys
+        self._key_store = key_store
         self._parse_request = parse_request
         self._error_response = error_response
         self._routes: list[Route] = []
@@ -71,11 +71,11 @@ class ProtocolRouter(Generic[T]):
 
     def create_app(self, *public_routes: Route) -> Starlette:
         routes = [*public_routes, *self._routes]
-        app = Starlette(routes=routes, exception_handlers={HTTPException: self._respond_unknown_route})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._handle_unsupported_route})
         app.router.redirect_slashes = False  # A redirect would go to the host in the Host header.
         return app
 
-    async def _respond_unknown_route(self, request: Request, error: Exception) -> Response:
+    async def _handle_unsupported_route(self, request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         return self._error_response(
             ProtocolError(f"this server does not support {request.method} {request.url.path}", status)
@@ -107,7 +107,7 @@ def parse_json(body: bytes | memoryview | msgspec.Raw, message_type: type[T]) ->
 
 def find_sequence_id(body: bytes) -> int | None:
     """Return the first ``seq_id`` in a body that may be invalid JSON, or None if there is none."""
-    match = _SEQUENCE_ID.search(body)
+    match = _SEQUENCE_ID_PATTERN.search(body)
     return int(match[1]) if match else None
 
 

@@ -60,9 +60,9 @@ class CoreSharing:
 
     Two computations on the same cores take far more than twice as long, because their threads wait for each
     other in every operation. So while both run, training and sampling each get half of the cores. A single
-    client that alternates between training and sampling always gets all cores. This keeps its results
-    independent of timing, because the number of threads can change the last bits of a sum.
-    ``set_sampler_cores`` is called when the number of cores for sampling changes.
+    client that alternates between them always gets all cores. Its results then do not depend on timing,
+    although the number of threads can change the last bits of a sum. ``set_sampler_cores`` is called when the
+    number of cores for sampling changes.
     """
 
     def __init__(self, set_sampler_cores: Callable[[int], None], count: int | None = None) -> None:
@@ -72,8 +72,8 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_training(self, set_cores: Callable[[int], None]) -> Generator[None]:
-        """Reserve cores for a model during the block. ``set_cores`` is called with the number of cores."""
-        set_cores(self._cores_per_side(other_side_count=self._sampling_count))
+        """Reserve cores for training while the block runs, and call ``set_cores`` with their number."""
+        set_cores(self._compute_cores(other_side_count=self._sampling_count))
         self._change_training_count(+1)
         try:
             yield
@@ -82,7 +82,7 @@ class CoreSharing:
 
     @contextmanager
     def reserve_for_sampling(self) -> Generator[None]:
-        """Reserve cores for sampling during the block. A running training pass keeps its cores."""
+        """Reserve cores for sampling while the block runs. A running training pass keeps its cores."""
         self._sampling_count += 1
         try:
             yield
@@ -90,11 +90,11 @@ class CoreSharing:
             self._sampling_count -= 1
 
     def _change_training_count(self, change: int) -> None:
-        before, self._training_count = self._training_count, self._training_count + change
-        if not (before and self._training_count):
-            self._set_sampler_cores(self._cores_per_side(other_side_count=self._training_count))
+        previous_count, self._training_count = self._training_count, self._training_count + change
+        if not (previous_count and self._training_count):
+            self._set_sampler_cores(self._compute_cores(other_side_count=self._training_count))
 
-    def _cores_per_side(self, other_side_count: int) -> int:
+    def _compute_cores(self, other_side_count: int) -> int:
         return max(1, self._core_count // 2) if other_side_count else self._core_count
 
 
@@ -110,7 +110,7 @@ class TrainingModel:
         base_model: str,
         adapter: AdapterSpec,
         max_context: int,
-        cores: CoreSharing,
+        core_sharing: CoreSharing,
     ) -> None:
         self.model_id = new_id("model")
         self.session_id = session.session_id
@@ -120,7 +120,7 @@ class TrainingModel:
         self._checkpoints = checkpoints
         self._base_model = base_model
         self._max_context = max_context
-        self._core_sharing = cores
+        self._core_sharing = core_sharing
         self._is_closed = False
 
     async def forward(self, samples: Sequence[Sample]) -> list[Floats]:
@@ -219,7 +219,7 @@ class TrainingModel:
 def create_backend(
     base: PreTrainedModel, model: ModelConfig, adapter: AdapterSpec, threads: int | None
 ) -> tuple[ServedLocalBackend, AdapterSpec]:
-    """Return a backend that shares the weights of ``base``, and the adapter settings with the seed in use."""
+    """Return a backend that shares the weights of ``base``, and ``adapter`` with the seed that it uses."""
     seed = secrets.randbits(31) if adapter.seed is None else adapter.seed
     lora = LoraConfig(rank=adapter.rank, alpha=LORA_ALPHA, targets=select_lora_targets(base, adapter))
     config = LocalBackendConfig(lora=lora, threads=threads)

@@ -38,6 +38,7 @@ class _Operation:
     queue: _SequenceQueue | None
     seq: int | None
     offset: int
+    """The difference between ``seq`` and the client's own sequence id."""
     key: str | None
     expires_at: float = float("inf")
 
@@ -47,7 +48,7 @@ class _SequenceQueue:
     name: str
     next_seq: int = 1
     offset: int = 0
-    """The offset of the operation that was started last."""
+    """The offset of the operation that was started last, for error messages."""
     is_running: bool = False
     operations: dict[int, _Operation] = field(default_factory=dict[int, _Operation])
     """The operations by sequence id, including finished operations whose result is kept."""
@@ -171,15 +172,16 @@ class OperationScheduler:
     def _find_duplicate(
         self, kind: str, owner: str, queue_name: str | None, seq: int | None, offset: int, key: str | None
     ) -> _Operation | None:
+        """Return the operation that the request repeats, if any. Raises `submit`'s 400 and 409 errors."""
         operation = self._operations_by_key.get((owner, key)) if key is not None else None
         subject, action = "this idempotency key", "use a different key"
         if operation is None and queue_name is not None and seq is not None:
             sequence_queue = self._queues.get(queue_name, _SequenceQueue(queue_name))
-            highest_seq = sequence_queue.next_seq + self._limits.max_operations
-            if not 1 <= seq <= highest_seq:
+            max_seq = sequence_queue.next_seq + self._limits.max_operations
+            if not 1 <= seq <= max_seq:
                 raise ProtocolError(
                     f"sequence id {seq - offset} for {queue_name} is out of range; sequence ids start at 1, "
-                    f"and the highest one allowed now is {highest_seq - offset}"
+                    f"and the highest one allowed now is {max_seq - offset}"
                 )
             operation = sequence_queue.operations.get(seq)
             subject, action = f"sequence id {seq - offset} of {queue_name}", _SEQUENCE_HINT

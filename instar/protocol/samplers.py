@@ -32,13 +32,13 @@ BASE_MODEL_KEY = ""
 @dataclass(eq=False, slots=True)
 class _PooledEngine:
     engine: LocalEngine
-    user_count: int = 0
+    request_count: int = 0
     has_failed: bool = False
 
 
 class SamplerPool:
     """A pool of at most ``max_engines`` engines, each with one policy. If the pool is full, a new policy
-    replaces the least recently used idle one, or waits until one is idle. The KV memory is divided between
+    is loaded into the least recently used idle engine, once there is one. The KV memory is divided between
     the engines in use; an idle engine keeps its memory until another engine needs it."""
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
@@ -129,19 +129,21 @@ class SamplerPool:
                 if key not in self._engines:
                     await self._load_policy(key, adapter)
         except TimeoutError as error:
-            raise ProtocolError("no sampler became free in time; try again later", 503, "server") from error
+            raise ProtocolError(
+                f"no sampler was ready within {ACQUIRE_TIMEOUT_SECONDS:g} s; try again later", 503, "server"
+            ) from error
         # Nothing else runs until the next await, so no other policy can be loaded into the engine.
         pooled = self._engines[key]
         self._engines.move_to_end(key)
-        pooled.user_count += 1
-        if pooled.user_count == 1:
-            for idle in [other for other in self._engines.values() if other.user_count == 0]:
+        pooled.request_count += 1
+        if pooled.request_count == 1:
+            for idle in [other for other in self._engines.values() if other.request_count == 0]:
                 idle.engine.release_memory()
             self._divide_memory()
         return pooled
 
     def _divide_memory(self) -> None:
-        in_use = [pooled.engine for pooled in self._engines.values() if pooled.user_count]
+        in_use = [pooled.engine for pooled in self._engines.values() if pooled.request_count]
         for engine in in_use:
             engine.set_kv_tokens(max(self.info.max_context, self._kv_tokens // len(in_use)))
 
@@ -149,7 +151,7 @@ class SamplerPool:
         async with self._loading_lock:  # the lock is fair, so requests are served in order
             while key not in self._engines:
                 idle_key = next(
-                    (name for name, pooled in self._engines.items() if pooled.user_count == 0), None
+                    (other for other, pooled in self._engines.items() if pooled.request_count == 0), None
                 )
                 if len(self._engines) < self._max_engines:
                     engine = await asyncio.to_thread(self._create_engine)
@@ -161,14 +163,14 @@ class SamplerPool:
                     await self._engine_released.wait()
 
     async def _release(self, key: str, pooled: _PooledEngine) -> None:
-        pooled.user_count -= 1
+        pooled.request_count -= 1
         self._engine_released.set()
         if pooled.has_failed:
             if self._engines.get(key) is pooled:
                 del self._engines[key]
-            if pooled.user_count == 0:
+            if pooled.request_count == 0:
                 await pooled.engine.close()
-        if pooled.user_count == 0:
+        if pooled.request_count == 0:
             self._divide_memory()
 
     async def _load_adapter(self, pooled: _PooledEngine, adapter: Path | None) -> _PooledEngine:

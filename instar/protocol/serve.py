@@ -15,7 +15,7 @@ from instar.protocol.operations import OperationScheduler
 from instar.registry import load_object
 
 ProtocolName = Literal["tinker", "weaver"]
-APPS: dict[ProtocolName, str] = {
+APP_FACTORIES: dict[ProtocolName, str] = {
     "tinker": "instar.protocol.tinker.app:create_app",
     "weaver": "instar.protocol.weaver.app:create_app",
 }
@@ -42,9 +42,9 @@ async def serve_protocol(
     Raises ConfigError if the protocol is unknown, or the address, the folder or the model cannot be used."""
     from instar.protocol.service import TrainingService  # imports torch
 
-    if protocol not in APPS:
-        raise ConfigError(f"unknown protocol {protocol!r}; available: {', '.join(APPS)}")
-    create_app = load_object(APPS[protocol])
+    if protocol not in APP_FACTORIES:
+        raise ConfigError(f"unknown protocol {protocol!r}; available: {', '.join(APP_FACTORIES)}")
+    create_app = load_object(APP_FACTORIES[protocol])
     service = TrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
     try:
         listener = bind(host, port)

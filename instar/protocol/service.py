@@ -80,15 +80,19 @@ class TrainingService:
 
     def heartbeat(self, session_id: str, owner: str) -> ClientSession:
         """Record a heartbeat and return the session. Raises ProtocolError 404 if it does not exist."""
-        session = self._sessions.get(session_id)
-        if session is None or session.owner != owner:
-            raise ProtocolError(f"session {session_id} does not exist or has ended", 404)
+        session = self._find_session(session_id, owner)
         session.last_seen = time.monotonic()
         return session
 
     async def end_session(self, session_id: str, owner: str) -> None:
-        self.heartbeat(session_id, owner)
+        self._find_session(session_id, owner)
         await self._end_session(session_id)
+
+    def _find_session(self, session_id: str, owner: str) -> ClientSession:
+        session = self._sessions.get(session_id)
+        if session is None or session.owner != owner:
+            raise ProtocolError(f"session {session_id} does not exist or has ended", 404)
+        return session
 
     async def _end_session(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
@@ -102,7 +106,7 @@ class TrainingService:
     async def create_model(
         self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        """Create a model. Raises ProtocolError if an argument is invalid or too many models are active."""
+        """Create a model. Raises ProtocolError 400 (invalid), 404 (no session) or 429 (too many models)."""
         session = self.heartbeat(session_id, owner)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
@@ -121,7 +125,7 @@ class TrainingService:
             base_model=self.base_model,
             adapter=adapter,
             max_context=self.max_context,
-            cores=self._core_sharing,
+            core_sharing=self._core_sharing,
         )
         if session_id not in self._sessions:
             await model.close()
@@ -142,10 +146,10 @@ class TrainingService:
         limit = self.limits.max_models
         while len(self._models) + self._models_being_created >= limit:
             sessions = [self._sessions[model.session_id] for model in self._models.values()]
-            oldest = min(sessions, key=lambda session: session.last_seen, default=None)
-            if oldest is None or time.monotonic() - oldest.last_seen < self.limits.eviction_idle_seconds:
+            idlest = min(sessions, key=lambda session: session.last_seen, default=None)
+            if idlest is None or time.monotonic() - idlest.last_seen < self.limits.eviction_idle_seconds:
                 raise ProtocolError(f"too many models are in training (limit: {limit}); close one first", 429)
-            await self._end_session(oldest.session_id)
+            await self._end_session(idlest.session_id)
 
     def find_model(self, model_id: str, owner: str) -> TrainingModel:
         """Return a model and record a heartbeat. Raises ProtocolError 404 if it does not exist."""
@@ -163,28 +167,28 @@ class TrainingService:
     # --- sampling ---
 
     async def sample(
-        self, sampler: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
+        self, sampler_path: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
-        """Sample ``count`` sequences from the checkpoint with the path ``sampler`` (None: the base model)."""
+        """Sample ``count`` sequences from the checkpoint at ``sampler_path`` (None: the base model)."""
         if not 1 <= count <= self.limits.max_operations:
             limit = self.limits.max_operations
             raise ProtocolError(f"num_samples must be between 1 and {limit}, got {count}")
-        key, adapter = self._resolve_policy(sampler, owner)
+        key, adapter = self._resolve_policy(sampler_path, owner)
         with convert_errors(), self._core_sharing.reserve_for_sampling():
             return await self._sampler_pool.sample(key, adapter, prompt, params, count)
 
-    async def compute_logprobs(self, sampler: str | None, owner: str, tokens: Sequence[int]) -> Floats:
-        """Return the logprob of every token (NaN at index 0). See `sample` for ``sampler``."""
-        key, adapter = self._resolve_policy(sampler, owner)
+    async def compute_logprobs(self, sampler_path: str | None, owner: str, tokens: Sequence[int]) -> Floats:
+        """Return the logprob of every token (NaN at index 0). If the path is None, use the base model."""
+        key, adapter = self._resolve_policy(sampler_path, owner)
         with convert_errors(), self._core_sharing.reserve_for_sampling():
             return await self._sampler_pool.compute_logprobs(key, adapter, tokens)
 
-    def _resolve_policy(self, sampler: str | None, owner: str) -> tuple[str, Path | None]:
-        """Return a policy key and the adapter folder for a checkpoint path (None for the base model)."""
-        if sampler is None:
+    def _resolve_policy(self, sampler_path: str | None, owner: str) -> tuple[str, Path | None]:
+        """Return the policy's key and its adapter folder, which is None for the base model."""
+        if sampler_path is None:
             return BASE_MODEL_KEY, None
-        info = self.checkpoints.find(sampler, owner)
-        # A checkpoint that replaces another one at the same path is a different policy.
+        info = self.checkpoints.find(sampler_path, owner)
+        # The key contains the time, because a path can be overwritten with different weights.
         return f"{info.path} {info.created_at}", self.checkpoints.get_folder(info) / ADAPTER_FOLDER
 
     # --- expiry ---

@@ -43,7 +43,7 @@ class AdamFields(Struct, kw_only=True):
         fields = asdict(self)
         learning_rate = fields.pop("learning_rate")
         try:
-            # A learning rate of 0 is allowed in a schedule, but `AdamConfig` rejects it.
+            # `AdamConfig` rejects a learning rate of 0, which a schedule may reach, so it is set afterwards.
             adam = AdamConfig(lr=learning_rate or 1.0, **fields)
         except ValidationError as error:
             raise _make_invalid_value_error("adam_params", error) from None

@@ -51,7 +51,7 @@ class Renderer(ABC):
     """Converts messages and tools to tokens, and tokens to replies, for one model."""
 
     max_prompt_tokens: int | None = None
-    """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that are certainly longer."""
+    """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that certainly exceed it."""
 
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
@@ -129,7 +129,7 @@ class Placement:
     link: Link
     parent_id: str | None = None
     base_id: str | None = None
-    """The call that begins with the same ``base_tokens`` tokens and ``base_messages`` messages, or None."""
+    """The recorded call with the same first ``base_tokens`` tokens and ``base_messages`` messages, if any."""
     base_tokens: int = 0
     base_messages: int = 0
     key: bytes = b""

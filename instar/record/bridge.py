@@ -74,11 +74,9 @@ class TemplateBridge:
     def _render_continuation(
         self, history_index: int, new_messages: Sequence[Message], tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens after a placeholder reply, starting with its end-of-turn token.
-
-        The list is empty if there is no such token, or if the new messages change the tokens up to it. Return
-        None if the template rejects the messages.
-        """
+        """Return the tokens after a placeholder reply, starting with its end-of-turn token. The list is empty
+        if there is no such token, or if the new messages change the tokens up to it. Return None if the
+        template rejects the messages."""
         history = self._build_history(history_index, new_messages)
         try:
             prompt_length = len(self._render(history[:-1], tools, generation=False))

@@ -281,11 +281,11 @@ class FamilyRenderer(TokenizerRenderer):
         from renderers.configs import config_from_name
 
         super().__init__(tokenizer)
-        self._library: LibraryRenderer = create_renderer(tokenizer, cast(Any, config_from_name(family)))
+        self._renderer: LibraryRenderer = create_renderer(tokenizer, cast(Any, config_from_name(family)))
         self._boundaries = frozenset(tokenizer.added_tokens_decoder)
-        self._stop_token_ids = tuple(self._library.get_stop_token_ids())
+        self._stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self._stop_token_ids})
-        probe = self._library.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
+        probe = self._renderer.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
         self._has_bare_calls = bool(probe.tool_calls)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
@@ -305,13 +305,13 @@ class FamilyRenderer(TokenizerRenderer):
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
             return list(
-                self._library.render_ids(library_messages, tools=library_tools, add_generation_prompt=True)
+                self._renderer.render_ids(library_messages, tools=library_tools, add_generation_prompt=True)
             )
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def _check_message_lengths(self, messages: Sequence[Message]) -> None:
-        # A format may trim messages and omit parts of replies, so only these texts are sure to be rendered.
+        # Formats may trim texts and omit parts of replies, so only these texts are certain to be rendered.
         self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
     def supports_tools(self) -> bool:
@@ -329,7 +329,7 @@ class FamilyRenderer(TokenizerRenderer):
         prefix = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)
-            bridged = self._library.bridge_to_next_turn(
+            bridged = self._renderer.bridge_to_next_turn(
                 list(prompt_ids), list(sampled_ids), library_messages, tools=library_tools
             )
         except _RENDER_ERRORS:
@@ -350,7 +350,7 @@ class FamilyRenderer(TokenizerRenderer):
         _, library_tools = _to_library_format((), tools)
         prompt = list(prompt_ids) or None
         return FamilyStreamParser(
-            lambda ids: self._library.parse_response(ids, tools=library_tools, prompt_ids=prompt),
+            lambda ids: self._renderer.parse_response(ids, tools=library_tools, prompt_ids=prompt),
             self._decode,
             tools,
             stop,

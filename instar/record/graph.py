@@ -39,18 +39,18 @@ class MessageGraph:
         self._by_prefix: dict[bytes, CallNode] = {}
         self._by_tool_call: dict[str, CallNode] = {}
         self._in_flight: Counter[bytes] = Counter()
-        self._finished: set[str] = set()
+        self._successful_requests: set[str] = set()
         self._undelivered: set[bytes] = set()
         self._restore(recorded)
 
     @property
     def next_request_number(self) -> int:
-        """The number for the next request: how many requests succeeded or are in flight."""
-        return self.finished_requests + self._in_flight.total()
+        """The number of the next request, which is the number of requests that succeeded or are in flight."""
+        return self.successful_request_count + self._in_flight.total()
 
     @property
-    def finished_requests(self) -> int:
-        return len(self._finished)
+    def successful_request_count(self) -> int:
+        return len(self._successful_requests)
 
     def count_known(self, chain: HashChain) -> int:
         """Count the leading messages of a request that are already recorded. Return 0 if its tools differ."""
@@ -65,7 +65,7 @@ class MessageGraph:
         return known
 
     def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
-        """Restore the recorded digests of replies to which the agent added arguments, so that they match."""
+        """Return the chain with the recorded digests of replies to which the agent only added arguments."""
         known = self._count_recorded(chain)
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):
@@ -81,7 +81,7 @@ class MessageGraph:
         The graph is not changed, so a thread can place a request while calls are added."""
         placement = self._place_sibling(chain, messages, tools, renderer)
         placement = placement or self._place_extension(chain, messages, tools, renderer)
-        return placement or self._place_branch(chain, messages, tools, renderer)
+        return placement or self._place_root_or_branch(chain, messages, tools, renderer)
 
     def place_prompt(self, prompt: str | Sequence[int], renderer: Renderer) -> Placement:
         """Find the position of a prompt without messages. It is a sibling of a call with the same prompt, or
@@ -104,7 +104,7 @@ class MessageGraph:
         return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
-        """Add the prompt that a provider returned. The request is a branch if it does not extend the base."""
+        """Add the prompt that a provider returned. An extension becomes a branch if its tokens differ."""
         base = self._nodes.get(placement.base_id or "")
         shared = _stored_prefix_length(base, prompt_ids) if base else 0
         link = placement.link
@@ -161,7 +161,7 @@ class MessageGraph:
             return nodes.extend_prompt(placement, parent, messages, count, tools, renderer)
         return None
 
-    def _place_branch(
+    def _place_root_or_branch(
         self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
     ) -> Placement:
         key = chain.key
@@ -228,8 +228,8 @@ class MessageGraph:
     def has_call(self, call_id: str) -> bool:
         return call_id in self._nodes
 
-    def has_request(self, request_id: str) -> bool:
-        return request_id in self._finished
+    def has_successful_request(self, request_id: str) -> bool:
+        return request_id in self._successful_requests
 
     def is_reply_unredacted(self, call: Call) -> bool:
         if parse_redaction_reason(call.reason) is None:
@@ -242,6 +242,7 @@ class MessageGraph:
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 
     def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
+        """Like `find_recorded`, but only for requests with this idempotency key."""
         matching = self._by_request.get(key, ())
         return _select_newest_request(
             node for node in matching if node.is_ok and node.client_key == client_key
@@ -310,7 +311,7 @@ class MessageGraph:
         self._nodes[node.call_id] = node
         self._by_request[key].append(node)
         if node.is_ok:
-            self._finished.add(node.request_id)
+            self._successful_requests.add(node.request_id)
 
     def _add_chain(self, node: CallNode, chain: HashChain) -> None:
         node.tools_digest, node.reply_digest = chain.tools_digest, chain.digests[-1]
@@ -378,5 +379,5 @@ def _stored_prefix_length(node: CallNode, prompt: Ids) -> int:
 
 
 def _select_newest_request(recorded: Iterable[CallNode]) -> list[str]:
-    finished = list(recorded)
-    return [node.call_id for node in finished if node.request_id == finished[-1].request_id]
+    calls = list(recorded)
+    return [node.call_id for node in calls if node.request_id == calls[-1].request_id]

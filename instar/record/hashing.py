@@ -32,7 +32,7 @@ class HashChain:
     canonical: list[bytes]
     exact: list[bytes]
     digests: list[bytes]
-    """The canonical digest of each message followed by its exact digest."""
+    """One entry per message: its canonical digest followed by its exact digest."""
 
     def __len__(self) -> int:
         return len(self.digests)

@@ -14,7 +14,7 @@ from instar.types import Ids, Json, Message, Tool, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _MAX_BRIDGE_TOKENS = 1024
-"""The maximum number of tokens from the end of a prompt that a renderer needs to continue it."""
+"""A renderer needs at most this many tokens from the end of a prompt to continue it."""
 
 
 @dataclass(slots=True)
@@ -41,7 +41,7 @@ class CallNode:
     agents may add arguments to its calls."""
     message_count: int
     first_redacted_message: int | None
-    """The index of the first redacted message, or None. Tools have index 0, the reply ``message_count``."""
+    """Index of the first redacted message, or None. Tools count as 0, and the reply as ``message_count``."""
     tools_digest: bytes = b""
     reply_digest: bytes = b""
     exact: list[bytes] = field(default_factory=list[bytes])
@@ -70,7 +70,7 @@ class CallNode:
         return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
 
     def count_shared_messages(self, exact: Sequence[bytes]) -> int:
-        """Count the leading messages in ``exact`` that this call shares. Its reply counts as a message."""
+        """Return how many leading messages of the exact chain this call shares, counting its reply."""
         node: CallNode | None = self
         limit = len(exact) - 1
         while node is not None:

@@ -127,15 +127,15 @@ class Redactor:
                 clean = cast(Message, {**clean, name: redacted})
         if not (calls := message.get("tool_calls")):
             return clean
-        cleaned = [self._redact_call(call) for call in calls]
-        if any(a is not b for a, b in zip(calls, cleaned, strict=True)):
-            clean = cast(Message, {**clean, "tool_calls": cleaned})
+        clean_calls = [self._redact_call(call) for call in calls]
+        if any(a is not b for a, b in zip(calls, clean_calls, strict=True)):
+            clean = cast(Message, {**clean, "tool_calls": clean_calls})
         return clean
 
     def redact_tools(self, tools: tuple[Tool, ...]) -> tuple[Tool, ...]:
         """Redact the secrets in tools. Return the same object if they contain none."""
-        cleaned = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
-        return cleaned if cleaned != tools else tools
+        clean = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
+        return clean if clean != tools else tools
 
     def redact_value(self, value: Any) -> Any:
         match value:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 _MIN_LONG_TEXT_CHARS = 16 * 1024
 _MAX_CACHED_CHARS = 4 * 1024 * 1024
 _CACHE_ENTRY_CHARS = 32
-"""The memory of a cache entry besides its text and tokens, expressed as a number of characters."""
+"""The fixed memory overhead of a cache entry, expressed as a number of characters."""
 _PROBE_TEXT = "7440-mark"
-"""A text that is in no chat template, so its presence shows that the template rendered it."""
+"""A text that no chat template contains, so finding it in a prompt shows that its message was rendered."""
 _ENCODING_PROBES = (
     "{0}user\nHello there.{1}\n{0}assistant\n",
     " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
@@ -192,7 +192,7 @@ class TemplateRenderer(TokenizerRenderer):
         super().__init__(tokenizer)
         self._encoder = CachingEncoder(tokenizer)
         # The library's template renderer is used only for its stop tokens.
-        library = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
+        default_renderer = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
         self._has_tool_role = self._supports_tool_role()
         has_tools = self._supports_tool_calls()
         if tool_format == "template" and not has_tools:
@@ -206,7 +206,7 @@ class TemplateRenderer(TokenizerRenderer):
         conversation = self._render_ids([question, reply], (), generation=False)
         special_ids = tokenizer.all_special_ids
         turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
-        stop_ids = {*library.get_stop_token_ids(), *eos_ids, *turn_end}
+        stop_ids = {*default_renderer.get_stop_token_ids(), *eos_ids, *turn_end}
         self._stop_token_ids = tuple(sorted(stop_ids))
         # Reasoning and tool call markers are not hidden, because the parser needs them.
         special = zip(special_ids, tokenizer.all_special_tokens, strict=True)

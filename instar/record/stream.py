@@ -146,6 +146,7 @@ class ReplyScanner:
         return out
 
     def _advance(self) -> bool:
+        """Process the start of the buffer. Return False if the rest must wait for more text."""
         if not self._buffer:
             return False
         if self._state == "plain text":

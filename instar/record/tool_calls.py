@@ -38,7 +38,7 @@ def format_tool_list(tools: Iterable[Tool]) -> str:
 
 
 def _format_tool(tool: Tool) -> str:
-    # Agents send all kinds of schemas. A tool with an invalid schema is listed without parameters.
+    # Agents may send invalid schemas. A tool without valid properties is listed without parameters.
     schema = tool["parameters"]
     required, properties = _as_list(schema.get("required")), schema.get("properties")
     parameters = ", ".join(
@@ -274,6 +274,7 @@ class JsonObjectTracker:
         return self._set_expected("next")
 
     def _set_expected(self, token: str) -> int:
+        """Set the next expected token. Return 1, the length of the current token."""
         self._expected = token
         return 1
 
@@ -304,9 +305,9 @@ class PartialToolCall:
         name = parse_call_name(head[1])
         if name is None:
             return None
-        call = PartialToolCall(name, index)
-        opening = ReplyDelta(call=ToolCallDelta(index, call.call["id"], name))
-        return call, [opening, *call.feed(text[head.end() :])]
+        partial = PartialToolCall(name, index)
+        first_delta = ReplyDelta(call=ToolCallDelta(index, partial.call["id"], name))
+        return partial, [first_delta, *partial.feed(text[head.end() :])]
 
     def feed(self, text: str) -> list[ReplyDelta]:
         if self._tracker.is_complete:

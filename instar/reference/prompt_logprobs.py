@@ -48,11 +48,11 @@ class VllmFormat(PromptLogprobsFormat):
         entries = _get_first_choice(response, ids).get("prompt_logprobs")
         if not isinstance(entries, list) or not entries:
             raise PromptLogprobsUnsupported("the response has no prompt_logprobs")
-        positions = cast(list[Mapping[str, Json] | None], entries)
-        _check_length(len(positions), ids)
+        all_candidates = cast(list[Mapping[str, Json] | None], entries)
+        _check_length(len(all_candidates), ids)
         values = np.full(len(ids), np.nan, np.float32)
         texts: list[str | None] = [None] * len(ids)
-        for position, (token, candidates) in enumerate(zip(ids.tolist(), positions, strict=True)):
+        for position, (token, candidates) in enumerate(zip(ids.tolist(), all_candidates, strict=True)):
             if position == 0:
                 continue
             if candidates is None or (candidate := candidates.get(str(token))) is None:
@@ -75,14 +75,15 @@ class EchoFormat(PromptLogprobsFormat):
         values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
         if not isinstance(values, list) or not values:
             raise PromptLogprobsUnsupported("the response has no token_logprobs")
-        numbers = cast(list[float | None], values)
-        if len(numbers) < len(ids):
-            raise PromptLogprobsUnsupported(f"the response has {len(numbers)} logprobs for {len(ids)} tokens")
+        token_logprobs = cast(list[float | None], values)
+        count = len(token_logprobs)
+        if count < len(ids):
+            raise PromptLogprobsUnsupported(f"the response has {count} logprobs for {len(ids)} tokens")
         # One sampled token may follow the prompt.
-        _check_length(max(len(ids), len(numbers) - 1), ids)
-        prompt = [_parse_logprob(value) for value in numbers[: len(ids)]]
+        _check_length(max(len(ids), count - 1), ids)
+        prompt_logprobs = [_parse_logprob(value) for value in token_logprobs[: len(ids)]]
         texts = _parse_token_texts(cast(Json, logprobs).get("tokens"), ids)
-        return ScoredPrompt(np.asarray([np.nan, *prompt[1:]], np.float32), texts)
+        return ScoredPrompt(np.asarray([np.nan, *prompt_logprobs[1:]], np.float32), texts)
 
 
 FORMATS: tuple[PromptLogprobsFormat, ...] = (
@@ -101,7 +102,7 @@ def _get_first_choice(response: Any, ids: Ids) -> Json:
     count = usage.get("prompt_tokens")
     if isinstance(count, int) and count != len(ids):
         raise EngineError(
-            f"the teacher read {count} tokens instead of {len(ids)}; its server must not add tokens"
+            f"the teacher read {count} tokens instead of {len(ids)}; the server must not change the prompt"
         )
     return choice
 

@@ -19,7 +19,7 @@ MAX_REASON_CHARS = 1000
 
 
 def get_task(session: Session, group: Group | None) -> Task:
-    """Return the group's task if it accepts the session, else the task in the metadata, else `NO_TASK`."""
+    """Return the task of a group that accepts the session, else the session's own task, else `NO_TASK`."""
     if group is not None and group.accepts(session):
         return group.task
     data = session.metadata.get("task")
@@ -57,13 +57,12 @@ class ScoringContext:
 
 
 class WorkerTextScorer(ABC):
-    """A task set's scorer for text from the model. The text is untrusted, so a worker process scores it."""
+    """A task set's scorer for text from the model. A worker process runs it, as the text is untrusted."""
 
     check_name: str
     """The name of the check in ``rules/check_worker.py``."""
     check_args: Json
     requires_sandbox: bool
-    """True if the scorer must run in a sandbox."""
 
     @abstractmethod
     def build_request(self, task: Task, text: str) -> Json: ...
@@ -122,7 +121,7 @@ class ScoringResult:
 
     @property
     def failure_reason(self) -> str | None:
-        """The reason why the first failed scorer failed, or None if no scorer failed."""
+        """The reason in the first failed score, or None if no scorer failed."""
         return next((score.reason for score in self.scores if score.reason is not None), None)
 
 

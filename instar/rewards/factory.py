@@ -27,8 +27,8 @@ def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ConfigError(
-                f"reward.{index}: the name {name!r} is already used by reward.{names.index(name)}; remove "
-                "one of them or give it a different name"
+                f"reward.{index}: the name {name!r} is already used by reward.{names.index(name)}; rename or "
+                "remove one of them"
             )
     known = {*(source.value for source in RewardSource), *names}
     combine = config.scoring.combine
@@ -49,7 +49,7 @@ def create_scoring(config: RunConfig, taskset: TextScorerSource | None = None) -
 
 @dataclass(frozen=True)
 class BackgroundScorers:
-    """The scorers of a run, for a process without the task set. ``live_scorers`` can score live sessions."""
+    """All scorers of a run, created without the task set. ``live_scorers`` can also score live sessions."""
 
     scorers: list[Scorer]
     live_scorers: list[Scorer]
@@ -60,8 +60,8 @@ class BackgroundScorers:
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
-    """Create a run's scorers for a process without the task set. Raises ConfigError like `create_scorers`."""
-    scorers = create_scorers(config, _MissingTextScorer())
+    """Create a run's scorers without the task set. Raises ConfigError like `create_scorers`."""
+    scorers = create_scorers(config, _MissingTaskSet())
     live = [
         scorer
         for scorer, section in zip(scorers, config.reward, strict=True)
@@ -72,8 +72,8 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
     return BackgroundScorers(scorers, live)
 
 
-class _MissingTextScorer:
-    """Stands in for the task set's scorer. Rules that need it do not run in this process."""
+class _MissingTaskSet:
+    """Used instead of the task set. Rules that need the task set's scorer do not run in this process."""
 
     def scorer(self, task: Task, text: str) -> float:
         raise ScoreError("the task set's scorer is not available in this process")

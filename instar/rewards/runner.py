@@ -29,13 +29,13 @@ class ScoringCounts:
     scored: int = 0
     fallback: int = 0
     in_progress: int = 0
-    last_reason: str = ""
+    last_failure: str = ""
 
     def add(self, result: ScoringResult) -> None:
         for score in result.scores:
             if score.state is ScoreState.FALLBACK:
                 self.fallback += 1
-                self.last_reason = score.reason or ""
+                self.last_failure = score.reason or ""
             else:
                 self.scored += 1
 
@@ -78,7 +78,7 @@ class ScoringRunner:
     @property
     def status_text(self) -> str:
         counts, pending_groups = self.counts, len(self._group_queue.pending)
-        failed = f", {counts.fallback} failed ({counts.last_reason[:80]})" if counts.fallback else ""
+        failed = f", {counts.fallback} failed ({counts.last_failure[:80]})" if counts.fallback else ""
         groups = f", {pending_groups} groups waiting" if pending_groups else ""
         is_busy = counts.in_progress or pending_groups
         progress = f"{counts.in_progress} in progress" if is_busy else IDLE_STATUS
@@ -149,7 +149,7 @@ class _ScorerQueue:
         """Start scoring as many sessions as allowed. Return False if there are no more sessions to check."""
         store, run_id = self.runner.store, self.runner.run_id
         if self._settled_seq is None:
-            self._settled_seq = await store.last_ended_seq(run_id, self.channels)
+            self._settled_seq = await store.seq_before_oldest_open(run_id, self.channels)
         limit = self._max_pending  # the result may contain every pending session again
         unscored = await store.unscored_sessions(
             run_id, self.scorer.key, self.channels, after=self._after_seq, limit=limit, pending_only=True
@@ -205,8 +205,8 @@ class _GroupQueue:
         self.session_scorers = session_scorers
         self.group_scorers = group_scorers
         self.pending: dict[str, _PendingGroup] = {}
-        self._group_ids: dict[str, str] = {}
-        self._comparing: set[tuple[str, str]] = set()
+        self._group_id_by_session: dict[str, str] = {}
+        self._comparisons: set[tuple[str, str]] = set()
         """The comparisons in progress, as pairs of group id and scorer key."""
         self._scored_during_read: set[tuple[str, str]] | None = None
         """The (session id, scorer name) pairs scored while a group's scores are read. None at other times."""
@@ -217,7 +217,7 @@ class _GroupQueue:
             return
         while not self.runner.is_draining or self.runner.counts.in_progress:
             if time.monotonic() - self._last_full_scan > FULL_SCAN_INTERVAL_SECONDS:
-                self.pending, self._group_ids = {}, {}
+                self.pending, self._group_id_by_session = {}, {}
                 self._last_full_scan = time.monotonic()
             for channel in ROLLOUT_CHANNELS:
                 groups = await self.runner.store.groups(self.runner.run_id, channel, GroupStatus.SCORING)
@@ -231,7 +231,7 @@ class _GroupQueue:
     def mark_scored(self, session_id: str, scorer_name: str) -> None:
         if self._scored_during_read is not None:
             self._scored_during_read.add((session_id, scorer_name))
-        if group_id := self._group_ids.get(session_id):
+        if group_id := self._group_id_by_session.get(session_id):
             self.pending[group_id].missing.discard((session_id, scorer_name))
 
     async def _add_group(self, group: Group, tasks: asyncio.TaskGroup) -> None:
@@ -247,12 +247,12 @@ class _GroupQueue:
         missing = expected - scored - self._scored_during_read
         self._scored_during_read = None
         self.pending[group.group_id] = _PendingGroup(completed, missing)
-        self._group_ids |= dict.fromkeys(completed, group.group_id)
+        self._group_id_by_session |= dict.fromkeys(completed, group.group_id)
         for scorer in self.group_scorers:
             key = (group.group_id, scorer.key)
             unscored = [session_id for session_id in completed if (session_id, scorer.name) in missing]
-            if unscored and key not in self._comparing and not self.runner.is_draining:
-                self._comparing.add(key)
+            if unscored and key not in self._comparisons and not self.runner.is_draining:
+                self._comparisons.add(key)
                 tasks.create_task(self._compare(group, scorer, unscored))
 
     async def _compare(self, group: Group, scorer: GroupScorer, session_ids: list[str]) -> None:
@@ -261,10 +261,10 @@ class _GroupQueue:
             await self.runner.score(scorer, group.task, session_ids)
         finally:
             self.runner.counts.in_progress -= 1
-            self._comparing.discard((group.group_id, scorer.key))
+            self._comparisons.discard((group.group_id, scorer.key))
 
     async def _close_scored_groups(self) -> None:
         for group_id in [group_id for group_id, group in self.pending.items() if not group.missing]:
             await self.runner.store.close_group(group_id, GroupStatus.READY)
             for session_id in self.pending.pop(group_id).session_ids:
-                del self._group_ids[session_id]
+                del self._group_id_by_session[session_id]

@@ -57,7 +57,7 @@ async def score_sessions(
                 transcripts = await load()
                 async with attempt_slot or nullcontext(), scorer.concurrency_limit or nullcontext():
                     rewards = await _score_with_timeout(scorer, task, transcripts, config.deadline)
-            checked_rewards = _check_rewards(scorer, rewards, session_ids)
+            normalized_rewards = _normalize_rewards(scorer, rewards, session_ids)
         except StoreError:
             raise
         except Exception as error:  # noqa: BLE001 - a scorer is user code and may raise anything
@@ -66,7 +66,7 @@ async def score_sessions(
             requested_delay = 0.0
             if isinstance(error, ScoreError):
                 is_retryable, requested_delay = error.retryable, error.retry_after or 0.0
-            logger.info("%s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
+            logger.info("scorer %s failed on %s, attempt %d: %s", scorer.key, session_ids[0], attempt, reason)
             if attempt > config.retries or not is_retryable:
                 return _give_up(scorer, session_ids, attempt, reason, config.fallback)
             await asyncio.sleep(
@@ -76,7 +76,7 @@ async def score_sessions(
             scores = tuple(
                 Score(session_id, scorer.key, ScoreState.SCORED, attempt) for session_id in session_ids
             )
-            return ScoringResult(scores, checked_rewards)
+            return ScoringResult(scores, normalized_rewards)
     raise AssertionError("unreachable")
 
 
@@ -97,12 +97,12 @@ async def _score_with_timeout(
     )
 
 
-def _check_rewards(
+def _normalize_rewards(
     scorer: Scorer, rewards: Sequence[Reward], session_ids: Sequence[str]
 ) -> tuple[Reward, ...]:
-    """Check the rewards, and add the scorer's name, its version and an id where they are missing. The store
+    """Fill in the scorer's name, its version and a reward id where they are missing. The store
     uses the id to ignore duplicates. Raises ScoreError if a reward is invalid."""
-    checked: list[Reward] = []
+    normalized: list[Reward] = []
     key_counts: Counter[str] = Counter()
     for reward in rewards:
         if reward.session_id not in session_ids:
@@ -117,7 +117,7 @@ def _check_rewards(
             raise ScoreError(f"a reward's detail cannot be encoded as JSON: {error}") from error
         key = "/".join([reward.session_id, scorer.key, *([reward.call_id] if reward.call_id else [])])
         key_counts[key] += 1
-        checked.append(
+        normalized.append(
             replace(
                 reward,
                 scorer=reward.scorer or scorer.name,
@@ -125,13 +125,13 @@ def _check_rewards(
                 reward_id=reward.reward_id or (key if key_counts[key] == 1 else f"{key}#{key_counts[key]}"),
             )
         )
-    return tuple(checked)
+    return tuple(normalized)
 
 
 def _give_up(
     scorer: Scorer, session_ids: Sequence[str], attempts: int, reason: str, fallback: float | None
 ) -> ScoringResult:
-    logger.warning("%s gave up on %s after attempt %d: %s", scorer.key, session_ids[0], attempts, reason)
+    logger.warning("scorer %s gave up on %s, attempt %d: %s", scorer.key, session_ids[0], attempts, reason)
     scores = tuple(
         Score(session_id, scorer.key, ScoreState.FALLBACK, attempts, reason) for session_id in session_ids
     )
@@ -141,7 +141,7 @@ def _give_up(
         Reward(session_id, fallback, RewardSource.FALLBACK, scorer.name, detail={"reason": reason})
         for session_id in session_ids
     ]
-    return ScoringResult(scores, _check_rewards(scorer, rewards, session_ids))
+    return ScoringResult(scores, _normalize_rewards(scorer, rewards, session_ids))
 
 
 class InlineScoring(RolloutScoring):

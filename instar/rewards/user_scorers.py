@@ -14,7 +14,7 @@ from instar.async_utils import run_in_daemon_thread
 from instar.config import AgentRewardConfig, RuleRewardConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript, WorkerTextScorer
-from instar.rewards.rules.answers import compute_settings_version
+from instar.rewards.rules.answers import hash_settings
 from instar.rewards.rules.worker_pool import CheckWorkerPool
 from instar.types import Reward, RewardSource, Task
 
@@ -23,7 +23,7 @@ WORKER_TIMEOUT_SECONDS = 10.0
 
 
 class AgentReward(Scorer):
-    """Uses the reward that the agent function returned. The gateway records rewards that are sent to it."""
+    """Uses the reward that the agent function returned. Rewards sent to the gateway are not handled here."""
 
     name = "returned"
 
@@ -55,7 +55,7 @@ class RuleReward(Scorer):
         self.workers: CheckWorkerPool | None = None
         self.function: Callable[..., Any] | None = None
         self.name = config.name or config.function or "task set"
-        self.version = compute_settings_version(config) if config.args else ""
+        self.version = hash_settings(config) if config.args else ""
         if config.function is not None:
             self.function = registry.load_object(config.function)
             if not callable(self.function):

@@ -1,9 +1,8 @@
 """Limit how far generation may run ahead of training.
 
 A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
-the groups before it fill at most ``max_staleness`` steps that are not trained yet. The policy then advances
-by at most that many versions until a step uses the group. If ``max_staleness`` is 0, generation and training
-alternate.
+the groups before it fill at most ``max_staleness`` steps that are not trained yet, so at most that many steps
+are trained between its start and its use. If ``max_staleness`` is 0, generation and training alternate.
 """
 
 from __future__ import annotations
@@ -36,18 +35,18 @@ class Admission:
         self.count_groups = config.count_live_groups
         self.steps_ahead = config.max_staleness + 1  # including the step that is trained next
         self._state: AdmissionState | None = None
-        self._read_at = 0.0
+        self._computed_at = 0.0
 
     async def read_state(self) -> AdmissionState:
         """Return the state, which is recomputed if the progress changed or MAX_STATE_AGE_SECONDS passed."""
         progress = await self.store.progress(self.run_id)
-        is_old = time.monotonic() - self._read_at > MAX_STATE_AGE_SECONDS
+        is_old = time.monotonic() - self._computed_at > MAX_STATE_AGE_SECONDS
         if self._state is None or self._state.progress != progress or is_old:
-            self._state = await self._compute()
-            self._read_at = time.monotonic()
+            self._state = await self._compute_state()
+            self._computed_at = time.monotonic()
         return self._state
 
-    async def _compute(self) -> AdmissionState:
+    async def _compute_state(self) -> AdmissionState:
         details = await self.store.progress_details(self.run_id, LIVE_EPOCH)
         progress, trained_steps = details.progress, details.trained_steps
         started_groups = progress.next_group_index

@@ -20,7 +20,7 @@ from instar.subprocess_guard import guard_command
 from instar.types import Json, Task
 
 STDOUT_TAIL_BYTES = 64 * 1024
-"""The line with the reward must be within this many bytes at the end of a program's output."""
+"""Only this many bytes at the end of a program's output are searched for a reward."""
 STDERR_TAIL_BYTES = 800
 SECRET_VARIABLES = frozenset(
     {
@@ -77,8 +77,8 @@ class FunctionAgent(Agent):
 
 
 class CommandAgent(Agent):
-    """An agent that runs a program. A guard process ensures that the program and its children exit with the
-    session. The last line of the output may be JSON with a reward: ``{"reward": 1.0}``."""
+    """An agent that runs a program. A guard process ensures that the program and its children exit when
+    the session ends. The last line of the output may be JSON with a reward: ``{"reward": 1.0}``."""
 
     def __init__(self, config: CommandAgentConfig) -> None:
         self.config = config
@@ -125,7 +125,7 @@ class CommandAgent(Agent):
 
 
 def fill_template(part: str, data: Json) -> str:
-    """Return ``part`` with each ``{field}`` replaced with the task's value. Other braces are kept."""
+    """Replace each ``{field}`` in ``part`` with the value of that field in ``data``. Keep other braces."""
 
     def replace_field(match: re.Match[str]) -> str:
         if match[1] not in data:

@@ -11,7 +11,7 @@ from instar.types import Json, Task
 
 @dataclass(frozen=True, slots=True)
 class AgentSession:
-    """The URL and key with which an agent calls the model. The key assigns its calls to the session."""
+    """The URL and API key with which an agent calls the model. The key assigns calls to the session."""
 
     session_id: str
     base_url: str
@@ -30,8 +30,8 @@ class AgentResult:
 class Agent(ABC):
     @abstractmethod
     async def run(self, task: Task, session: AgentSession) -> AgentResult:
-        """Attempt the task once. If this raises an error, the session fails or, if the error is transient, is
-        retried."""
+        """Attempt the task once. If this raises a transient error, the attempt may be repeated in a new
+        session. Any other error fails the session."""
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""

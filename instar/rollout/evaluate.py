@@ -62,7 +62,7 @@ class Evaluator:
     async def evaluate_all(self, label: str) -> list[Json]:
         return [await self.evaluate(mode, label) for mode in self.eval.modes]
 
-    async def last_evaluated_version(self) -> int:
+    async def find_last_evaluated_version(self) -> int:
         """Return the newest version that was evaluated in all modes during training, or 0."""
         groups = await self.store.groups(self.run_id, Channel.VAL, GroupStatus.READY)
         task_counts = Counter(group.group_id.rpartition("/")[0] for group in groups)
@@ -176,7 +176,7 @@ class Evaluator:
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
     async def _load_reward(self, group: Group) -> float | None:
-        """Return the group's combined reward, or None if its session failed or has no score."""
+        """Return the combined reward of the group's session, or None if it failed or has no reward."""
         sessions = (await self.store.group_sessions([group], self.config.agent_id))[group.group_id]
         completed = [s.session_id for s in sessions if s.status is SessionStatus.COMPLETED]
         if not completed:

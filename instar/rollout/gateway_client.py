@@ -55,7 +55,7 @@ class GatewayClient:
         metadata: Mapping[str, Any] | None = None,
         scores: Sequence[Score] = (),
     ) -> EndedSession:
-        """End the session as completed and return its state. A session that has ended is not changed."""
+        """Complete the session and return its state. A session that has already ended is not changed."""
         body = CompleteSession(
             metadata=dict(metadata or {}),
             rewards=[to_reward_body(reward) for reward in rewards],
@@ -64,7 +64,7 @@ class GatewayClient:
         return await self._post(f"/sessions/{session_id}/complete", body, EndedSession)
 
     async def fail_session(self, session_id: str, reason: str, reward: float | None = None) -> EndedSession:
-        """End the session as failed and return its state. A session that has already ended is not changed.
+        """Fail the session and return its state. A session that has already ended is not changed.
         ``reward``, if not None, is recorded as a fallback reward."""
         rewards = [] if reward is None else [RewardBody(reward, RewardSource.FALLBACK, "failed_reward")]
         body = FailSession(reason=reason, rewards=rewards)

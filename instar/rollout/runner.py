@@ -48,7 +48,7 @@ class RolloutRunner:
         self._unfinished_slots = 0
         self._slot_done = asyncio.Event()
         """Set when a slot has finished, because that may allow the next group to start."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._group_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def activity(self) -> str:
@@ -58,9 +58,9 @@ class RolloutRunner:
         problem_counts = {"failed": counters.failed, "without a reward": counters.unscored}
         problems = ", ".join(f"{count} {label}" for label, count in problem_counts.items() if count)
         suffix = f", {problems} ({counters.last_failure[:80]})" if problems else ""
-        if not self._running:
+        if not self._group_tasks:
             return f"{'drained' if self._is_draining else 'waiting for the trainer'}{suffix}"
-        running = f"{counters.running} sessions in {len(self._running)} groups"
+        running = f"{counters.running} sessions in {len(self._group_tasks)} groups"
         return f"{running}, {counters.completed} done{suffix}"
 
     async def run(self) -> None:
@@ -71,13 +71,13 @@ class RolloutRunner:
         try:
             await self._resume()
             while True:
-                for task in [task for task in self._running if task.done()]:
-                    self._running.discard(task)
+                for task in [task for task in self._group_tasks if task.done()]:
+                    self._group_tasks.discard(task)
                     task.result()
                 state = await self.admission.read_state()
                 if self._is_draining or state.is_finished:
                     self._is_draining = True
-                    if not self._running:
+                    if not self._group_tasks:
                         return
                 else:
                     await self._evaluate_if_due(state)
@@ -86,16 +86,16 @@ class RolloutRunner:
                         continue
                 await self._wait()
         finally:
-            for task in self._running:
+            for task in self._group_tasks:
                 task.cancel()
-            await asyncio.gather(*self._running, return_exceptions=True)
+            await asyncio.gather(*self._group_tasks, return_exceptions=True)
 
     def drain(self) -> None:
-        """Start no more groups. `run` returns when the started groups have finished."""
+        """Stop starting groups, so that `run` returns once the started groups have finished."""
         self._is_draining = True
 
     async def _wait(self) -> None:
-        """Wait up to POLL_INTERVAL_SECONDS for a slot to finish. Training progress may also admit a group."""
+        """Wait until a slot finishes, but at most POLL_INTERVAL_SECONDS: training may also admit a group."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                 await self._slot_done.wait()
@@ -110,7 +110,7 @@ class RolloutRunner:
             return
         if self._last_evaluated_version is None:
             # An earlier process may have been interrupted during an evaluation.
-            self._last_evaluated_version = await self.evaluator.last_evaluated_version()
+            self._last_evaluated_version = await self.evaluator.find_last_evaluated_version()
         if version // every > self._last_evaluated_version // every:
             self._last_evaluated_version = version
             self._is_evaluating = True
@@ -120,7 +120,7 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of the group with this index. Each pass uses every task once, shuffled if
+        """Return the task of the group with this index. Each epoch uses every task once, in random order if
         `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
@@ -140,14 +140,13 @@ class RolloutRunner:
     def _launch(self, group: Group, slots: list[RolloutSlot], has_failed: bool = False) -> None:
         self._unfinished_slots += len(slots)
         task = asyncio.create_task(self._run_group(group, slots, has_failed), name=group.group_id)
-        self._running.add(task)
+        self._group_tasks.add(task)
 
     async def _run_group(self, group: Group, slots: list[RolloutSlot], has_failed: bool) -> None:
-        """Run the slots and close the group. ``has_failed`` tells whether a slot has failed already."""
+        """Run the slots and close the group. ``has_failed`` is True if another slot has already failed."""
         results = await gather_or_cancel(self._run_slot(slot) for slot in slots)
         self._check_progress(results)
         has_failed = has_failed or any(result.status is SessionStatus.FAILED for result in results)
-        await abandon_open_sessions(self.store, group, self.config.agent_id, "superseded")
         if has_failed and self.rollout.group_policy == "drop":
             await self.store.close_group(group.group_id, GroupStatus.DROPPED, "session_failed")
         else:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from instar.async_utils import run_with_timeout
+from instar.async_utils import run_to_completion, run_with_timeout
 from instar.config import RolloutConfig, SamplingConfig
 from instar.errors import AgentError, AgentTimeout, EngineUnavailable
 from instar.gateway.base import OpenSession
@@ -48,7 +48,7 @@ class RolloutSlot:
     refills: int = 0
     """The number of failed sessions in this slot that were already replaced."""
     seed_index: int | None = None
-    """Replaces the group's index in the seeds of the sessions, unless it is None."""
+    """If set, session seeds are derived from this index instead of the group's index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class SlotRunner:
         can_refill = self.config.group_policy == "refill"
         while True:
             async with self.semaphore:
-                result = await self._attempt(slot, attempt, refills, is_last=retries >= self.config.retries)
+                result = await self._run_once(slot, attempt, refills, is_last=retries >= self.config.retries)
             if result.status is SessionStatus.ABANDONED:
                 await asyncio.sleep(RETRY.delay(retries))
                 retries += 1
@@ -126,7 +126,7 @@ class SlotRunner:
                 return result
             attempt += 1
 
-    async def _attempt(self, slot: RolloutSlot, attempt: int, refill: int, *, is_last: bool) -> SlotResult:
+    async def _run_once(self, slot: RolloutSlot, attempt: int, refill: int, *, is_last: bool) -> SlotResult:
         group = slot.group
         seed_index = group.index if slot.seed_index is None else slot.seed_index
         # A retry after a transient error uses the same seed; a refill uses a new seed.
@@ -145,7 +145,7 @@ class SlotRunner:
         try:
             return await self._run_session(slot, session, is_last=is_last)
         except asyncio.CancelledError:
-            await asyncio.shield(self._abandon(session.session_id, "interrupted"))
+            await run_to_completion(self._abandon(session.session_id, "interrupted"))
             raise
         finally:
             self.counters.running -= 1

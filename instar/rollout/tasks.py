@@ -114,20 +114,20 @@ def to_json(record: Json) -> Json:
 
 
 def import_package(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Any:
-    """Import and return the module. If a package is missing, the ConfigError suggests ``install``."""
+    """Import a module. Raises ConfigError with the command ``install`` if a package is missing."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        raise _missing_package(error.name or module, task_type, install) from error
+        raise _make_missing_package_error(error.name or module, task_type, install) from error
 
 
 def find_package_folder(module: str, task_type: str, install: str = INSTALL_COMMAND) -> Path:
     """Return the folder of a package without importing it. Raises ConfigError if the package is missing."""
     spec = find_spec(module)
     if spec is None or not spec.submodule_search_locations:
-        raise _missing_package(module, task_type, install)
+        raise _make_missing_package_error(module, task_type, install)
     return Path(spec.submodule_search_locations[0])
 
 
-def _missing_package(module: str, task_type: str, install: str) -> ConfigError:
+def _make_missing_package_error(module: str, task_type: str, install: str) -> ConfigError:
     return ConfigError(f"tasks.type: {task_type} requires the package {module}; install it with: {install}")

@@ -57,7 +57,7 @@ class Workload:
     crashes_per_hour: float = 0.0
     restart_seconds: float = 60.0
 
-    def latency_factor(self, calls: float) -> float:
+    def compute_latency_factor(self, calls: float) -> float:
         return 1 + self.latency_growth_per_call * max(0.0, calls - 1)
 
 
@@ -98,6 +98,7 @@ class SimulationResult:
     data_samples: int = 0
     """Number of trained samples from exported data."""
     generated_tokens: int = 0
+    """Number of generated tokens, not counting the first token of each reply."""
     engines_idle: float = 0.0
     """Fraction of the time in which an engine generates nothing, averaged over the engines."""
     engines_used: float = 0.0
@@ -107,7 +108,7 @@ class SimulationResult:
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Number of trained live samples by staleness in versions."""
+    """Number of trained live samples by staleness in steps."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Number of sessions without a trained sample, by reason."""
     crashes: int = 0
@@ -122,11 +123,11 @@ class SimulationResult:
 
     @property
     def staleness_mean(self) -> float:
-        total = sum(versions * count for versions, count in self.staleness.items())
+        total = sum(steps * count for steps, count in self.staleness.items())
         return total / max(1, self.staleness.total())
 
     @property
-    def dropped_fraction(self) -> float:
+    def stale_fraction(self) -> float:
         """Fraction of the live samples that were dropped as stale instead of trained on."""
         stale = self.dropped["stale"]
         return stale / max(1, stale + self.staleness.total())

@@ -22,7 +22,7 @@ class ThroughputBound:
         return min(self.rollout, self.trainer)
 
     @property
-    def limit(self) -> Literal["rollout", "trainer"]:
+    def bottleneck(self) -> Literal["rollout", "trainer"]:
         return "trainer" if self.trainer <= self.rollout else "rollout"
 
 
@@ -35,15 +35,17 @@ class SessionCost(NamedTuple):
     wait_seconds: float
     """Seconds spent in tools and before the first call."""
     tokens: float
+    """Number of tokens in the session's samples, including prompts."""
 
 
 class SlotCost(NamedTuple):
-    """The mean number of samples and trained tokens, and the mean cost, per slot of a trained group. The cost
-    includes failed sessions and the sessions of dropped groups."""
+    """The means per slot of a trained group."""
 
     samples: float
     tokens: float
+    """Number of tokens in these samples, including prompts."""
     cost: SessionCost
+    """The total cost of the sessions, including failed sessions and the sessions of dropped groups."""
 
 
 def compute_upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputBound:
@@ -75,7 +77,7 @@ def compute_upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputB
 
 
 def compute_slot_cost(workload: Workload, cluster: ClusterSpec) -> SlotCost | None:
-    """Return the mean cost of a slot, or None if every group is dropped because a session fails."""
+    """Return the mean cost of a slot, or None if every group is dropped because of a failed session."""
     failure_rate = workload.failures
     if cluster.group_policy == "drop":
         group_success_rate = (1 - failure_rate) ** cluster.group_size
@@ -123,7 +125,7 @@ def _find_max_slot_rate(workload: Workload, cluster: ClusterSpec, cost: SessionC
     for _ in range(60):
         rate = (low + high) / 2
         calling_sessions = cluster.concurrency - rate * cost.wait_seconds
-        latency_factor = workload.latency_factor(calling_sessions / cluster.engines)
+        latency_factor = workload.compute_latency_factor(calling_sessions / cluster.engines)
         generating_sessions = max(0.0, calling_sessions - rate * latency * latency_factor)
         batch_size = min(cluster.max_batch, generating_sessions / cluster.engines)
         if rate * tokens <= cluster.engines * workload.speed(batch_size):

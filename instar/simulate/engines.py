@@ -40,6 +40,7 @@ class VirtualClock:
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:
     tokens: int
+    """Number of tokens to generate after the first one."""
     on_begin: Event
     """Called when the first token is sampled."""
     on_done: Event

@@ -73,8 +73,8 @@ async def measure(
 
 
 def to_simulated_session(session: RecordedSession, calls: Sequence[Call]) -> SimulatedSession:
-    """Convert a recorded session. Concurrent calls become turns without a wait. A call starts a new sample if
-    it does not continue another call, or if an earlier call has already continued that one."""
+    """Convert a recorded session. Concurrent calls become turns without a wait. A call starts a new sample
+    unless it is the first call that continues another one."""
     lengths = {call.call_id: len(call.prompt_ids) + len(call.sampled_ids) for call in calls}
     next_starts = [call.started_at for call in calls[1:]] + [session.ended_at or calls[-1].ended_at]
     turns: list[SimulatedTurn] = []
@@ -99,7 +99,7 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 
     If there are fewer than 4 steps, their sizes differ too little, or a fitted value is not positive, return
     the mean seconds of a step and 0. If the backend reports the number of distinct tokens, the fit uses it,
-    so that shared prefixes count once. Their ratio to all tokens is assumed to be the same in all steps.
+    so that shared prefixes count once. The ratio of distinct to all tokens is assumed to be constant.
     """
     steps = _skip_warm_up(records)
     seconds = np.array([record["train_seconds"] for record in steps], float)
@@ -116,8 +116,8 @@ def fit_training(records: Sequence[Json]) -> tuple[float, float]:
 
 
 def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> EngineSpeed:
-    """Fit the speed of an engine. Over all calls, the seconds per token are fitted as c + d · (concurrent
-    replies - 1). The concurrency of a call is the mean number of replies per engine during the call."""
+    """Fit the speed of an engine: seconds per token = alone + increase · (concurrent replies - 1). The
+    concurrency of a call is the mean number of replies per engine during the call."""
     used = [call for call in calls if call.tokens > 1 and call.ended_at > call.first_token_at]
     if not used:
         # If no call has a duration either, assume one token per second.
@@ -127,7 +127,7 @@ def fit_speed(calls: Sequence[CallTiming], engines: int, max_batch: int) -> Engi
     tokens = np.array([max(1, call.tokens - 1) for call in used], float)
     seconds = np.array([call.ended_at - call.first_token_at for call in used])
     others = np.maximum(0.0, _compute_mean_concurrency(spans, spans) / engines - 1)
-    # seconds = c · tokens + d · tokens · others, so long replies count more.
+    # seconds = alone · tokens + increase · tokens · others, so long replies count more.
     design = np.stack([tokens, tokens * others], axis=1)
     alone, increase = (float(value) for value in np.linalg.lstsq(design, seconds, rcond=None)[0])
     if increase < 0 or alone <= 0:  # in this data, sharing an engine does not slow replies down

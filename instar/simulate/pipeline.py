@@ -20,7 +20,7 @@ from instar.simulate.sessions import SimulatedSession, make_draw
 POLL_DELAY_SECONDS = 0.03
 """The assumed mean time until rollout and trainer notice each other's progress. Both poll every 0.05 s."""
 MAX_FAILED_GROUPS = 8
-"""The limit on consecutive groups without a successful session. The same as in `rollout/runner`."""
+"""The run ends after this many consecutive groups without a successful session, as in `rollout/runner`."""
 MAX_VIRTUAL_SECONDS = 1000 * 3600.0
 
 
@@ -36,14 +36,14 @@ class SimulatedGroup:
     index: int
     open_slots: int
     samples: list[SimulatedSample] = field(default_factory=list[SimulatedSample])
-    failed: int = 0
+    failed_slots: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class SessionAttempt:
     group: SimulatedGroup
     session: SimulatedSession
-    turn: int = 0
+    turn_index: int = 0
     first_version: int = -1
     newest_version: int = -1
     replies: int = 0
@@ -74,10 +74,9 @@ class PipelineSimulation:
         """The number of steps that have begun, and the number of steps whose policy is served."""
         self.started_groups = self.open_groups = 0
         self.ready_groups: list[SimulatedGroup] = []
-        self.failed_groups = 0
-        """Number of consecutive groups in which every session failed."""
+        self.consecutive_failed_groups = 0
         self.is_training = False
-        self.train_seconds = 0.0
+        self.trainer_busy_seconds = 0.0
         self.open_slots = 0
         self.running_sessions = self.calling_sessions = 0
         self.queue: deque[SessionAttempt] = deque()
@@ -92,9 +91,9 @@ class PipelineSimulation:
         self._admit()
         self._schedule_batch()
         while self.served_steps < self.cluster.steps and self.clock.now < MAX_VIRTUAL_SECONDS:
-            # Otherwise crashes of idle engines would keep a stuck simulation running.
+            # Without this check, scheduled crashes would keep a stuck simulation running.
             is_stuck = not (self.is_training or self.open_groups or self._will_admit or self._will_batch)
-            if is_stuck or self.failed_groups >= MAX_FAILED_GROUPS or not self.clock.step():
+            if is_stuck or self.consecutive_failed_groups >= MAX_FAILED_GROUPS or not self.clock.step():
                 break
         return self._finish()
 
@@ -106,13 +105,13 @@ class PipelineSimulation:
         seconds = result.seconds = max(self.clock.now, 1e-9)
         result.steps = self.served_steps
         result.finished = self.served_steps >= cluster.steps
-        result.given_up = self.failed_groups >= MAX_FAILED_GROUPS
+        result.given_up = self.consecutive_failed_groups >= MAX_FAILED_GROUPS
         result.generated_tokens = round(sum(engine.tokens for engine in engines))
         busy_seconds = sum(engine.busy_seconds for engine in engines)
         result.engines_idle = 1 - busy_seconds / (seconds * cluster.engines)
         max_speed = self.workload.speed(cluster.max_batch) * cluster.engines
         result.engines_used = result.generated_tokens / (seconds * max_speed)
-        result.trainer_idle = 1 - self.train_seconds / seconds
+        result.trainer_idle = 1 - self.trainer_busy_seconds / seconds
         result.in_flight = self._session_seconds / seconds
         return result
 
@@ -163,13 +162,13 @@ class PipelineSimulation:
         if attempt.has_ended:
             return
         request = attempt.request = SimulatedRequest(
-            attempt.session.turns[attempt.turn].tokens_after_first,
+            attempt.session.turns[attempt.turn_index].tokens_after_first,
             on_begin=lambda: self._on_begin(attempt),
             on_done=lambda: self._on_reply(attempt, request),
             on_crash=lambda: self._on_engine_crash(attempt),
         )
         self.calling_sessions += 1
-        factor = self.workload.latency_factor(self.calling_sessions / self.cluster.engines)
+        factor = self.workload.compute_latency_factor(self.calling_sessions / self.cluster.engines)
         self.clock.after(self.draw_latency() * factor, lambda: self._send(attempt, request))
 
     def _send(self, attempt: SessionAttempt, request: SimulatedRequest) -> None:
@@ -187,17 +186,17 @@ class PipelineSimulation:
         if self.cluster.versions_per_token:
             attempt.newest_version = self.served_steps
         self._end_call(attempt)
-        turn = attempt.session.turns[attempt.turn]
+        turn = attempt.session.turns[attempt.turn_index]
         self.clock.after(turn.tool_seconds, lambda: self._next_turn(attempt))
 
     def _next_turn(self, attempt: SessionAttempt) -> None:
         if attempt.has_ended:
             return
-        if attempt.turn == attempt.failing_turn:
+        if attempt.turn_index == attempt.failing_turn:
             self._fail(attempt)
             return
-        attempt.turn += 1
-        if attempt.turn < len(attempt.session.turns):
+        attempt.turn_index += 1
+        if attempt.turn_index < len(attempt.session.turns):
             self._call(attempt)
         else:
             self._end(attempt)
@@ -229,7 +228,7 @@ class PipelineSimulation:
             self.result.dropped["superseded"] += 1
             self._enqueue(self._new_attempt(attempt.group, attempt.refills + 1, attempt.retries))
             return
-        attempt.group.failed += 1
+        attempt.group.failed_slots += 1
         self._fill_slot(attempt, is_trainable=cluster.trains_on_failed and attempt.replies > 0)
 
     def _on_engine_crash(self, attempt: SessionAttempt) -> None:
@@ -259,17 +258,17 @@ class PipelineSimulation:
         else:
             self.result.dropped["failed"] += 1
         if group.open_slots == 0:
-            self._close(group)
+            self._close_group(group)
         self._schedule_admission()
 
-    def _close(self, group: SimulatedGroup) -> None:
+    def _close_group(self, group: SimulatedGroup) -> None:
         self.open_groups -= 1
         drops_failed = self.cluster.group_policy == "drop"
-        if group.failed < self.cluster.group_size:
-            self.failed_groups = 0
+        if group.failed_slots < self.cluster.group_size:
+            self.consecutive_failed_groups = 0
         elif drops_failed or not self.cluster.trains_on_failed:
-            self.failed_groups += 1
-        if group.failed and drops_failed:
+            self.consecutive_failed_groups += 1
+        if group.failed_slots and drops_failed:
             self.result.dropped["session_failed"] += len(group.samples)
         else:
             self.ready_groups.append(group)
@@ -321,7 +320,7 @@ class PipelineSimulation:
                 self.result.staleness[self.served_steps - max(sample.oldest_version, oldest_allowed)] += 1
         seconds = self.workload.train_base + self.workload.train_per_token * tokens
         publish_seconds, pause = self.draw_publish_seconds(), self.workload.pause
-        self.train_seconds += seconds + publish_seconds
+        self.trainer_busy_seconds += seconds + publish_seconds
         if pause:
             self.clock.after(seconds + max(0.0, publish_seconds - pause), lambda: self.pool.pause(pause))
         self.clock.after(seconds + publish_seconds, self._on_served)

@@ -10,7 +10,7 @@ from instar.simulate.pipeline import simulate
 
 GOOD_ENOUGH_FRACTION = 0.95
 """Prefer fewer engines or less staleness if they reach this fraction of the best throughput."""
-MAX_DROPPED_FRACTION = 0.02
+MAX_STALE_FRACTION = 0.02
 """Maximum fraction of samples that may be dropped as stale. Stale samples come from long sessions, so
 dropping many of them would bias the data."""
 MIN_FRESH_THROUGHPUT_FRACTION = 0.5
@@ -89,7 +89,7 @@ def _list_candidates(first: int, last: int) -> list[int]:
 def _choose_smallest(trials: Sequence[SimulationTrial], field: str) -> SimulationTrial:
     """Return the trial with the smallest ``field`` among those with few stale samples and good throughput."""
     best = _find_best_throughput(trials)
-    fresh = [trial for trial in trials if trial.result.dropped_fraction <= MAX_DROPPED_FRACTION]
+    fresh = [trial for trial in trials if trial.result.stale_fraction <= MAX_STALE_FRACTION]
     if fresh and _find_best_throughput(fresh) >= MIN_FRESH_THROUGHPUT_FRACTION * best:
         trials, best = fresh, _find_best_throughput(fresh)
     candidates = [trial for trial in trials if trial.result.samples_per_hour >= GOOD_ENOUGH_FRACTION * best]
@@ -105,15 +105,15 @@ def _explain(chosen: SimulationTrial, cluster: ClusterSpec, trials: Sequence[Sim
     throughput = result.samples_per_hour
     parts = [
         f"{throughput / _find_best_throughput(trials):.0%} of the best throughput, "
-        f"{result.dropped_fraction:.1%} of samples dropped as stale"
+        f"{result.stale_fraction:.1%} of samples dropped as stale"
     ]
     settings = (cluster.engines, cluster.max_staleness)
     current = next((trial for trial in trials if (trial.engines, trial.max_staleness) == settings), None)
     if current is not None and current is not chosen and current.result.samples_per_hour:
-        change = throughput / current.result.samples_per_hour
-        parts.append(f"{change:.2f} times the throughput of the current settings")
+        speedup = throughput / current.result.samples_per_hour
+        parts.append(f"{speedup:.2f} times the throughput of the current settings")
     if result.trainer_idle < 0.1:
-        parts.append("the trainer is the bottleneck: it is almost always busy; more engines would not help")
+        parts.append("the trainer is the bottleneck: it is almost always busy, so more engines do not help")
     elif result.in_flight > 0.9 * cluster.concurrency:
         parts.append("rollout.concurrency is the bottleneck: the limit is almost always reached")
     elif result.engines_used > 0.8:

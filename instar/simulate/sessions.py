@@ -27,7 +27,7 @@ class SimulatedTurn(NamedTuple):
 
     @property
     def tokens_after_first(self) -> int:
-        """Number of generated tokens except the first one, whose time is the latency of the call."""
+        """Number of generated tokens except the first one, which the latency accounts for."""
         return max(0, self.generated_tokens - 1)
 
     @property

@@ -10,26 +10,14 @@ from typing import Any, TypeVar
 from instar.errors import StoreError
 from instar.store.codec import dump_json, sanitize_text
 from instar.store.database import Database
-from instar.store.models import FEEDBACK_KEY_PREFIX, UnscoredSession
+from instar.store.models import FEEDBACK_ID_PREFIX, UnscoredSession
 from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS, RowMapping
 from instar.store.schema import FEEDBACK, SCORES, TAGS
 from instar.store.sessions import add_rewards, insert_for_session
-from instar.types import (
-    UNTRAINABLE,
-    Channel,
-    Feedback,
-    GroupStatus,
-    Json,
-    Reward,
-    Score,
-    SessionStatus,
-    Tag,
-)
-
-SESSIONS_PER_QUERY = 500
-
+from instar.types import UNTRAINABLE, Channel, Feedback, GroupStatus, Json, Reward, Score, SessionStatus, Tag
 
 T = TypeVar("T", Reward, Score, Tag)
+SESSIONS_PER_QUERY = 500
 
 
 def get_rewards_by_session(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
@@ -86,16 +74,16 @@ def get_unscored_sessions(
     return [UnscoredSession(row["seq"], SESSION_ROWS.decode(row)) for row in rows]
 
 
-def get_last_ended_seq(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
+def get_seq_before_oldest_open(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     """Return the highest ``seq`` up to which every session of the run in these channels has ended."""
-    # Read the maximum first: a session that is opened between the two queries has a greater ``seq``.
+    # Read the maximum first, so that it does not include a session that is opened before the next query.
     last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
-        oldest = db.execute(
+        oldest_open = db.execute(
             "SELECT MIN(seq) AS seq FROM sessions WHERE run_id = ? AND channel = ? AND status = ?",
             (run_id, channel.value, SessionStatus.OPEN.value),
         ).fetchone()["seq"]
-        last_seq = last_seq if oldest is None else min(last_seq, oldest - 1)
+        last_seq = last_seq if oldest_open is None else min(last_seq, oldest_open - 1)
     return last_seq
 
 
@@ -225,7 +213,7 @@ def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[F
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
-        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, FEEDBACK_KEY_PREFIX, limit),
+        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, FEEDBACK_ID_PREFIX, limit),
     )
 
 

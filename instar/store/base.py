@@ -1,8 +1,8 @@
 """The store: the sessions, calls, annotations and training steps of one or more runs.
 
 SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
-function in another module of this package that takes a `Database`. `Store` declares how the query runs, and
-the function's docstring documents the method. Writes are durable when they return and may share a commit.
+function that takes a `Database`, in another module. `Store` exposes it as an async method, which runs it as a
+write, a snapshot read or a single-statement read. Writes are durable when they return and may share a commit.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from instar.store import shared_rows as shared_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.group_members import is_member
-from instar.store.models import FEEDBACK_KEY_PREFIX as FEEDBACK_KEY_PREFIX
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import KeyKind as KeyKind
@@ -32,7 +31,7 @@ from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import UnscoredSession as UnscoredSession
-from instar.store.models import make_feedback_key as make_feedback_key
+from instar.store.models import prefix_feedback_id as prefix_feedback_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
@@ -46,7 +45,7 @@ SESSIONS_PER_READ = 64
 
 
 class _QueryMethod(Generic[P, T]):
-    """A method of `Store` that runs a query. ``mode`` is the name of the `Store` method that runs it."""
+    """Exposes a query as a method of `Store`. ``mode`` is the name of the `Store` method that runs it."""
 
     def __init__(self, query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> None:
         self.query = query
@@ -137,7 +136,7 @@ class Store:
     session_by_external_id = _read_statement(session_queries.get_session_by_external_id)
     sessions_by_tail = _read_statement(call_queries.get_sessions_by_tail)
     idle_sessions = _read_statement(session_queries.get_idle_sessions)
-    last_ended_seq = _read(annotations.get_last_ended_seq)
+    seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
@@ -163,9 +162,9 @@ class Store:
         Calls may be added to a session that has ended.
 
         ``new_session`` is opened first, in the same transaction, with an API key that has the hash
-        ``key_hash``. ``tail_keys`` maps call ids to hashes of the call's messages and reply, which
-        `sessions_by_tail` looks up. Raises ConflictError if the id of the new session or of a call is taken,
-        and StoreError if a session or base call is missing.
+        ``key_hash``. ``tail_keys`` maps call ids to tail keys, by which `sessions_by_tail` finds the session
+        of a request that continues the call. Raises ConflictError if the id of the new session or of a call
+        is taken, and StoreError if a session or base call is missing.
         """
         await self.write(
             call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
@@ -206,7 +205,7 @@ class Store:
 
     async def _read_calls(self, fetch: Callable[[Database], call_queries.FetchedCalls]) -> list[Call]:
         def read() -> list[Call]:
-            return self._readers.read_snapshot(fetch).decode()  # decoded after the snapshot is released
+            return self._readers.read_snapshot(fetch).decode()  # decode later, to keep the snapshot short
 
         return await asyncio.wrap_future(self._readers.submit(read))
 
@@ -270,6 +269,7 @@ class Store:
 
     # processes of a run
     take_lease = _write(session_queries.take_lease)
+    lease = _read_statement(session_queries.get_lease)
     put_endpoint = _write(session_queries.put_endpoint)
     endpoints = _read(session_queries.get_endpoints)
     remove_endpoint = _write(session_queries.remove_endpoint)

@@ -53,6 +53,7 @@ class EncodedCall:
     prefix_crc: int
     """The checksum of the prompt's first ``base_tokens`` tokens."""
     summary: BaseCallSummary
+    """A summary of this call, for calls that extend it."""
     tools: tuple[str, str] | None
     """The hash and body of the tools, if the call has any."""
     values: tuple[object, ...]
@@ -115,8 +116,8 @@ def _check_call(call: Call) -> None:
 def check_base(encoded: EncodedCall, base: BaseCallSummary | None) -> None:
     """Raise StoreError if the call does not fit its base.
 
-    The base must exist, have at least as many tokens and messages as the call takes from it and, if the call
-    takes all of its tokens, have the same checksum. A shorter prefix is verified when the call is read.
+    The base must exist and have at least ``base_tokens`` tokens and ``base_messages`` messages. If the call
+    takes all tokens of the base, the checksums must match; a shorter prefix is verified by `decode_calls`.
     """
     call = encoded.call
     if base is None:
@@ -216,7 +217,7 @@ def _rebuild(row: DatabaseRow, rebuilt: Mapping[str, _RebuiltCall]) -> _RebuiltC
 def _row_error(row: DatabaseRow, detail: str) -> StoreCorrupt:
     return StoreCorrupt(
         f"call {row['call_id']} of session {row['session_id']} is damaged in the store: {detail}. Restore "
-        "the store from a backup. To export the other sessions, tag this one and use --without"
+        "the store from a backup. To export the other sessions, tag this one and exclude it with --without"
     )
 
 

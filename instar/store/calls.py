@@ -36,14 +36,14 @@ _CHAIN_SQL = """
     SELECT calls.* FROM chain JOIN calls ON calls.call_id = chain.call_id ORDER BY depth DESC"""
 
 TAIL_KEY_BYTES = 16
-"""The length of a tail key. A tail key is a hash of the messages and the reply of a call."""
+"""The length of a tail key, which is a hash of a call's messages and reply."""
 MAX_SESSIONS_PER_TAIL = 8
 _MAX_CALLS_PER_TAIL = 64
 
 _OPEN_LIVE_CONDITION = """s.session_id = calls.session_id AND s.run_id = :run_id AND s.agent_id = :agent_id
         AND s.channel = :live AND s.status = :open"""
-# The keys are passed as one value, so that the statement is the same for any number of keys. The newest call
-# with a key has the highest row number, and the tail key index is in that order.
+# The keys are passed as one value, so that the statement is the same for any number of keys. The index orders
+# the calls with a tail key by row number, so the newest ones are found without sorting.
 _BY_TAIL_SQL = f"""
     WITH RECURSIVE requested (idx, tail_key) AS (
       SELECT 0, substr(:keys, 1, {TAIL_KEY_BYTES})
@@ -66,7 +66,7 @@ _BY_TAIL_SQL = f"""
 
 
 class BaseCallCache:
-    """Caches the summaries of recently stored calls. Stored calls never change."""
+    """Caches summaries of recently stored calls. They stay valid, because stored calls never change."""
 
     def __init__(self, max_size: int = 4096) -> None:
         self.max_size = max_size
@@ -96,12 +96,12 @@ class AddCalls(BatchableWrite):
         self._inputs = (calls, new_session, key_hash, tail_keys)
         self._cache = cache
         self._calls: list[EncodedCall] = []
-        self._new_session: dict[str, Any] | None = None
+        self._session_row: dict[str, Any] | None = None
 
     def prepare(self) -> None:
         calls, new_session, key_hash, tail_keys = self._inputs
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
-        self._new_session = None if new_session is None else encode_session(new_session, key_hash)
+        self._session_row = None if new_session is None else encode_session(new_session, key_hash)
 
     def on_committed(self) -> None:
         self._cache.add(self._calls)
@@ -116,7 +116,7 @@ class AddCalls(BatchableWrite):
 
     def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
         writes = (self, *others)
-        if any(write._new_session is not None for write in writes):
+        if any(write._session_row is not None for write in writes):
             return False
         calls = [call for write in writes for call in write._calls]
         for encoded in calls:
@@ -130,17 +130,17 @@ class AddCalls(BatchableWrite):
     @staticmethod
     def _write(db: Database, writes: Sequence[AddCalls], *, check_sessions: bool) -> None:
         calls = [encoded for write in writes for encoded in write._calls]
-        new_sessions = [write._new_session for write in writes if write._new_session is not None]
-        db.insert(SESSIONS, [SESSIONS.to_values(row) for row in new_sessions])
+        session_rows = [write._session_row for write in writes if write._session_row is not None]
+        db.insert(SESSIONS, [SESSIONS.to_values(row) for row in session_rows])
         if check_sessions:
-            _lock_sessions(db, calls, {row["session_id"] for row in new_sessions})
+            _check_and_lock_sessions(db, calls, {row["session_id"] for row in session_rows})
         _check_bases(db, calls, writes[0]._cache)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
         db.insert(CALLS, [encoded.values for encoded in calls])
 
 
-def _lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
+def _check_and_lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
     """Lock the calls' sessions, except those just ``opened``, so that calls are numbered in commit order.
     Raises StoreError if a session does not exist."""
     call_id_by_session = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
@@ -179,22 +179,20 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
 
 
 class PutRecords:
-    """Stores imported groups and sessions. Raises ConflictError if one of the ids is taken."""
-
     def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
         self._groups = groups
         self._records = records
-        self._calls = [
+        self._call_writes = [
             AddCalls(record.calls, record.session, None, {}, BaseCallCache()) for record in records
         ]
-        for calls in self._calls:
-            calls.prepare()
+        for write in self._call_writes:
+            write.prepare()
 
     def __call__(self, db: Database) -> None:
         for group in self._groups:
             sessions.open_group(db, group)
-        for record, calls in zip(self._records, self._calls, strict=True):
-            calls(db)
+        for record, write in zip(self._records, self._call_writes, strict=True):
+            write(db)
             _add_annotations(db, record)
 
 
@@ -215,12 +213,14 @@ def _add_annotations(db: Database, record: SessionRecord) -> None:
 
 @dataclass(slots=True)
 class FetchedCalls:
-    """The rows of the calls ``call_ids`` and of their base calls, and their tools as JSON by hash. They are
-    decoded after the read transaction has ended."""
+    """Calls that are decoded after the read transaction has ended."""
 
     rows: list[DatabaseRow]
+    """The rows of the calls and, for `decode`, of their base calls."""
     call_ids: list[str]
+    """The calls that `decode` returns."""
     tools: dict[str, str]
+    """The tools of the calls as JSON, by hash."""
 
     def decode(self) -> list[Call]:
         return decode_calls(self.rows, self._decode_tools(), self.call_ids)
@@ -241,21 +241,21 @@ def fetch_call(db: Database, call_id: str) -> FetchedCalls:
 def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
     """Fetch the calls that have one of these values in ``column``, and their base calls."""
     placeholders = ", ".join("?" * len(values))
-    own_rows = db.execute(
+    matching_rows = db.execute(
         f"SELECT * FROM calls WHERE {column} IN ({placeholders}) ORDER BY seq",
         [sanitize_text(value) for value in values],
     ).fetchall()
-    own_ids = {row["call_id"] for row in own_rows}
+    matching_ids = {row["call_id"] for row in matching_rows}
     base_rows: dict[str, DatabaseRow] = {}
-    for base_id in {row["base_id"] for row in own_rows} - own_ids - {None}:
+    for base_id in {row["base_id"] for row in matching_rows} - matching_ids - {None}:
         for row in db.execute(_CHAIN_SQL, (base_id,)):
-            if row["call_id"] not in own_ids:
+            if row["call_id"] not in matching_ids:
                 base_rows.setdefault(row["call_id"], row)
     # A base is committed before the calls that extend it, so commit order is valid for every chain.
-    rows = own_rows
+    rows = matching_rows
     if base_rows:
-        rows = sorted([*base_rows.values(), *own_rows], key=lambda row: int(row["seq"]))
-    return FetchedCalls(rows, [row["call_id"] for row in own_rows], _fetch_tools(db, rows))
+        rows = sorted([*base_rows.values(), *matching_rows], key=lambda row: int(row["seq"]))
+    return FetchedCalls(rows, [row["call_id"] for row in matching_rows], _fetch_tools(db, rows))
 
 
 def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
@@ -272,8 +272,8 @@ def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
 
 
 def get_sessions_by_tail(db: Database, run_id: str, agent_id: str, keys: Sequence[bytes]) -> list[str]:
-    """Return the ids of up to MAX_SESSIONS_PER_TAIL open live sessions with a call that has one of the tail
-    keys, newest call first. Keys after the first one that matches are ignored."""
+    """Return the ids of open live sessions with a call that has the tail key, newest call first, but at most
+    MAX_SESSIONS_PER_TAIL. The keys are tried in order until one of them matches."""
     if not keys:
         return []
     if lengths := {len(key) for key in keys} - {TAIL_KEY_BYTES}:

@@ -87,7 +87,7 @@ def dump_json(value: Any) -> str:
 
 
 def dump_message(value: Any) -> str:
-    """Encode messages or tools as JSON. This is much faster than `dump_json`, but writes NaN as null."""
+    """Encode messages, tools or structs as JSON. Much faster than `dump_json`, but writes NaN as null."""
     try:
         return msgspec.json.encode(value).decode()
     except UnicodeEncodeError:

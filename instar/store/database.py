@@ -4,7 +4,8 @@ A query is written once, in the SQL that SQLite and PostgreSQL share, with param
 Where the two differ, the query takes the SQL from its `Database`.
 
 Several processes may run transactions concurrently, so a write that reads something and then changes it must
-lock it first: rows with `for_update`, a name with `lock_name`. SQLite has one writer and needs neither.
+lock it first: existing rows with `for_update`, anything else by a name with `lock_name`. SQLite allows only
+one writer at a time and needs neither.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ class Database(Protocol):
         """Begin a write transaction. If the database is locked or unavailable, wait up to a timeout."""
 
     def commit(self) -> None:
-        """Commit to disk. Raises one of `errors` if nothing was committed, or StoreError if the server rolled
-        back or the outcome is unknown."""
+        """Commit to disk. Raises one of `errors` if the commit fails, or StoreError if the server rolls back
+        without an error or the outcome is unknown."""
 
     def rollback(self) -> None:
         """Roll back the transaction if there is one. A lost connection is not an error."""
@@ -80,11 +81,11 @@ class Database(Protocol):
         """Called after each batch of writes is committed or rolled back, before its callers are notified."""
 
     def is_rolled_back(self, error: Exception) -> bool:
-        """Return True if the error ended the transaction and not only the statement."""
+        """Return True if the error ended the entire transaction, not just the statement."""
         ...
 
     def is_global_failure(self, error: Exception) -> bool:
-        """Return True if every write would fail because the database is locked or cannot be reached."""
+        """Return True if any other write would fail too: the database is locked or cannot be reached."""
         ...
 
     def is_transient(self, error: Exception) -> bool:

@@ -105,7 +105,7 @@ class _PageQuery:
         return self._limit_page(" UNION ALL ".join(self._build_slice_queries()))
 
     def _build_slice_queries(self) -> list[str]:
-        """Return one page query per channel and status. Only within these is the index ordered by ``seq``."""
+        """Return one page query per channel and status, within which the index is ordered by ``seq``."""
         where = self.where
         queries: list[str] = []
         for channel in [where.channel] if where.channel else Channel:
@@ -176,8 +176,8 @@ class _PageQuery:
             values = {"name": name} if value is None else {"name": name, "value": value}
             self._add_exists("tags", f"tag{number}", values, "")
         for number, name in enumerate(where.without):
-            subquery = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :no{number}"
-            self._add_condition(f"NOT EXISTS ({subquery})", **{f"no{number}": name})
+            subquery = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :without{number}"
+            self._add_condition(f"NOT EXISTS ({subquery})", **{f"without{number}": name})
         if where.scorer is not None or where.source is not None:
             self._add_reward_condition(where)
 

@@ -1,8 +1,8 @@
 """Creates a store file from `schema`, or migrates an older file to the current version.
 
 ``MIGRATIONS[n]`` migrates a file from version n to version n + 1. New columns, tables and indexes are taken
-from `schema`, so never edit the declaration of a column, table or index that was released. The migrations are
-tested on a file of every released version in tests/unit/store/fixtures.
+from the schema modules, so never edit the declaration of a column, table or index that was released. The
+migrations are tested on a file of every released version in tests/unit/store/fixtures.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
 from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, corrupt_file_error, is_busy
 
 
-def _migrate_to(version: int, *statements: str) -> tuple[str, ...]:
+def _build_migration(version: int, *statements: str) -> tuple[str, ...]:
     """Return SQL that adds this version's columns and tables, runs ``statements``, and adds its indexes."""
     changes = [statement for table in TABLES for statement in table.build_migration_sql(version)]
     return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
 
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {
-    1: _migrate_to(
+    1: _build_migration(
         2,
         "UPDATE groups SET claimed_epoch = COALESCE((SELECT MAX(epoch) FROM claims "
         "WHERE claims.group_id = groups.group_id AND claims.run_id = groups.run_id), -1)",
         "DROP INDEX IF EXISTS calls_by_session",
     ),
-    2: _migrate_to(3),
-    3: _migrate_to(
+    2: _build_migration(3),
+    3: _build_migration(
         4,
         "UPDATE sessions SET reward = (SELECT value FROM rewards "
         "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
@@ -103,7 +103,7 @@ def require_not_newer(name: str, current: int, version: int, setting: str) -> No
 def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
     """Return the file's schema version, or 0 if the file is empty. Raise StoreError if the file is not a
     store, or was written by a newer version of Instar."""
-    # Read this first, because another process may be creating the store at the same time.
+    # Read this first: if another process then creates the store, the next statements read its version.
     is_empty = connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
     current = int(connection.execute("PRAGMA user_version").fetchone()[0])
     application_id = int(connection.execute("PRAGMA application_id").fetchone()[0])

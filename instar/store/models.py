@@ -8,12 +8,12 @@ from typing import Literal
 from instar import types
 
 KeyKind = Literal["admin", "agent", "feedback"]
-FEEDBACK_KEY_PREFIX = "feedback:"
+FEEDBACK_ID_PREFIX = "feedback:"
 
 
-def make_feedback_key(feedback_id: str) -> str:
+def prefix_feedback_id(feedback_id: str) -> str:
     """Return the id of the feedback's reward, which is also the sample key of its correction."""
-    return FEEDBACK_KEY_PREFIX + feedback_id
+    return FEEDBACK_ID_PREFIX + feedback_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The counts of a run that admission control and the progress display need. Groups and sessions are
-    counted in one channel. Every group counts as open (also while it is scored), ready or consumed."""
+    """Counts of groups and sessions in one channel of a run, for admission control and the progress display.
+    Each group counts as open, ready or consumed. Groups that are being scored count as open."""
 
     groups_open: int
     groups_ready: int
@@ -39,6 +39,7 @@ class Progress:
     next_group_index: int
     committed_steps: int
     head_version: int
+    """The newest published version of the run's policy."""
     sessions: dict[str, int] = field(default_factory=dict[str, int])
     """The number of sessions by status."""
 
@@ -47,7 +48,7 @@ class Progress:
 class ProgressDetails:
     progress: Progress
     waiting_groups: int
-    """The number of ready training groups without a claim in the epoch."""
+    """The number of ready training groups without a claim in the requested epoch."""
     steps: int
     """The number of steps that are not released."""
     trained_steps: int
@@ -64,7 +65,7 @@ class SessionRow:
     reward: float | None
     """The session's latest reward, not counting rewards for individual calls."""
     seq: int = 0
-    """The position in the order in which sessions were opened, the page cursor of `Store.sessions`."""
+    """The session's number in order of opening, used as the page cursor of `Store.sessions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +78,13 @@ class SessionFilter:
     tags: tuple[tuple[str, str | None], ...] = ()
     """Required tags as (name, value); the value is None if any value matches."""
     without: tuple[str, ...] = ()
-    """Names of tags that exclude a session."""
+    """Names of tags that a session must not have."""
     reward_min: float | None = None
-    """Minimum of the session's latest reward; ``reward_max`` is the maximum. If `scorer` or `source` is set,
-    one of their rewards must be in the range instead."""
+    """The minimum of the session's latest reward, or of any reward from `scorer` or `source` if set."""
     reward_max: float | None = None
+    """The maximum of the same reward."""
     scorer: str | None = None
-    """A scorer that rewarded the session, with or without the scorer's version: ``judge:outcome@1f03``."""
+    """The name of a scorer that rewarded the session, optionally with its version: ``judge:outcome@1f03``."""
     source: types.RewardSource | None = None
     """The source of one of the session's rewards."""
     task: str | None = None
@@ -96,7 +97,7 @@ class SessionFilter:
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A call without the prefix that it shares with its base call ``base_id``."""
+    """A call without the prefix that it shares with its base call ``base_id``. Its arrays are read-only."""
 
     call_id: str
     request_id: str
@@ -106,7 +107,7 @@ class CallDelta:
     base_tokens: int
     base_messages: int
     prompt_tail: types.Ids
-    """The prompt after the first ``base_tokens`` tokens. This array and ``sampled_ids`` are read-only."""
+    """The prompt after the first ``base_tokens`` tokens."""
     sampled_ids: types.Ids
     message_count: int
     status: types.CallStatus
@@ -116,18 +117,19 @@ class CallDelta:
     digests: bytes
     reply: types.Message
     messages: tuple[types.Message, ...] = ()
-    """The messages after the first ``base_messages``. This and ``tools`` are empty if there are digests."""
+    """The messages after the first ``base_messages``, or empty if the call has digests."""
     tools: tuple[types.Tool, ...] = ()
+    """The tools, or empty if the call has digests."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key, stored by its hash. The keys of sessions are stored with the sessions."""
+    """An API key, identified by its hash. The key of a session is stored with the session instead."""
 
     key_hash: str
     kind: KeyKind
     agent_id: str | None = None
-    """The agent that the key is for. None for ``admin`` keys, and for ``feedback`` keys for all agents."""
+    """The agent that the key is for. None for ``admin`` keys and ``feedback`` keys that cover all agents."""
     name: str = ""
     created_at: float = 0.0
     revoked_at: float | None = None

@@ -29,8 +29,8 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
 
 def publish(db: Database, policy: Policy) -> None:
     """Record the artifact of a reserved version and mark the version as published. Publishing a version again
-    replaces its artifact: remote samplers are exported again before they expire. Raises StoreError if the
-    version was never reserved or is tombstoned."""
+    replaces its artifact, for example if a remote sampler is exported again before it expires. Raises
+    StoreError if the version was never reserved or is tombstoned."""
     if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
             f"version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version"

@@ -30,7 +30,7 @@ class PostgresStore(Store):
         name, timeout, writer = server.name, server.timeout, None
         with _translate_errors(server):
             if read_only:
-                # Do not retry, because a user is usually waiting for the store.
+                # Do not retry: a command that only reads should report the error immediately.
                 with closing(server.connect("instar", read_only=True, retry_timeout=0.0)) as connection:
                     check_version(connection, server)
             else:

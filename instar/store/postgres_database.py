@@ -123,7 +123,7 @@ class PostgresWriteDatabase(PostgresDatabase):
 
     def register(self) -> None:
         """Insert this writer's row before the first transaction, because only an existing row can be locked.
-        Rows of writers that exited without `close` are removed after a day."""
+        Also remove rows more than a day old that writers left behind when they exited without `close`."""
         self.execute(
             WRITERS.insert_sql,
             {"writer": self._writer_name, "number": self._transaction_number, "at": time.time()},
@@ -152,11 +152,11 @@ class PostgresWriteDatabase(PostgresDatabase):
         except psycopg.Error as error:
             if not self.is_connection_lost(error):
                 raise
-            if not self._was_committed(error):
+            if not self._reconnect_and_check_commit(error):
                 raise TransactionNotCommitted(format_error(error)) from error
             return
         if result.statusmessage != "COMMIT":
-            raise StoreError(f"{self._server.name} did not commit a transaction: {result.statusmessage}")
+            raise StoreError(f"{self._server.name} answered COMMIT with {result.statusmessage}")
 
     def close(self) -> None:
         with contextlib.suppress(psycopg.Error):  # another writer removes the row later
@@ -172,9 +172,9 @@ class PostgresWriteDatabase(PostgresDatabase):
             (self._writer_name,),
         )
 
-    def _was_committed(self, cause: psycopg.Error) -> bool:
-        """Return True if the server committed the transaction. Wait if the server is still executing it.
-        Raises StoreError if this cannot be determined. ``cause`` is the error that the commit raised."""
+    def _reconnect_and_check_commit(self, cause: psycopg.Error) -> bool:
+        """Reconnect, and return True if the server committed the transaction. Wait if the commit is still in
+        progress. Raises StoreError if the outcome is unknown. ``cause`` is the commit's error."""
         deadline = time.monotonic() + self._server.timeout
         while True:
             try:

@@ -25,7 +25,7 @@ VERSION_TABLE = "instar_store"
 MIGRATION_TIMEOUT_SECONDS = 3600.0
 
 WRITERS = Table("writers", {"writer": "TEXT PRIMARY KEY", "number": INTEGER, "at": REAL})
-"""The last transaction of each writing process; see `postgres_database`."""
+"""A row per writing process with the number of its last transaction; see `postgres_database`."""
 
 _POSTGRES_TYPES = {
     "INTEGER PRIMARY KEY": "BIGINT GENERATED ALWAYS AS IDENTITY PRIMARY KEY",
@@ -155,8 +155,8 @@ def _check_tables(connection: PostgresConnection, server: PostgresServer) -> Non
 
 
 def _build_create_statements() -> list[str]:
-    counted = {table.name: _add_backend_column(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
-    tables = [counted.get(table.name, table) for table in TABLES]
+    count_tables = {table.name: _add_backend_column(table) for table in (GROUP_COUNTS, SESSION_COUNTS)}
+    tables = [count_tables.get(table.name, table) for table in TABLES]
     return [
         *(to_postgres_ddl(table.create_sql) for table in (*tables, WRITERS)),
         f"CREATE TABLE {VERSION_TABLE} (version BIGINT NOT NULL)",

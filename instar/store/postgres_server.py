@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 MIN_SERVER_VERSION = 13
 RESPONSE_TIMEOUT_FACTOR = 1.25
-"""A connection is considered lost if the server does not respond for this many statement timeouts."""
+"""A connection is considered lost if the server does not respond within the store's timeout times this."""
 
 # Failures that a retry cannot fix. They are recognized by the server's message, because libpq gives no code
-# for a refused connection. Failures with a message in another language are retried until the timeout.
+# for a failed connection attempt. If the message is in another language, they are retried until the timeout.
 _PERMANENT_FAILURE = re.compile(
     r"authentication failed|no password supplied|does not exist|no pg_hba.conf entry|permission denied"
     r"|unsupported frontend protocol|does not support SSL|certificate"
@@ -41,7 +41,7 @@ class ServerTimeout(psycopg.OperationalError):
 
 
 class TransactionNotCommitted(psycopg.OperationalError):
-    """The connection was lost, and the server has not committed the transaction."""
+    """The connection was lost, and the server did not commit the transaction."""
 
 
 class PostgresConnection(psycopg.Connection[DictRow]):
@@ -167,8 +167,8 @@ class PostgresServer:
             return self.corrupt_error(text)
         if code == "57014":
             return StoreError(
-                f"{self.name} took longer than store.timeout ({self.timeout:g} s): {text}. Look in "
-                "pg_stat_activity for a stuck session that holds a lock"
+                f"a statement in {self.name} took longer than store.timeout ({self.timeout:g} s): {text}. "
+                "Look in pg_stat_activity for a stuck session that holds a lock"
             )
         if code == "42501":
             return StoreError(
@@ -193,7 +193,7 @@ def _suggest_fix(text: str) -> str:
     if "password" in text:
         return "Set the password in the variable named by store.password_env, in PGPASSWORD or in ~/.pgpass"
     if "does not exist" in text:
-        return "Create it on the server with createdb or createuser"
+        return "Create the database with createdb, or the user with createuser"
     return "Check store.url, and that the server is running"
 
 

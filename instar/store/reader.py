@@ -1,7 +1,4 @@
-"""A pool of threads that read concurrently with the writer, each with its own connection.
-
-Calls are decoded after their snapshot is released, to keep snapshots short.
-"""
+"""A pool of threads that read concurrently with the writer, each with its own connection."""
 
 from __future__ import annotations
 
@@ -59,7 +56,7 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read that consists of a single statement. Call this only from a submitted function."""
+        """Run a read, and retry it if the connection is lost. Call this only from a submitted function."""
         deadline: float | None = None
         while True:
             db = self._get_connection()

@@ -31,7 +31,7 @@ class RowMapping(Generic[T]):
     Enums, JSON objects and arrays are converted according to the type of their field. ``text`` lists the
     fields whose text may need `sanitize_text`. ``default_now`` is a timestamp field in which 0 is replaced
     with the current time. ``excluded`` fields are not converted; the caller passes their values to `decode`.
-    ``converters`` are pairs of functions that encode and decode a field.
+    ``converters`` overrides the conversion of individual fields.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RowMapping(Generic[T]):
 
 def make_converters(field_type: FieldType) -> Converters | None:
     """Return the functions that encode and decode a field's values, or None if they are stored unchanged."""
-    converters = _make_converters(field_type)
+    converters = _make_non_null_converters(field_type)
     if converters is None or not field_type.is_optional:
         return converters
     encode, decode = converters
@@ -91,7 +91,7 @@ def make_converters(field_type: FieldType) -> Converters | None:
     )
 
 
-def _make_converters(field_type: FieldType) -> Converters | None:
+def _make_non_null_converters(field_type: FieldType) -> Converters | None:
     python_type = field_type.python_type
     if is_enum(python_type):
         # Much faster than accessing `value` and calling the enum.

@@ -16,7 +16,7 @@ from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
 VERSION = 4
-"""The schema version, in SQLite's ``PRAGMA user_version``. Increment it with every change here."""
+"""The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
 """The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
@@ -59,7 +59,7 @@ class Table:
 
     @property
     def insert_for_session_sql(self) -> str:
-        """An INSERT that copies the run, agent and policy from the session. Without one, it has no effect."""
+        """An INSERT that copies the run, agent and policy from the session, if the session exists."""
         inherited = ("session_id", "run_id", "agent_id", "policy_id")
         values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
         return (
@@ -88,6 +88,7 @@ def _build_insert_sql(table: str, names: tuple[str, ...], count: int) -> str:
 ROW_NUMBER = "INTEGER PRIMARY KEY"
 """The type of a row number. Row numbers give the order in which rows were inserted."""
 
+# The types of columns that must not be null.
 TEXT = "TEXT NOT NULL"
 INTEGER = "INTEGER NOT NULL"
 REAL = "REAL NOT NULL"
@@ -130,8 +131,8 @@ GROUPS = Table(
         "task_data": TEXT,
         "status": TEXT,
         "reason": "TEXT",
-        # Derived from the claims whenever they change (`steps.refresh_consumed`), so that progress can be
-        # read without reading the claims.
+        # Derived from the claims whenever they change (`steps.refresh_claim_columns`), so that progress
+        # can be read without reading the claims.
         "consumed": "INTEGER NOT NULL DEFAULT 0",
         "created_at": REAL,
         # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from instar.errors import LeaseLost, StoreError
+from instar.errors import ConflictError, LeaseLost, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
 from instar.store.models import ProgressDetails, Run
@@ -21,7 +21,7 @@ from instar.store.rows import (
     encode_session,
 )
 from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
-from instar.store.steps import count_steps, get_progress, refresh_consumed
+from instar.store.steps import count_steps, get_progress, refresh_claim_columns
 from instar.types import Channel, Endpoint, Group, GroupStatus, Reward, Session, SessionStatus
 
 _UPSERT_RUN = RUNS.insert_sql + RUNS.build_upsert_clause("run_id")
@@ -46,17 +46,22 @@ def get_runs(db: Database) -> list[Run]:
 
 def open_group(db: Database, group: Group) -> None:
     db.execute(GROUPS.insert_sql, encode_group(group))
-    refresh_consumed(db, [group.group_id])
+    refresh_claim_columns(db, [group.group_id])
 
 
 def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | None = None) -> None:
+    """Close a group and abandon its open sessions. Raises StoreError if the group does not exist."""
     cursor = db.execute(
         "UPDATE groups SET status = ?, reason = ? WHERE group_id = ?",
         (status.value, sanitize_text(reason), group_id),
     )
     if cursor.rowcount == 0:
         raise StoreError(f"there is no group {group_id}")
-    refresh_consumed(db, [group_id])
+    db.execute(
+        "UPDATE sessions SET status = ?, reason = ?, ended_at = ? WHERE group_id = ? AND status = ?",
+        (SessionStatus.ABANDONED.value, "superseded", time.time(), group_id, SessionStatus.OPEN.value),
+    )
+    refresh_claim_columns(db, [group_id])
 
 
 def get_group(db: Database, group_id: str) -> Group | None:
@@ -72,14 +77,14 @@ def get_groups(
     *,
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
-    """Return the groups in index order, without those that have a claim in ``unclaimed_in_epoch``."""
+    """Return the groups in index order. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
     where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
     if status is not None:
         where += " AND status = ?"
         values.append(status.value)
     if unclaimed_in_epoch is not None:
-        # This reads two ranges of the index `groups_by_claim`. It skips groups whose last claim is in that
-        # epoch, which are nearly all groups.
+        # Reading only two ranges of the index `groups_by_claim` skips the groups whose last claim is in that
+        # epoch. Late in a run, these are nearly all groups.
         where = (
             f"seq IN (SELECT seq FROM groups WHERE {where} AND claimed_epoch < ? UNION ALL "
             f"SELECT seq FROM groups WHERE {where} AND claimed_epoch > ? AND NOT EXISTS ("
@@ -92,14 +97,20 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> ProgressDetails:
-    """Read all details in one transaction. Separate reads could miss a step that is released in between,
-    together with its groups."""
+    """Read all details in one transaction. If a step were released between two reads, neither the step nor
+    its groups would be counted."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return ProgressDetails(get_progress(db, run_id), len(waiting), *count_steps(db, run_id))
 
 
 def open_session(db: Database, session: Session, key_hash: str | None = None) -> None:
-    """Insert a session. Raises ConflictError if the id is taken."""
+    """Insert a session. Raises ConflictError if the id is taken or the session's group is closed."""
+    if session.group_id is not None:
+        row = db.execute(
+            f"SELECT status FROM groups WHERE group_id = ?{db.for_update}", (sanitize_text(session.group_id),)
+        ).fetchone()
+        if row is not None and row["status"] != GroupStatus.OPEN.value:
+            raise ConflictError(f"group {session.group_id} is already closed ({row['status']})")
     db.execute(SESSIONS.insert_sql, encode_session(session, key_hash))
 
 
@@ -187,6 +198,12 @@ def take_lease(db: Database, run_id: str, name: str) -> int:
         (run_id, name),
     ).fetchone()
     return int(row["lease"])
+
+
+def get_lease(db: Database, run_id: str, name: str) -> int:
+    """Return the number of the latest lease, or 0 if none was taken."""
+    row = db.execute("SELECT lease FROM leases WHERE run_id = ? AND name = ?", (run_id, name)).fetchone()
+    return int(row["lease"]) if row else 0
 
 
 def make_lease_check(run_id: str, name: str, lease: int) -> Callable[[Database], None]:

@@ -123,7 +123,7 @@ class SqliteDatabase(sqlite3.Connection):
         super().close()
 
     def insert(self, table: Table, rows: Sequence[Sequence[Any]]) -> None:
-        """Insert the rows in statements of 32, 16, 8, … rows, so that few statements are compiled."""
+        """Insert 32, 16, 8, … rows per statement, so that few different statements are compiled."""
         start, size = 0, MAX_INSERT_ROWS
         while start < len(rows):
             while size > len(rows) - start:

@@ -22,8 +22,8 @@ STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepStat
 
 def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
     """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples in
-    the step's groups, both trained and dropped. Raises ConflictError if the step exists and is not released,
-    or if a sample is already claimed in the epoch. Raises StoreError if a claim is for a different step."""
+    the step's groups, both trained and dropped. Raises ConflictError if the step exists and is not released
+    or a sample is already claimed in the epoch, and StoreError if a claim is for another step or run."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -55,7 +55,7 @@ def _add_claims(db: Database, claims: Sequence[dict[str, Any]]) -> None:
         _check_unclaimed(db, run_id, epoch, [claim["sample_key"] for claim in group])
     # If two processes get here at the same time, the unique index rejects the second insert.
     db.insert(CLAIMS, [CLAIMS.to_values(claim) for claim in claims])
-    refresh_consumed(db, {claim["group_id"] for claim in claims})
+    refresh_claim_columns(db, {claim["group_id"] for claim in claims})
 
 
 def _check_unclaimed(db: Database, run_id: str, epoch: int, sample_keys: Sequence[str]) -> None:
@@ -89,21 +89,14 @@ def advance_step(
         raise StoreError(f"step {step} of run {run_id} is not claimed")
     if state not in STATE_ORDER or STATE_ORDER.index(state) < STATE_ORDER.index(current.state):
         raise StoreError(f"step {step} of run {run_id} is {current.state} and cannot become {state}")
+    metrics_json = None if metrics is None else dump_json(metrics)
     db.execute(
         "UPDATE steps SET state = ?, state_path = COALESCE(?, state_path), version = COALESCE(?, version), "
         "metrics = COALESCE(?, metrics), updated_at = ? WHERE run_id = ? AND step = ?",
-        (
-            state.value,
-            state_path,
-            version,
-            None if metrics is None else dump_json(metrics),
-            time.time(),
-            run_id,
-            step,
-        ),
+        (state.value, state_path, version, metrics_json, time.time(), run_id, step),
     )
     if state is StepState.COMMITTED or version is not None:
-        refresh_consumed(db, _get_group_ids(db, run_id, step))
+        refresh_claim_columns(db, _get_group_ids(db, run_id, step))
 
 
 def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
@@ -123,7 +116,7 @@ def release_steps(db: Database, run_id: str, after: int, *, include_saved: bool 
             "UPDATE steps SET state = ?, updated_at = ? WHERE run_id = ? AND step = ?",
             (StepState.RELEASED.value, time.time(), run_id, step),
         )
-        refresh_consumed(db, group_ids)
+        refresh_claim_columns(db, group_ids)
     return released
 
 
@@ -145,7 +138,7 @@ def get_steps(db: Database, run_id: str) -> list[Step]:
 
 
 def count_steps(db: Database, run_id: str) -> tuple[int, int]:
-    """Return the number of steps that are not released, and how many of them are in the policy's weights."""
+    """Return the number of steps that are not released, and of those whose update is in the weights."""
     sql = """
         SELECT COUNT(*) AS steps, COUNT(CASE WHEN state = ? OR version IS NOT NULL THEN 1 END) AS trained
         FROM steps WHERE run_id = ? AND state != ?
@@ -160,8 +153,8 @@ def get_steps_to_commit(db: Database, run_id: str, saved_step: int) -> list[Step
         SELECT * FROM steps WHERE run_id = ? AND (step = ? OR (step < ? AND state NOT IN (?, ?)))
         ORDER BY step
     """
-    done = (StepState.COMMITTED.value, StepState.RELEASED.value)
-    return STEP_ROWS.select(db, sql, (run_id, saved_step, saved_step, *done))
+    excluded = (StepState.COMMITTED.value, StepState.RELEASED.value)
+    return STEP_ROWS.select(db, sql, (run_id, saved_step, saved_step, *excluded))
 
 
 def get_claims(
@@ -176,7 +169,7 @@ def get_claims(
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list[Claim]:
-    """Return this epoch's claims, oldest first, on the ``limit`` training groups with the highest index."""
+    """Return this epoch's claims on the last ``limit`` claimed training groups by index, oldest first."""
     return CLAIM_ROWS.select(
         db,
         "SELECT * FROM claims WHERE run_id = ? AND epoch = ? AND group_id IN (SELECT group_id FROM groups "
@@ -185,11 +178,11 @@ def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list
     )
 
 
-def refresh_consumed(db: Database, group_ids: Iterable[str | None]) -> None:
+def refresh_claim_columns(db: Database, group_ids: Iterable[str | None]) -> None:
     """Update the columns ``consumed`` and ``claimed_epoch`` of these groups.
 
-    A group is consumed if it was dropped, or if it has claims and each claim belongs to no step or to a step
-    that is committed or has published its version. Claims by other runs on the same groups are ignored.
+    A group is consumed if it was dropped, or if it has claims and all of them are final. A claim is final if
+    it has no step, or if its step is committed or has published a version. Claims by other runs are ignored.
     """
     ids = json.dumps(sorted(group_id for group_id in group_ids if group_id is not None))
     group_filter = f"group_id IN ({db.json_array_sql.format(':groups')})"

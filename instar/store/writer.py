@@ -28,8 +28,8 @@ WriteFunction = Callable[[Database], T]
 
 MAX_BATCH_WRITES = 256
 GROUPING_WAIT_SECONDS = 0.0005
-"""How long to wait for more writes if the previous batch had several. Committing ten writes costs about as
-much as committing one, so waiting pays off under load. A batch as large as the previous one does not wait."""
+"""How long to wait for more writes if the previous batch had more than the current one. Committing ten writes
+costs about as much as committing one, so waiting pays off under load."""
 
 
 class BatchableWrite(ABC):
@@ -44,7 +44,7 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Perform this write and then ``others``. If this raises an error, they are repeated one by one."""
+        """Perform this write and then ``others``. If one fails, all are undone and repeated one by one."""
 
     @abstractmethod
     def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
@@ -53,7 +53,7 @@ class BatchableWrite(ABC):
 
     @abstractmethod
     def on_committed(self) -> None:
-        """Called when the write is on disk."""
+        """Called after the write is on disk and its caller has been notified."""
 
 
 class _WriteJob:
@@ -98,7 +98,7 @@ class Writer:
         self._is_closed = False
         self._previous_batch_size = 0
         self._lock = threading.Lock()
-        # A daemon thread, because writes that are still queued at exit have not been acknowledged.
+        # A daemon thread does not delay exit. Writes that are queued then have not been acknowledged.
         self._thread = threading.Thread(target=self._run, name="instar-store-writer", daemon=True)
         self._thread.start()
 
@@ -195,7 +195,7 @@ class Writer:
                 if not self._db.is_transient(error) or time.monotonic() > deadline:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
-                    raise  # batches of two writers may deadlock; individual writes do not
+                    raise  # two batches may deadlock; `_commit` repeats the writes one by one
 
     def _transact(self, jobs: Sequence[_WriteJob]) -> None:
         for job in jobs:
@@ -245,7 +245,8 @@ class Writer:
         job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
     def _run_in_savepoint(self, work: WriteFunction[None]) -> Exception | None:
-        """Run the function and return None. If it raises an error, undo its changes and return the error."""
+        """Run the function. If it raises an error, undo its changes and return the error. An error that ended
+        the entire transaction is raised instead."""
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)

@@ -23,7 +23,7 @@ class RouteEndpoints:
     engines: Sequence[Engine]
 
     @property
-    def has_weights_on_gpu(self) -> bool:
+    def can_sync_from_gpu(self) -> bool:
         return self.backend.capabilities.can_sync_live and device_and_dtype(self.config.model)[0] == "cuda"
 
     @property
@@ -32,7 +32,7 @@ class RouteEndpoints:
 
 
 async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequence[Engine]) -> SyncRoute:
-    """Create the route. Raises ConfigError if the configured route, or every automatic one, is not usable."""
+    """Create the route. Raises ConfigError if it is not usable or, for `auto`, if no route is usable."""
     endpoints = RouteEndpoints(config, backend, engines)
     name = config.sync.route
     if name != "auto":
@@ -64,7 +64,7 @@ def _is_automatic(route: RouteName, endpoints: RouteEndpoints) -> bool:
     if route == "ray":
         # Adapter files are small, so they are sent without Ray.
         return endpoints.is_on_ray and "weights" in endpoints.backend.capabilities.artifacts
-    return route == "files" or endpoints.has_weights_on_gpu
+    return route == "files" or endpoints.can_sync_from_gpu
 
 
 def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
@@ -78,7 +78,7 @@ def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:
             return f"the backend publishes {published}, but the {engine.info.kind} engine loads only {loaded}"
         if route != "files" and route not in engine.info.routes:
             return f"the {engine.info.kind} engine does not accept weights over {route}"
-    if route == "nccl" and not endpoints.has_weights_on_gpu:
+    if route == "nccl" and not endpoints.can_sync_from_gpu:
         return "the trainer runs on a CPU, but nccl needs a GPU"
     return None
 
@@ -93,7 +93,7 @@ async def _create_ipc(endpoints: RouteEndpoints) -> SyncRoute:
         except EngineError as error:
             raise ConfigError(f"engine {index} cannot map the trainer's memory: {error}") from error
         if not probe["shared"]:
-            raise ConfigError(f"engine {index} cannot read the trainer's memory from a different machine")
+            raise ConfigError(f"engine {index} cannot map the trainer's memory from a different machine")
         if device == "cuda" and probe["gpus"] != [get_gpu_uuid()]:
             gpus = ", ".join(probe["gpus"]) or "no GPU"
             raise ConfigError(f"engine {index} uses {gpus}, but must use the trainer's {get_gpu_uuid()}")
@@ -105,7 +105,7 @@ async def _create_nccl(endpoints: RouteEndpoints) -> SyncRoute:
 
     if find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed in the trainer's environment; install it there, or set backend.python"
+            "vLLM is not installed in the trainer's environment; install it there, or change backend.python"
         )
     host = "127.0.0.1"
     if endpoints.is_on_ray:
@@ -126,12 +126,12 @@ async def _create_ray(endpoints: RouteEndpoints) -> SyncRoute:
         timeout=settings.deadline,
     )
     await sync.start()
-    try:
-        for engine in endpoints.engines:
+    for index, engine in enumerate(endpoints.engines):
+        try:
             await sync.check_engine(engine)
-    except EngineError as error:
-        await sync.close()
-        raise ConfigError(f"an engine cannot join the trainer's Ray cluster: {error}") from error
+        except EngineError as error:
+            await sync.close()
+            raise ConfigError(f"engine {index} cannot join the trainer's Ray cluster: {error}") from error
     return sync
 
 

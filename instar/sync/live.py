@@ -26,7 +26,7 @@ class PushTargets:
         self._committed: set[int] = set()
 
     @property
-    def engines(self) -> list[Engine]:
+    def healthy_engines(self) -> list[Engine]:
         """The engines that have not failed."""
         return [engine for engine, error in zip(self._engines, self.outcomes, strict=True) if not error]
 
@@ -83,7 +83,7 @@ class LiveSync(SyncRoute):
         try:
             async with asyncio.timeout(self._timeout):
                 await self._stage(policy, targets)
-                if targets.engines:
+                if targets.healthy_engines:
                     await self._commit(policy, targets)
         except TimeoutError:
             targets.fail_remaining("served", SyncError(f"the push took longer than {self._timeout:g} s"))

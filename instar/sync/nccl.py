@@ -41,11 +41,11 @@ class NcclSync(LiveSync):
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         if self._weight_info is None:
             self._weight_info = await self._describe_weights()
-        if self._group is None or self._members != targets.engines:
+        if self._group is None or self._members != targets.healthy_engines:
             await self._form_group(policy, targets)
         body: Json = {"update": self._weight_info}
         await targets.run("announced", lambda engine: engine.stage(WeightTransfer(policy, "nccl", body)))
-        if targets.engines != self._members:
+        if targets.healthy_engines != self._members:
             # The broadcast would wait for the missing member, so the next push forms a group without it.
             await self._leave_group()
             targets.fail_remaining("broadcast", SyncError("another engine in the NCCL group failed"))
@@ -107,27 +107,28 @@ class NcclSync(LiveSync):
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
         """Query each engine's number of workers, and have all engines join one group concurrently."""
         await self._leave_group()
-        sizes: dict[int, int] = {}
+        worker_counts: dict[int, int] = {}
 
         async def query(engine: Engine) -> None:
-            sizes[id(engine)] = (await engine.stage(WeightTransfer(policy, "nccl", {})))["world_size"]
+            response = await engine.stage(WeightTransfer(policy, "nccl", {}))
+            worker_counts[id(engine)] = response["world_size"]
 
         await targets.run("sent, because the engine did not report its workers", query)
-        plan = plan_group(
-            [sizes[id(engine)] for engine in targets.engines], self._host, _find_free_port(self._host)
-        )
-        init_infos = dict(zip(map(id, targets.engines), plan, strict=True))
+        counts = [worker_counts[id(engine)] for engine in targets.healthy_engines]
+        init_infos = plan_group(counts, self._host, _find_free_port(self._host))
+        info_by_engine = dict(zip(map(id, targets.healthy_engines), init_infos, strict=True))
 
         def invite(engine: Engine) -> Awaitable[object]:
-            return engine.stage(WeightTransfer(policy, "nccl", {"init": init_infos[id(engine)]}))
+            return engine.stage(WeightTransfer(policy, "nccl", {"init": info_by_engine[id(engine)]}))
 
-        self._members = targets.engines
+        self._members = targets.healthy_engines
         join_task = asyncio.create_task(
             targets.run("sent, because the engine did not join the group", invite)
         )
         try:
             with convert_route_errors():
-                self._group = await asyncio.to_thread(self._transport.join, plan[0]) if plan else None
+                if init_infos:
+                    self._group = await asyncio.to_thread(self._transport.join, init_infos[0])
             await join_task
         finally:
             join_task.cancel()

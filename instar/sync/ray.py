@@ -53,7 +53,7 @@ class RaySync(LiveSync):
         self._chunk_bytes = chunk_bytes
         self._mailbox: Any = None
         self._mailbox_address: Json = {}
-        self._has_joined_ray = False
+        self._owns_ray_connection = False
 
     async def start(self) -> None:
         """Join the cluster and start the mailbox. Raises ConfigError if Ray or the cluster is unavailable."""
@@ -76,10 +76,10 @@ class RaySync(LiveSync):
                     await self._call_mailbox("put", index, chunk.references)
                     if send_task is not None:
                         await send_task
-                    if not targets.engines:
+                    if not targets.healthy_engines:
                         return
                     send_task = asyncio.create_task(self._send_chunk(policy, targets, index, chunk.layout))
-                    del chunk
+                    del chunk  # only the mailbox must hold the references
                     index += 1
             if send_task is not None:
                 await send_task
@@ -87,7 +87,7 @@ class RaySync(LiveSync):
             if send_task is not None:
                 send_task.cancel()
                 await asyncio.gather(send_task, return_exceptions=True)
-            # The next push overwrites the remaining chunks, so an error here must not hide an earlier error.
+            # An error here must not hide an earlier one. The next push overwrites the remaining chunks.
             with contextlib.suppress(RouteError):
                 await self._call_mailbox("clear")
 
@@ -136,7 +136,7 @@ class RaySync(LiveSync):
         if not ray.is_initialized():
             self._join_cluster(ray)
         name = f"instar-weights-{secrets.token_hex(8)}"
-        # One process for the entire run. Reserve no CPU for it.
+        # The actor holds only references, so no CPU is reserved for it.
         actor_class = ray.remote(num_cpus=0)(_create_mailbox_class())
         self._mailbox = actor_class.options(name=name, namespace=NAMESPACE).remote()
         self._mailbox_address = {
@@ -156,14 +156,14 @@ class RaySync(LiveSync):
             ray.init(address=address, log_to_driver=False, logging_level="error")
         except (RuntimeError, OSError) as error:
             raise ConfigError(f"cannot join the Ray cluster at {address}: {error}") from error
-        self._has_joined_ray = True
+        self._owns_ray_connection = True
 
     def _stop_mailbox(self) -> None:
         import ray
 
         ray.kill(self._mailbox)
         self._mailbox = None
-        if self._has_joined_ray:
+        if self._owns_ray_connection:
             ray.shutdown()
 
 
@@ -175,14 +175,14 @@ def _create_mailbox_class() -> type:
         def __init__(self) -> None:
             self._chunks: dict[int, list[Any]] = {}
 
-        def put(self, chunk: int, references: list[Any]) -> None:
-            self._chunks[chunk] = references
+        def put(self, index: int, references: list[Any]) -> None:
+            self._chunks[index] = references
 
-        def get(self, chunk: int) -> list[Any]:
-            return self._chunks[chunk]
+        def get(self, index: int) -> list[Any]:
+            return self._chunks[index]
 
-        def drop(self, chunk: int) -> None:
-            self._chunks.pop(chunk, None)
+        def drop(self, index: int) -> None:
+            self._chunks.pop(index, None)
 
         def clear(self) -> None:
             self._chunks.clear()

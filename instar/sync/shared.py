@@ -49,15 +49,15 @@ class SharedSync(LiveSync):
         self.description = f"ipc: the engines copy the weights from the trainer's buffer in {memory}"
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
-        buffer = await self._get_unused_buffer()
+        buffer = await self._prepare_buffer()
         await self._fill(buffer)
         await targets.run("sent", lambda engine: _stage_buffer(engine, policy, buffer))
         if self._previous_buffer is not None:
             self._previous_buffer.close()
             self._previous_buffer = None
 
-    async def _get_unused_buffer(self) -> SharedBuffer:
-        """Return a buffer that no engine is copying from."""
+    async def _prepare_buffer(self) -> SharedBuffer:
+        """Return a buffer that no engine is copying from. Create it if necessary."""
         previous = self._buffer
         if previous is not None and not self._copying_engines:
             return previous
@@ -69,7 +69,7 @@ class SharedSync(LiveSync):
         return self._buffer
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
-        self._copying_engines.update(targets.engines)
+        self._copying_engines.update(targets.healthy_engines)
 
         async def commit(engine: Engine) -> None:
             try:
@@ -85,10 +85,10 @@ class SharedSync(LiveSync):
 
     async def _read_layout(self) -> list[WeightPlacement]:
         layout: list[WeightPlacement] = []
-        end = 0
+        offset = 0
         async for name, tensor in self._backend.tensors():
-            layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end))
-            end += -(-tensor.nbytes // WEIGHT_ALIGNMENT_BYTES) * WEIGHT_ALIGNMENT_BYTES
+            layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            offset += -(-tensor.nbytes // WEIGHT_ALIGNMENT_BYTES) * WEIGHT_ALIGNMENT_BYTES
         return layout
 
     async def _fill(self, buffer: SharedBuffer) -> None:
@@ -96,13 +96,14 @@ class SharedSync(LiveSync):
         async for name, tensor in self._backend.tensors():
             target = missing.pop(name, None)
             if target is None:
-                raise SyncError(f"the backend did not provide the weight {name} at the first push")
+                raise SyncError(f"weight {name} was not part of the first push")
             if target.shape != tensor.shape or target.dtype != tensor.dtype:
-                raise SyncError(f"the shape or dtype of the weight {name} differs from the first push")
+                now, before = (f"{weight.dtype} {tuple(weight.shape)}" for weight in (tensor, target))
+                raise SyncError(f"weight {name} is {now}, but was {before} at the first push")
             with convert_route_errors():
                 target.copy_(tensor)
         if missing:
-            raise SyncError(f"the backend provided {len(missing)} fewer weights than at the first push")
+            raise SyncError(f"{len(missing)} weights of the first push are missing, such as {min(missing)}")
         with convert_route_errors():
             buffer.synchronize()
 
@@ -124,7 +125,7 @@ class SharedBuffer:
         self.layout = layout
         self.name = secrets.token_hex(8)
         self._descriptor: int | None = None
-        name, dtype, shape, start = layout[-1]
+        _, dtype, shape, start = layout[-1]
         size = start + _count_bytes(dtype, shape)
         if device == "cuda":
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -137,8 +138,8 @@ class SharedBuffer:
             from torch.multiprocessing.reductions import reduce_tensor
 
             # The engine knows the first seven values, which describe the tensor and its device.
-            handle = [_to_json(value) for value in reduce_tensor(self._bytes)[1][7:]]
-            self.handle = {"kind": "cuda", "gpu": get_gpu_uuid(), "parts": handle, "size": size}
+            parts = [_to_json(value) for value in reduce_tensor(self._bytes)[1][7:]]
+            self.handle = {"kind": "cuda", "gpu": get_gpu_uuid(), "parts": parts, "size": size}
         self.views: dict[str, Tensor] = {}
         for name, dtype, shape, start in layout:
             part = self._bytes[start : start + _count_bytes(dtype, shape)]

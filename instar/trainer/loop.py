@@ -234,7 +234,7 @@ class Trainer:
         batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
         if not batch.samples:
             logger.info(
-                "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are trained", step
+                "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
             )
         elif self.penalty is not None:
             samples, penalty_metrics = await self.penalty.apply(batch.samples, batch.scales)
@@ -261,7 +261,8 @@ class Trainer:
         await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
-        """Commit all steps up to the last saved one. Publish its version if necessary, and return it."""
+        """Commit all steps up to the last saved one, and remove old checkpoints. Return the version of the
+        saved step, which is published first if necessary."""
         rows = await self.store.steps_to_commit(self.run_id, self.saved_step)
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
@@ -285,8 +286,8 @@ class Trainer:
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         await self._publish_head(version)
         # A recovery makes the last saved version the head again, so its weights must not be removed.
-        saved = self._policy_path(self.saved_version)
-        prune_folder(saved.parent, self.config.trainer.keep_checkpoints, frozenset({saved}))
+        saved_path = self._policy_path(self.saved_version)
+        prune_folder(saved_path.parent, self.config.trainer.keep_checkpoints, frozenset({saved_path}))
         return version
 
     async def _publish_head(self, version: int) -> None:

@@ -71,7 +71,7 @@ def _parse_lines(text: str) -> Iterator[Json]:
 
 
 class MetricsReader:
-    """Reads only the records that were written since the last read, which keeps watching a long run cheap."""
+    """Reads only the records that were written since the last read."""
 
     def __init__(self, run_dir: Path) -> None:
         self._path = run_dir / "metrics.jsonl"

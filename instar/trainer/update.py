@@ -19,11 +19,12 @@ CORRECTION_LOSS = LossConfig(name="cross_entropy")
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The results of one training step. ``corrections`` is the result for replies that users corrected, which
-    the policy imitates. ``samples`` or ``corrections`` is None if the step had none."""
+    """The results of one training step."""
 
     samples: ForwardBackwardResult | None
+    """None if the step had no samples."""
     corrections: ForwardBackwardResult | None
+    """The result for replies that users corrected, or None if the step had no corrections."""
     optimizer: OptimStepResult
 
 
@@ -91,5 +92,5 @@ async def _submit(
     if not samples:
         return None
     call = asyncio.ensure_future(backend.forward_backward(samples, loss))
-    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # let the call start, so that the backend receives the calls in order
     return call

@@ -1,4 +1,4 @@
-"""JSON types of Anthropic's Messages API. They treat unknown fields like the types in ``openai.py``."""
+"""JSON types for Anthropic's Messages API. They treat unknown fields like the types in ``openai.py``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""JSON types of OpenAI's APIs: chat completions, completions and responses.
+"""JSON types for OpenAI's APIs: chat completions, completions and responses.
 
 Request bodies declare every known field and reject unknown ones, so that no setting is silently ignored. Most
 objects inside a body, such as messages and tools, ignore unknown fields. Response types declare only the
-fields that are read. Most of these are optional, because providers omit some.
+fields that are read, mostly as optional, because providers omit some. Those for chat also cover completions.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     service_tier: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Fields that are accepted only with the value that has no effect:
+    # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     store: bool | None = None
     response_format: ChatResponseFormat | None = None
@@ -137,7 +137,7 @@ class CompletionsRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    # Fields that are accepted only with the values that can be honoured:
+    # Fields that are accepted only with some values (see gateway/dialects/completions.py):
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
@@ -192,7 +192,7 @@ class ChatResponseChoice(msgspec.Struct):
     text: str | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    """The stop string or the id of the stop token that ended the reply, as vLLM sends it."""
+    """The stop string or the id of the stop token that ended the reply (sent by vLLM)."""
 
 
 class ChatResponseChoiceWithTokens(ChatResponseChoice):
@@ -321,7 +321,7 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     max_tool_calls: int | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
-    # Fields that are accepted only with the value that has no effect:
+    # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     background: bool | None = None
     truncation: str | None = None

@@ -14,7 +14,7 @@ HANG_SECONDS = 3600.0
 
 async def block_event_loop(task: dict[str, Any], session: AgentSession, *, ledger: str) -> None:
     await workload.agent(task, session, ledger=ledger)
-    time.sleep(HANG_SECONDS)  # noqa: ASYNC251 - blocks the event loop on purpose
+    time.sleep(HANG_SECONDS)  # noqa: ASYNC251 - must block the event loop
 
 
 def hang_in_rule(task: dict[str, Any], transcript: Transcript) -> float:

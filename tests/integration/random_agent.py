@@ -27,19 +27,22 @@ class SentRequest:
     kind: str
     """`follows` if the request extends the reply to ``parent``, `fresh` if it extends no recorded call."""
     parent: str | None = None
+    """The id of the request whose reply was extended."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages to send next. ``parent`` is the id of the request that returned the latest reply."""
+    """A conversation that the agent can continue."""
 
     messages: list[Json]
+    """The messages to send with the next request."""
     parent: str | None = None
+    """The id of the request that returned the latest reply, or None if the history is new or rewritten."""
 
 
 @dataclass
 class RandomAgent:
-    """An agent in one session."""
+    """Takes random actions in one session: requests, retries, disconnects, forks and edits of its history."""
 
     http: aiohttp.ClientSession
     session: AgentSession
@@ -77,7 +80,7 @@ class RandomAgent:
             self.event_counts[action.__name__] += 1
             conversation = self._continue_conversation(conversation, await action(conversation))
 
-    # --- actions: each returns the message to continue with and the id of its request -----------------
+    # --- actions: each returns the reply to continue with and the id of its request --------------------
 
     async def request_reply(self, conversation: Conversation, **options: Any) -> tuple[Json, str]:
         request_id, (message, *_) = await self._post(conversation, **options)
@@ -98,7 +101,7 @@ class RandomAgent:
         )
 
     async def retry_lost_reply(self, conversation: Conversation) -> tuple[Json, str]:
-        """Send the request again, marked as a retry, as an SDK does. The gateway must replay the reply."""
+        """Repeat a request with the retry header of an SDK. The gateway must replay the recorded reply."""
         message, request_id = await self.request_reply(conversation)
         replayed, replayed_id = await self.request_reply(conversation, retried=True)
         assert replayed_id == request_id
@@ -108,7 +111,7 @@ class RandomAgent:
 
     async def disconnect_mid_stream(self, conversation: Conversation) -> tuple[Json, str]:
         """Disconnect while the reply is streaming, then send the request again."""
-        # The seed is explicit, because the session would use the seed of an abandoned request again.
+        # Send an explicit seed: the session would use the abandoned request's seed again for the next one.
         body = self._make_body(conversation, stream=True, max_tokens=64) | {"seed": self.rng.getrandbits(62)}
         async with self._send_body(body) as response:
             await response.content.readany()
@@ -130,7 +133,7 @@ class RandomAgent:
         return messages
 
     def _next_user_message(self) -> Json:
-        """Return a unique message, so that no two conversations have the same messages."""
+        """Return a message with a unique number, so that no two conversations have the same messages."""
         self.message_count += 1
         return {"role": "user", "content": f"{make_random_text(self.rng)}#{self.message_count}"}
 

@@ -1,4 +1,4 @@
-"""An engine that records the tokens of another engine, as the ground truth for later comparisons."""
+"""An engine that wraps another engine and records its tokens as the ground truth for later comparisons."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Emission:
     loaded_version: int
     """The newest version that was completely loaded when the request arrived."""
     is_settled: bool
-    """True if no other version was being loaded at that time."""
+    """True if no newer version was being loaded when the request arrived."""
     ids: list[int] = field(default_factory=list[int])
     logprobs: list[float] = field(default_factory=list[float])
     versions: list[int] = field(default_factory=list[int])
@@ -38,16 +38,16 @@ class Emission:
 
 
 class RecordingEngine(Engine):
-    """Records the replies of an engine by prompt and seed, so no two requests may share both."""
+    """Records an engine's replies, keyed by prompt and seed. No two requests may have the same key."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.inner = engine
         self.emissions: dict[EmissionKey, Emission] = {}
         self.loading_version = self.loaded_version = 0
 
     @property
     def info(self) -> EngineInfo:
-        return self.engine.info
+        return self.inner.info
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
         key = make_emission_key(prompt_ids, params)
@@ -56,7 +56,7 @@ class RecordingEngine(Engine):
             list(prompt_ids), params, self.loaded_version, self.loaded_version == self.loading_version
         )
         self.emissions[key] = emission
-        async with aclosing(cast(Any, self.engine.generate(prompt_ids, params))) as chunks:
+        async with aclosing(cast(Any, self.inner.generate(prompt_ids, params))) as chunks:
             async for chunk in chunks:
                 emission.ids += chunk.token_ids
                 emission.logprobs += chunk.logprobs
@@ -67,11 +67,11 @@ class RecordingEngine(Engine):
 
     async def load(self, policy: Policy) -> None:
         self.loading_version = policy.version
-        await self.engine.load(policy)
+        await self.inner.load(policy)
         self.loaded_version = policy.version
 
     async def status(self) -> EngineStatus:
-        return await self.engine.status()
+        return await self.inner.status()
 
     async def close(self) -> None:
-        await self.engine.close()
+        await self.inner.close()

@@ -1,5 +1,5 @@
-"""Tests for runs with `backend: auto` and a service that is configured through environment variables, and for
-resuming a run with a different backend."""
+"""Tests for runs with `backend: auto` and a service configured by environment variables, and for resuming a
+run with a different backend."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weaver(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Start a Weaver server and yield the URL and key that it prints."""
     folder = str(tmp_path_factory.mktemp("served"))
-    serve = ["backends", "serve", "--protocol", "weaver", "--model", str(model), "--dtype", "fp32"]
+    args = ["backends", "serve", "--protocol", "weaver", "--model", str(model), "--dtype", "fp32"]
     server = subprocess.Popen(
-        [*COMMAND, *serve, "--dir", folder, "--json"],
+        [*COMMAND, *args, "--dir", folder, "--json"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -69,8 +69,8 @@ def test_resume_with_a_different_backend_is_rejected(model: Path, tmp_path: Path
     config = make_config(tmp_path, model, steps=1)
     run = RunProcess(tmp_path, config)
     run.run_dir.mkdir()
-    recorded = {**config, "backend": {"type": "weaver"}, "engine": {"type": "scripted"}}
-    (run.run_dir / "config.json").write_text(json.dumps(recorded))
+    recorded_config = {**config, "backend": {"type": "weaver"}, "engine": {"type": "scripted"}}
+    (run.run_dir / "config.json").write_text(json.dumps(recorded_config))
     run.start(resume=True)
     assert run.wait(50) == 1
     assert "this run was trained by weaver, but the setting now resolves to local" in run.output.read_text()

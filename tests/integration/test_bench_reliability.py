@@ -15,9 +15,9 @@ BENCH = Path(__file__).parents[2] / "bench"
 
 def run_bench(name: str, *options: str) -> dict[str, Any]:
     command = [sys.executable, str(BENCH / name), "--json", *options]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 @pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""Tests for `instar train` and `instar serve` as a user runs them: with an agent command, and files next to
+"""Tests that run `instar train` and `instar serve` like a user: with an agent command, and with files next to
 the YAML."""
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def test_train_in_terminal_shows_progress_and_writes_report(folder: Path, tmp_pa
     assert (working_dir / "runs" / "mine" / "report" / "index.html").is_file()
 
 
-def test_train_with_json_prints_summary_as_last_line(folder: Path) -> None:
+def test_train_with_json_prints_summary_and_rejects_second_run(folder: Path) -> None:
     command = [INSTAR, "train", "run.yaml", "--json"]
     completed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert completed.returncode == 0, completed.stderr
@@ -115,9 +115,9 @@ def test_train_with_json_prints_summary_as_last_line(folder: Path) -> None:
     assert (summary["name"], summary["steps"], summary["version"]) == ("mine", 1, 1)
     assert {"sampled_before", "sampled_after", "seconds", "run_dir"} <= summary.keys()
     assert "held-out tasks, after, sampled" in completed.stderr
-    second = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
-    assert second.returncode == 1
-    assert "Continue the run with --resume" in second.stderr
+    repeated = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
+    assert repeated.returncode == 1
+    assert "Continue the run with --resume" in repeated.stderr
 
 
 def test_serve_responds_at_printed_url_until_interrupted(folder: Path) -> None:
@@ -139,15 +139,16 @@ def test_serve_responds_at_printed_url_until_interrupted(folder: Path) -> None:
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["message"]["content"] in ("4", "5")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        _, stderr = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert (process.returncode, "Traceback" in errors) == (0, False), errors
-    listed = subprocess.run(
+    assert process.returncode == 0, stderr
+    assert "Traceback" not in stderr
+    listing = subprocess.run(
         [INSTAR, "sessions", "ls", connection_info["run_dir"], "--json"],
         capture_output=True,
         text=True,
         check=True,
     )
-    (session,) = json.loads(listed.stdout)
+    (session,) = json.loads(listing.stdout)
     assert (session["channel"], session["calls"]) == ("live", 1)

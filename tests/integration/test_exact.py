@@ -1,8 +1,8 @@
-"""Tests that training samples contain exactly the sampled tokens, with agents that act at random.
+"""Tests that training samples contain exactly the sampled tokens, for agents that act at random.
 
 A tiny fp32 model is trained to call tools, so that sampling at temperature 1 yields valid calls, malformed
-calls and plain text. The agents talk to a gateway on a socket. Their sessions cover streaming, 0 to 3 tools,
-1 to 5 turns, limits of 1 to 64 tokens, stop strings, several scripts, characters split over tokens, tool
+calls and plain text. The agents call a gateway over HTTP. Their sessions cover streaming, 0 to 3 tools,
+1 to 5 actions, limits of 1 to 64 tokens, stop strings, several scripts, characters split over tokens, tool
 results, several choices, repeated, concurrent and retried requests, abandoned replies, forks, sub-agents, and
 edited or summarized histories. The samples are compared with the tokens recorded by `RecordingEngine`.
 """
@@ -41,7 +41,7 @@ from tests.serving import ADMIN_KEY, running_gateway
 
 SESSION_COUNT = 1000
 CONCURRENCY = 32
-TOLERANCE = 1e-3
+LOGPROB_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +59,24 @@ class ExactnessHarness:
     http: aiohttp.ClientSession
     event_counts: Counter[str]
 
-    async def run_agents(self, sessions: int, name: str) -> list[RandomAgent]:
-        """Run this many sessions, ``CONCURRENCY`` at a time."""
+    async def run_agents(self, count: int, seed: str) -> list[RandomAgent]:
+        """Run ``count`` agents in one session each, ``CONCURRENCY`` at a time."""
         slots = asyncio.Semaphore(CONCURRENCY)
 
         async def run_agent(number: int) -> RandomAgent:
             async with slots:
-                rng = random.Random(f"{name}/{number}")
+                rng = random.Random(f"{seed}/{number}")
                 agent = RandomAgent(self.http, await self._open_session(rng), rng)
                 await agent.run()
                 self.event_counts += agent.event_counts
                 return agent
 
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(run_agent(number)) for number in range(sessions)]
+            tasks = [group.create_task(run_agent(number)) for number in range(count)]
         return [task.result() for task in tasks]
 
     async def _open_session(self, rng: random.Random) -> AgentSession:
-        """Open a session, sometimes with different sampling settings, which must not affect the logprobs."""
+        """Open a session. Some have other sampling settings, which must not affect the recorded logprobs."""
         sampling = {"temperature": 0.7, "top_p": 0.9} if rng.random() < 0.1 else {}
         return await self.client.open_session(
             OpenSession(channel=Channel.TRAIN, seed=rng.getrandbits(60), sampling=sampling)
@@ -106,7 +106,7 @@ async def harness(tool_call_model: Path, tmp_path: Path) -> AsyncIterator[Exactn
 def check_calls(harness: ExactnessHarness, calls: list[Call]) -> None:
     """Check that the recorded calls equal the engine's emissions, bit for bit.
 
-    Calls that were not completed may contain only the first tokens.
+    An incomplete call may contain only the first tokens of its emission.
     """
     for call in calls:
         emission = harness.find_emission(call)
@@ -124,7 +124,7 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
 
     Returns the number of trained tokens.
     """
-    by_id = {call.call_id: call for call in calls}
+    calls_by_id = {call.call_id: call for call in calls}
     trained_counts: Counter[str] = Counter()
     for sample in samples:
         expected_mask = np.zeros(len(sample), bool)
@@ -132,7 +132,7 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
             positions = slice(span.start, span.start + span.length)
             if not sample.mask[positions].any():
                 continue
-            emission = harness.find_emission(by_id[span.call_id])
+            emission = harness.find_emission(calls_by_id[span.call_id])
             assert sample.token_ids[: span.start].tolist() == emission.prompt
             assert sample.token_ids[positions].tolist() == emission.ids
             assert sample.versions[positions].tolist() == emission.versions
@@ -144,29 +144,33 @@ def check_samples(harness: ExactnessHarness, calls: list[Call], samples: list[Sa
 
 
 def check_links(agent: RandomAgent, calls: list[Call]) -> int:
-    """Check that turns that extend their history start with its exact tokens, and return their number."""
-    by_id = {call.call_id: call for call in calls}
-    by_request: dict[str, list[Call]] = {}
+    """Check that a call continues an earlier one if, and only if, the agent kept its history.
+
+    The prompt of such a call must start with the exact tokens of the earlier call. Returns the number of
+    such calls.
+    """
+    calls_by_id = {call.call_id: call for call in calls}
+    calls_by_request: dict[str, list[Call]] = {}
     for call in calls:
-        by_request.setdefault(call.request_id, []).append(call)
-    extending_turns = 0
+        calls_by_request.setdefault(call.request_id, []).append(call)
+    extending_calls = 0
     for request in agent.requests:
-        for call in by_request[request.request_id]:
+        for call in calls_by_request[request.request_id]:
             if request.kind == "fresh":
                 assert call.link is not Link.EXTENDS
                 continue
             assert call.link in (Link.EXTENDS, Link.SIBLING)
             assert call.parent_id is not None
-            parent = by_id[call.parent_id]
+            parent = calls_by_id[call.parent_id]
             # The gateway cannot distinguish replies with equal text when an agent sends one back.
-            assert parent.messages == by_request[request.parent or ""][0].messages
+            assert parent.messages == calls_by_request[request.parent or ""][0].messages
             assert call.prompt_ids[: len(parent.sequence)].tolist() == parent.sequence.tolist()
-            extending_turns += 1
-    return extending_turns
+            extending_calls += 1
+    return extending_calls
 
 
 async def check_session(harness: ExactnessHarness, agent: RandomAgent) -> tuple[list[Sample], int, int]:
-    """Check the session. Return its samples and the numbers of trained tokens and of extending turns."""
+    """Check a session. Return its samples, the number of trained tokens and the number of extending calls."""
     session = await harness.store.session(agent.session.session_id)
     assert session is not None
     calls = await harness.store.calls(session.session_id)
@@ -183,24 +187,24 @@ async def test_training_samples_of_random_sessions_equal_engine_emissions(
     checked = [await check_session(harness, agent) for agent in agents]
     samples = [sample for session_samples, _, _ in checked for sample in session_samples]
     trained_tokens = sum(tokens for _, tokens, _ in checked)
-    extending_turns = sum(turns for _, _, turns in checked)
+    extending_calls = sum(count for _, _, count in checked)
 
     backend = LocalBackend(
         make_model_config(tool_call_model), LocalBackendConfig(threads=1, micro_batch_tokens=4096)
     )
     gap = compute_max_gap(samples, await backend.forward(samples))
     await backend.close()
-    assert gap < TOLERANCE
+    assert gap < LOGPROB_TOLERANCE
 
     print(
-        f"\n{trained_tokens} trained tokens, {extending_turns} turns that extend their history, "
+        f"\n{trained_tokens} trained tokens, {extending_calls} calls that extend their history, "
         f"largest logprob gap {gap:.1e}; {dict(harness.event_counts)}"
     )
-    # Every event must have happened often enough.
+    # The checks mean little unless each of these events happened often enough.
     assert trained_tokens > 20 * SESSION_COUNT
-    assert extending_turns > SESSION_COUNT
-    finished = sum(emission.is_finished for emission in harness.engine.emissions.values())
-    assert finished < len(harness.engine.emissions), "no client disconnected before the end of its reply"
+    assert extending_calls > SESSION_COUNT
+    finished_count = sum(emission.is_finished for emission in harness.engine.emissions.values())
+    assert finished_count < len(harness.engine.emissions), "no reply was interrupted by a disconnect"
     for event in ("tool call", "finish length", "finish stop", "finish tool_calls", "compacted", "tampered"):
         assert harness.event_counts[event] >= SESSION_COUNT // 50, event
 
@@ -217,7 +221,7 @@ def compute_max_gap(
 
 # --- weight swaps ---------------------------------------------------------------------------------
 
-VERSIONS = 4
+SWAP_COUNT = 4
 
 
 @pytest.mark.timeout(300)
@@ -226,17 +230,17 @@ async def test_replies_after_weight_swap_use_only_new_weights(
 ) -> None:
     """Swap weights while sessions run.
 
-    Each token must carry the version that sampled it. A request after a swap must use only the new weights,
-    even though the old weights computed its history.
+    Each token must be recorded with the version that sampled it. A request after a swap must use only the new
+    weights, even though the keys and values of its history were computed and cached with the old weights.
     """
-    lineage = await train_lineage(tool_call_model, tmp_path, VERSIONS)
-    running = asyncio.create_task(harness.run_agents(120, "swapped"))
+    lineage = await train_lineage(tool_call_model, tmp_path, SWAP_COUNT)
+    agents_task = asyncio.create_task(harness.run_agents(120, "swapped"))
     for policy in lineage.policies[1:]:
         target = len(harness.engine.emissions) + 60
-        while len(harness.engine.emissions) < target and not running.done():  # noqa: ASYNC110 - no event to wait for
+        while len(harness.engine.emissions) < target and not agents_task.done():  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.005)
         await harness.engine.load(policy)
-    agents = await running
+    agents = await agents_task
     for agent in agents:
         await check_session(harness, agent)
 
@@ -246,9 +250,9 @@ async def test_replies_after_weight_swap_use_only_new_weights(
         assert emission.versions[0] >= emission.loaded_version
         bounds = zip(emission.versions, emission.newest_versions, strict=True)
         assert all(version <= newest for version, newest in bounds)
-    assert sum(emission.versions[0] != emission.versions[-1] for emission in emissions) >= VERSIONS
+    assert sum(emission.versions[0] != emission.versions[-1] for emission in emissions) >= SWAP_COUNT
 
-    for version in range(VERSIONS + 1):
+    for version in range(SWAP_COUNT + 1):
         # These weights were already loaded when the requests arrived, so no others computed the prompts.
         version_emissions = [
             e for e in emissions if e.is_settled and e.loaded_version == version == e.versions[0]
@@ -256,11 +260,11 @@ async def test_replies_after_weight_swap_use_only_new_weights(
         assert len(version_emissions) >= 30
         samples = [make_version_sample(emission, version) for emission in version_emissions]
         gap = compute_max_gap(samples, await (await lineage.load_version(version)).forward(samples))
-        assert gap < TOLERANCE
+        assert gap < LOGPROB_TOLERANCE
         if version:
             # The gap is much larger with the previous weights, so the check above would detect stale prompts.
             previous_backend = await lineage.load_version(version - 1)
-            assert compute_max_gap(samples, await previous_backend.forward(samples)) > 100 * TOLERANCE
+            assert compute_max_gap(samples, await previous_backend.forward(samples)) > 100 * LOGPROB_TOLERANCE
     assert (await harness.engine.status()).cached_tokens > 10_000, (
         "the test requires that cached tokens are reused"
     )
@@ -268,7 +272,7 @@ async def test_replies_after_weight_swap_use_only_new_weights(
 
 
 def make_version_sample(emission: Emission, version: int) -> Sample:
-    """Return a sample with the prompt and the reply tokens that this version sampled."""
+    """Return a sample with the prompt and those tokens of the reply that this version sampled."""
     count = emission.versions.count(version)
     sample = make_sample(str(emission.params.seed), emission.prompt, emission.ids[:count])
     sample.logprobs[len(emission.prompt) :] = emission.logprobs[:count]
@@ -278,7 +282,7 @@ def make_version_sample(emission: Emission, version: int) -> Sample:
 async def test_engine_after_weight_swap_equals_fresh_engine(
     harness: ExactnessHarness, tool_call_model: Path, tmp_path: Path
 ) -> None:
-    """Continue sequences that different weights computed, and compare the replies token by token."""
+    """Continue sequences that the old weights sampled, and compare the replies of both engines."""
     lineage = await train_lineage(tool_call_model, tmp_path, 1)
     first_agents = await harness.run_agents(24, "before")
     await harness.engine.load(lineage.policies[1])
@@ -289,7 +293,7 @@ async def test_engine_after_weight_swap_equals_fresh_engine(
     for number, call in enumerate(calls[-24:]):
         params = SamplingParams(max_tokens=24, seed=number)
         prompt = call.sequence.tolist()
-        swapped_chunks = [chunk async for chunk in harness.engine.engine.generate(prompt, params)]
+        swapped_chunks = [chunk async for chunk in harness.engine.inner.generate(prompt, params)]
         fresh_chunks = [chunk async for chunk in fresh_engine.generate(prompt, params)]
         assert [chunk.token_ids for chunk in swapped_chunks] == [chunk.token_ids for chunk in fresh_chunks]
         actual, expected = (
@@ -297,6 +301,6 @@ async def test_engine_after_weight_swap_equals_fresh_engine(
         )
         np.testing.assert_allclose(actual, expected, atol=1e-4)
     reused = (await harness.engine.status()).cached_tokens - cached_before
-    assert reused == (await fresh_engine.status()).cached_tokens
+    assert reused == (await fresh_engine.status()).cached_tokens, "stale cache entries were reused"
     await fresh_engine.close()
     await lineage.backend.close()

@@ -21,7 +21,7 @@ from tests.torture.run_process import ROOT, RunProcess, is_alive, list_descendan
 HANGING_MODULE = "tests.integration.hanging_parts"
 HANGING_COMMAND = ["sh", "-c", "trap '' TERM; sleep 3600 & wait"]
 STOP_TIMEOUT_SECONDS = 60.0
-"""The roles may take three times 10 s, and the trainer 3 s. The rest is slack for a busy machine."""
+"""Hanging processes are killed after 33 s: `stop_timeout` plus 30 s. The rest is slack for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,9 @@ def has_started_session(run: RunProcess) -> bool:
         return False  # the store has not been created yet
 
 
-def interrupt(run: RunProcess, *, times: int = 1, timeout_seconds: float = STOP_TIMEOUT_SECONDS) -> None:
+def interrupt_and_check_exit(
+    run: RunProcess, *, times: int = 1, timeout_seconds: float = STOP_TIMEOUT_SECONDS
+) -> None:
     """Send SIGINT ``times`` times, and check that the run exits in time and leaves no process behind."""
     assert run.process is not None
     pids = list_descendants(run.process.pid)
@@ -81,7 +83,7 @@ def test_ctrl_c_with_a_suspended_trainer_kills_it_and_the_run_can_be_resumed(
     run.start()
     assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
     suspend(run, "trainer")
-    interrupt(run)
+    interrupt_and_check_exit(run)
     assert "the trainer was killed, because it did not finish within 3 s" in run.output.read_text()
     assert run.query("SELECT status FROM runs") == [("stopped",)]
     run.config["trainer"]["steps"] = 4
@@ -97,36 +99,39 @@ def test_ctrl_c_with_suspended_roles_stops_the_run(model: Path, tmp_path: Path, 
     run.start()
     assert run.wait_until(lambda: run.is_ready() and has_started_session(run))
     suspend(run, *roles)
-    interrupt(run)
+    interrupt_and_check_exit(run)
 
 
-def hang_agent(config: dict[str, Any]) -> None:
+def use_hanging_agent_command(config: dict[str, Any]) -> None:
     config["rollout"]["agent"] = {"type": "command", "command": HANGING_COMMAND}
 
 
-def hang_function_agent(config: dict[str, Any]) -> None:
+def use_blocking_agent_function(config: dict[str, Any]) -> None:
     config["rollout"]["agent"]["function"] = f"{HANGING_MODULE}:block_event_loop"
 
 
-def hang_rule(config: dict[str, Any]) -> None:
+def use_hanging_rule(config: dict[str, Any]) -> None:
     config["reward"] = {"type": "rule", "function": f"{HANGING_MODULE}:hang_in_rule"}
     config["scoring"] = {"deadline": 7200}
 
 
-def hang_engine(config: dict[str, Any]) -> None:
+def use_hanging_engine(config: dict[str, Any]) -> None:
     config["engine"]["function"] = f"{HANGING_MODULE}:hang_in_engine"
 
 
-@pytest.mark.parametrize("hang", [hang_agent, hang_function_agent, hang_rule, hang_engine])
+@pytest.mark.parametrize(
+    "change_config",
+    [use_hanging_agent_command, use_blocking_agent_function, use_hanging_rule, use_hanging_engine],
+)
 def test_ctrl_c_with_hanging_code_stops_the_run(
-    model: Path, tmp_path: Path, hang: Callable[[dict[str, Any]], None]
+    model: Path, tmp_path: Path, change_config: Callable[[dict[str, Any]], None]
 ) -> None:
     config = make_config(tmp_path, model, steps=50, stop_timeout=3)
-    hang(config)
+    change_config(config)
     run = RunProcess(tmp_path, config)
     run.start()
     assert run.wait_until(lambda: has_started_session(run))
-    interrupt(run)
+    interrupt_and_check_exit(run)
 
 
 def test_ctrl_c_with_an_unresponsive_judge_stops_the_run(
@@ -142,7 +147,7 @@ def test_ctrl_c_with_an_unresponsive_judge_stops_the_run(
             has_started_session(run) and bool(run.query("SELECT 1 FROM sessions WHERE status = 'completed'"))
         )
     )
-    interrupt(run)
+    interrupt_and_check_exit(run)
 
 
 @pytest.mark.parametrize("role", ["engine", "gateway"])
@@ -151,7 +156,7 @@ def test_ctrl_c_during_startup_stops_the_run(model: Path, tmp_path: Path, role: 
     run.start()
     assert run.wait_until(lambda: role in run.list_processes().values())
     suspend(run, role)
-    interrupt(run)
+    interrupt_and_check_exit(run)
 
 
 def test_second_ctrl_c_kills_suspended_roles_immediately(model: Path, tmp_path: Path) -> None:
@@ -159,11 +164,11 @@ def test_second_ctrl_c_kills_suspended_roles_immediately(model: Path, tmp_path: 
     run.start()
     assert run.wait_until(lambda: run.is_ready() and has_started_session(run))
     suspend(run, "engine", "gateway", "rollout", "trainer")
-    interrupt(run, times=2, timeout_seconds=5)
+    interrupt_and_check_exit(run, times=2, timeout_seconds=5)
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_ctrl_c_while_serve_starts_stops_it(model: Path, tmp_path: Path, times: int) -> None:
+def test_ctrl_c_during_serve_startup_stops_it(model: Path, tmp_path: Path, times: int) -> None:
     run = make_run(tmp_path, model)
     command = [sys.executable, "-m", "instar.cli.main", "serve", str(run.config_path), "--json"]
     with run.output.open("ab") as output:
@@ -177,4 +182,4 @@ def test_ctrl_c_while_serve_starts_stops_it(model: Path, tmp_path: Path, times: 
         )
     assert run.wait_until(lambda: "engine" in run.list_processes().values())
     suspend(run, "engine")
-    interrupt(run, times=times, timeout_seconds=STOP_TIMEOUT_SECONDS if times == 1 else 5)
+    interrupt_and_check_exit(run, times=times, timeout_seconds=STOP_TIMEOUT_SECONDS if times == 1 else 5)

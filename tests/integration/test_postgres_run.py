@@ -1,4 +1,4 @@
-"""Tests for complete runs with a PostgreSQL store that are inspected, killed and resumed."""
+"""Tests that complete runs with a PostgreSQL store can be inspected, killed and resumed."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ def test_run_on_postgres_finishes_and_can_be_inspected(
     run.finish()
     run.assert_consistent()
     assert not (run.run_dir / "store.db").exists()
-    listed = json.loads(run.run_command("sessions", "ls", str(run.run_dir), "--json"))
-    assert len(listed) == run.query("SELECT COUNT(*) FROM sessions")[0][0]
+    sessions = json.loads(run.run_command("sessions", "ls", str(run.run_dir), "--json"))
+    assert len(sessions) == run.query("SELECT COUNT(*) FROM sessions")[0][0]
     assert run.run_command(
         "sessions", "show", str(run.run_dir), str(run.query("SELECT session_id FROM sessions")[0][0])
     )
     assert run.run_command("report", str(run.run_dir))
     for path in (tmp_path, *tmp_path.rglob("*")):
         assert path.is_dir() or PASSWORD.encode() not in path.read_bytes(), f"the password is in {path}"
-    assert_name_is_taken(run, tmp_path / "second")
+    assert_run_with_same_name_is_rejected(run, tmp_path / "second")
 
 
-def assert_name_is_taken(run: PostgresRun, folder: Path) -> None:
-    """Check that a run with the same name in a different folder is rejected."""
+def assert_run_with_same_name_is_rejected(run: PostgresRun, folder: Path) -> None:
+    """Start a run with the same name in a different folder, and check that it is rejected."""
     folder.mkdir()
     second = RunProcess(folder, {**run.config, "dir": str(folder / "run")})
     second.start(**{PASSWORD_VARIABLE: PASSWORD})

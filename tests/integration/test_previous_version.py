@@ -1,4 +1,4 @@
-"""Test that a run that was started by the previous version can be resumed."""
+"""Test that a run started by the previous version can be resumed."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_resume_finishes_a_run_started_by_the_previous_version(tmp_path: Path) -
     run_dir = copy_previous_run(folder)
     make_previous_model(folder)
     claims_before = query(run_dir, CLAIMS_SQL)
-    command = ["train", str(folder / "run.yaml"), "--resume", "--json"]
-    result = subprocess.run(
-        [sys.executable, "-m", "instar.cli.main", *command],
+    args = ["train", str(folder / "run.yaml"), "--resume", "--json"]
+    completed = subprocess.run(
+        [sys.executable, "-m", "instar.cli.main", *args],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -39,8 +39,8 @@ def test_resume_finishes_a_run_started_by_the_previous_version(tmp_path: Path) -
         timeout=110,
         check=False,
     )
-    assert result.returncode == 0, result.stderr
-    assert json.loads(result.stdout)["steps"] == 6
+    assert completed.returncode == 0, completed.stderr
+    assert json.loads(completed.stdout)["steps"] == 6
     assert query(run_dir, "SELECT status FROM runs") == [("finished",)]
     assert query(run_dir, "SELECT step, state, version FROM steps ORDER BY step") == [
         (step, "committed", step) for step in range(1, 7)

@@ -53,34 +53,33 @@ def test_each_role_restarts_and_drains_while_run_continues(run: RunProcess) -> N
     assert run.wait_until(lambda: run.run_dir.joinpath("store.db").exists() and run.is_ready(), 180)
     wait_for_two_more_steps(run)
 
-    listed = run_roles_command(run)
-    assert {row["state"] for row in listed.values()} == {"running"}
-    assert set(listed) == {"engine-0", "engine-1", "gateway", "trainer", "rollout"}
-    assert set(run.list_processes()) == {row["pid"] for row in listed.values()}
-    assert all(Path(row["log"]).is_file() for row in listed.values())
+    rows_before = run_roles_command(run)
+    assert {row["state"] for row in rows_before.values()} == {"running"}
+    assert set(rows_before) == {"engine-0", "engine-1", "gateway", "trainer", "rollout"}
+    assert set(run.list_processes()) == {row["pid"] for row in rows_before.values()}
+    assert all(Path(row["log"]).is_file() for row in rows_before.values())
 
     for name in ("engine-0", "gateway", "rollout", "trainer"):
         assert run_roles_command(run, "restart", name)[name]["state"] == "running"
         wait_for_two_more_steps(run)
-        assert run_roles_command(run)[name]["pid"] != listed[name]["pid"], f"{name} was not restarted"
+        assert run_roles_command(run)[name]["pid"] != rows_before[name]["pid"], f"{name} was not restarted"
 
     os.kill(run_roles_command(run)["trainer"]["pid"], signal.SIGTERM)
-    wait_for_two_more_steps(run)  # the run did not request this exit, so it restarts the trainer
+    wait_for_two_more_steps(run)  # the supervisor did not request this exit, so it restarts the trainer
 
     assert run_roles_command(run, "drain", "engine-1")["engine-1"]["state"] == "stopped"
     wait_for_two_more_steps(run)
     assert run_roles_command(run, "start", "engine-1")["engine-1"]["state"] == "running"
 
     assert run_roles_command(run, "drain", "trainer")["trainer"]["state"] == "stopped"
-    committed = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
-    assert committed == run.query("SELECT MAX(step) FROM steps"), (
+    last_committed_step = run.query("SELECT MAX(step) FROM steps WHERE state = 'committed'")
+    assert last_committed_step == run.query("SELECT MAX(step) FROM steps"), (
         "the current step was not finished and saved"
     )
     assert run_roles_command(run, "start", "trainer")["trainer"]["state"] == "running"
     wait_for_two_more_steps(run)
 
-    statuses = ("failed", "abandoned")
-    lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", *statuses)
+    lost = run.query("SELECT status, reason FROM sessions WHERE status IN (?, ?)", "failed", "abandoned")
     assert lost == [], f"sessions were lost\n{run.collect_logs()}"
     assert run.process is not None
     run.process.terminate()

@@ -25,7 +25,7 @@ def count_committed_steps(run: RunProcess) -> int:
     return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
 
 
-def test_run_after_ctrl_c_drains_and_resumes(model: Path, tmp_path: Path) -> None:
+def test_run_after_ctrl_c_finishes_its_step_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4, checkpoint_every=100))
     process = run.start()
     assert run.wait_until(lambda: run.is_ready() and bool(run.query("SELECT 1 FROM steps WHERE version = 1")))
@@ -56,12 +56,12 @@ def test_run_after_second_ctrl_c_stops_immediately(model: Path, tmp_path: Path) 
     run.assert_no_orphans(timeout_seconds=1.0)
 
 
-def list_public_files(folder: Path) -> list[str]:
+def list_public_paths(folder: Path) -> list[str]:
     """Return the files and folders that other users can access."""
     return [str(path) for path in [folder, *folder.rglob("*")] if path.stat().st_mode & 0o077]
 
 
-def test_run_files_are_private_except_those_of_the_agent(model: Path, tmp_path: Path) -> None:
+def test_run_files_are_private_except_agent_files(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=1, tensorboard=True)
     eval_tasks = {"type": "python", "function": f"{WORKLOAD_MODULE}:make_tasks", "args": {"count": 1}}
     config["eval"] = {"tasks": eval_tasks, "modes": {"sampled": {}}, "at_end": False}
@@ -74,12 +74,12 @@ def test_run_files_are_private_except_those_of_the_agent(model: Path, tmp_path: 
     assert {"report", "checkpoints", "policies", "logs", "metrics.jsonl", "tensorboard", "store.db"} <= {
         path.name for path in run.run_dir.iterdir()
     }
-    assert list_public_files(run.run_dir) == []
-    assert list_public_files(tmp_path / "export") == []
+    assert list_public_paths(run.run_dir) == []
+    assert list_public_paths(tmp_path / "export") == []
     assert (tmp_path / "ledger.txt").stat().st_mode & 0o777 == 0o644
 
 
-def test_run_with_config_error_prints_one_message(model: Path, tmp_path: Path) -> None:
+def test_run_with_config_error_prints_message_without_traceback(model: Path, tmp_path: Path) -> None:
     config = make_config(tmp_path, model, steps=4)
     config["rollout"]["agent"]["function"] = "tests.torture.workload:missing"
     run = RunProcess(tmp_path, config)
@@ -92,7 +92,7 @@ def test_run_with_config_error_prints_one_message(model: Path, tmp_path: Path) -
     assert run.query("SELECT status FROM runs") == [("failed",)]
 
 
-def test_killed_engine_restarts_with_head_policy(model: Path, tmp_path: Path) -> None:
+def test_killed_engine_restarts_with_latest_policy(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=8))
     run.start()
     assert run.wait_until(lambda: count_committed_steps(run) >= 2)
@@ -100,11 +100,11 @@ def test_killed_engine_restarts_with_head_policy(model: Path, tmp_path: Path) ->
     run.finish()
     assert "engine exited (signal SIGKILL); restarting it" in run.output.read_text()
     run.assert_consistent()
-    stale_counts = run.query("SELECT COUNT(*) FROM claims WHERE reason = 'stale'")
-    assert stale_counts == [(0,)], "the restarted engine must not sample with the base model"
+    stale_claim_count = run.query("SELECT COUNT(*) FROM claims WHERE reason = 'stale'")
+    assert stale_claim_count == [(0,)], "the restarted engine must not sample with the base model"
 
 
-def test_resume_after_finished_run_trains_further_steps(model: Path, tmp_path: Path) -> None:
+def test_resume_of_finished_run_trains_additional_steps(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=2))
     run.start()
     run.finish()

@@ -1,5 +1,5 @@
-"""Test that only the trainer of a real run gets the service's key, and that no agent, file, log or report
-contains it."""
+"""Test that only the trainer receives a training service's API key, and that it does not appear in the
+environment of agents, in the output or in the files of a run."""
 
 from __future__ import annotations
 

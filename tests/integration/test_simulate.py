@@ -1,4 +1,4 @@
-"""Tests that compare real runs in both modes with the predictions of `instar simulate` from the sync run."""
+"""Tests that compare real runs in both modes with what `instar simulate` predicts from the sync run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "bench"
 STEPS = 8
 TOLERANCE = 0.35
-"""The tolerated relative error of the samples per hour, with slack for a busy machine."""
+"""The maximum relative error of the predicted samples per hour, with slack for a busy machine."""
 
 
 def make_environment() -> dict[str, str]:
@@ -33,8 +33,8 @@ def run_instar(*arguments: object) -> Any:
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """The metrics of one run in each mode. ``folder`` is the folder with their YAML files."""
+def metrics_by_mode(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The metrics of one run per mode, plus ``folder``: the folder with the YAML files of both runs."""
     folder = tmp_path_factory.mktemp("runs")
     model = make_tiny_model(folder / "model", hidden=32, context=1024)
     workload = folder / "workload.jsonl"
@@ -74,19 +74,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_simulator_predicts_both_modes_from_the_sync_run(
-    measured: dict[str, dict[str, Any]], mode: str
+    metrics_by_mode: dict[str, dict[str, Any]], mode: str
 ) -> None:
-    metrics = measured[mode]
+    metrics = metrics_by_mode[mode]
     folder = metrics["folder"]
-    output = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
-    error = output["samples_per_hour"] / metrics["samples_per_hour"] - 1
-    print(f"{mode}: {metrics['samples_per_hour']:.0f} samples/h measured, prediction error {error:+.1%}")
-    assert output["finished"]
-    assert abs(error) < TOLERANCE
-    assert metrics["samples_per_hour"] < 1.1 * output["bound"]
+    prediction = run_instar("simulate", folder / f"{mode}.yaml", "--from", folder / "sync", "--no-sweep")
+    relative_error = prediction["samples_per_hour"] / metrics["samples_per_hour"] - 1
+    print(f"{mode}: {metrics['samples_per_hour']:.0f} samples/h, prediction error {relative_error:+.1%}")
+    assert prediction["finished"]
+    assert abs(relative_error) < TOLERANCE
+    assert metrics["samples_per_hour"] < 1.1 * prediction["bound"]
 
 
-def test_async_mode_is_faster_than_sync_mode(measured: dict[str, dict[str, Any]]) -> None:
-    assert measured["async"]["samples_per_hour"] > 1.3 * measured["sync"]["samples_per_hour"]
-    assert measured["async"]["staleness_max"] <= 4
-    assert measured["sync"]["staleness_max"] == 0
+def test_async_mode_is_faster_than_sync_mode(metrics_by_mode: dict[str, dict[str, Any]]) -> None:
+    assert metrics_by_mode["async"]["samples_per_hour"] > 1.3 * metrics_by_mode["sync"]["samples_per_hour"]
+    assert metrics_by_mode["async"]["staleness_max"] <= 4
+    assert metrics_by_mode["sync"]["staleness_max"] == 0

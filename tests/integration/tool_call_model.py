@@ -102,31 +102,31 @@ def make_sample(key: str, prompt: list[int], reply: list[int]) -> Sample:
 
 @dataclass(frozen=True)
 class PolicyLineage:
-    """Policy versions 0 (the model itself) to n, with the training state of each."""
+    """Policy versions 0 (the model itself) to n, with the path of each version's training state."""
 
     policies: list[Policy]
-    states: list[Path]
+    state_paths: list[Path]
     backend: LocalBackend
 
     async def load_version(self, version: int) -> LocalBackend:
-        """Load the weights of a version into the backend, and return it."""
-        await self.backend.load_state(self.states[version], optimizer=False)
+        """Load a version's weights into the backend, and return the backend."""
+        await self.backend.load_state(self.state_paths[version], optimizer=False)
         return self.backend
 
 
-async def train_lineage(model: Path, folder: Path, versions: int) -> PolicyLineage:
+async def train_lineage(model: Path, folder: Path, version_count: int) -> PolicyLineage:
     """Train a series of adapters, each of which starts from the previous one and differs strongly from it."""
     config = make_model_config(model)
     backend = LocalBackend(config, LocalBackendConfig(lora=LoraConfig(rank=4, alpha=16), threads=1))
     renderer, rng = load_renderer(model, config), random.Random(1)
-    policies, states = [Policy("exact", 0, Artifact("base"))], [folder / "state-0"]
-    await backend.save_state(states[0])
-    for version in range(1, versions + 1):
+    policies, state_paths = [Policy("exact", 0, Artifact("base"))], [folder / "state-0"]
+    await backend.save_state(state_paths[0])
+    for version in range(1, version_count + 1):
         for number in range(3):
             samples = [_make_training_sample(renderer, rng, f"{version}/{number}/{i}") for i in range(4)]
             await backend.forward_backward(samples, LossConfig(name="cross_entropy"))
             await backend.optim_step(AdamConfig(lr=5e-3))
-        states.append(folder / f"state-{version}")
-        await backend.save_state(states[-1])
+        state_paths.append(folder / f"state-{version}")
+        await backend.save_state(state_paths[-1])
         policies.append(Policy("exact", version, await backend.publish(folder / f"policy-{version}")))
-    return PolicyLineage(policies, states, backend)
+    return PolicyLineage(policies, state_paths, backend)

@@ -73,8 +73,8 @@ class SmallDisk(Disk):
 class FileSizeLimit(Disk):
     """Simulates a full disk with RLIMIT_FSIZE, which does not require root."""
 
-    def __init__(self, list_processes: Callable[[], Collection[int]]) -> None:
-        self._list_processes = list_processes
+    def __init__(self, list_pids: Callable[[], Collection[int]]) -> None:
+        self._list_pids = list_pids
 
     def fill(self) -> None:
         self._set_limit(0)
@@ -83,7 +83,7 @@ class FileSizeLimit(Disk):
         self._set_limit(None)
 
     def _set_limit(self, limit: int | None) -> None:
-        for pid in self._list_processes():
+        for pid in self._list_pids():
             with contextlib.suppress(ProcessLookupError):
                 _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
                 resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if limit is None else limit, hard))

@@ -1,8 +1,8 @@
 """Start processes quickly by forking them from a process that has already imported their modules.
 
 ``python -m tests.torture.fork_server module...`` imports the modules and reads pairs of lines from standard
-input: the first line makes it fork a child and print its pid, the second makes it wait for the child and
-print its exit code.
+input: a `ChildSpec` in JSON makes it fork a child and print its pid, and an empty line makes it wait for the
+child and print its exit code.
 """
 
 from __future__ import annotations

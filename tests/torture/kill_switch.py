@@ -24,7 +24,7 @@ import msgspec
 
 OTHER_PID_TIMEOUT_SECONDS = 30.0
 RECOVERY_STEP = 0
-"""The number that stands for the time before the process starts its first step."""
+"""The step number of kills before the process starts its first step."""
 
 
 class PlannedKill(msgspec.Struct, frozen=True):
@@ -60,7 +60,7 @@ STEP_POINTS = {
     "submitted": KillPoint(f"{STORE}.advance_step", 2, (3, "submitted")),
     "forward_backward": KillPoint(f"{BACKEND}.forward_backward"),
     "optim_step": KillPoint(f"{BACKEND}.optim_step"),
-    "half a checkpoint": KillPoint("instar.backends.local.state:write_tensors"),
+    "tensors written": KillPoint("instar.backends.local.state:write_tensors"),
     "checkpoint renamed": KillPoint("instar.trainer.checkpoint:save_checkpoint"),
     "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),
     "version reserved": KillPoint(f"{STORE}.reserve_version", 3),
@@ -77,14 +77,14 @@ RECOVERY_POINTS = {
 
 
 class KillSwitch:
-    """Carries out the plan in a folder. Files in the folder count the kills, also across restarts."""
+    """Carries out the plan in a folder. A file per fired kill keeps the count across restarts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.plan = msgspec.json.decode((folder / "plan.json").read_bytes(), type=list[PlannedKill])
         self.step = RECOVERY_STEP
 
-    def reach_point(self, name: str) -> None:
+    def fire_if_due(self, name: str) -> None:
         """Kill the process if the next kill in the plan is for this point in the current step."""
         fired = count_fired_kills(self.folder)
         if fired == len(self.plan):
@@ -127,14 +127,14 @@ def _wrap_function(
         if point.step_argument is not None:
             switch.step = arguments[point.step_argument]
         if point.fires_before_call:
-            switch.reach_point(name)
+            switch.fire_if_due(name)
 
     def after_call(arguments: tuple[Any, ...]) -> None:
         matches = (
             point.argument_filter is None or arguments[point.argument_filter[0]] == point.argument_filter[1]
         )
         if matches and not point.fires_before_call:
-            switch.reach_point(name)
+            switch.fire_if_due(name)
 
     @functools.wraps(function)
     async def call_async(*arguments: Any, **kwargs: Any) -> Any:

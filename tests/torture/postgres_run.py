@@ -23,7 +23,7 @@ class PostgresRun(RunProcess):
         config["store"] = {
             "type": "postgres",
             "url": server.tcp_url,
-            "db_schema": server.new_schema_name(),
+            "db_schema": server.make_schema_name(),
             "password_env": PASSWORD_VARIABLE,
         }
         super().__init__(folder, config)

@@ -35,7 +35,7 @@ from tests.torture.certificates import make_single_certificate_env
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_SECONDS = 180.0
 MAX_MESSAGE_BYTES = 200_000
-MAX_FILES = 64
+MAX_FDS = 64
 MODULES = (
     "instar.cli.train",
     *(f"instar.cluster.roles.{role}" for role in ("engine", "gateway", "rewards", "rollout", "trainer")),
@@ -49,11 +49,11 @@ import json, os, signal, socket, sys
 
 server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 server.connect({address!r})
-files = [int(name) for name in os.listdir("/proc/self/fd") if int(name) not in (0, server.fileno())]
-files = [file for file in files if os.path.exists(f"/proc/self/fd/{{file}}")]
+fds = [int(name) for name in os.listdir("/proc/self/fd") if int(name) not in (0, server.fileno())]
+fds = [fd for fd in fds if os.path.exists(f"/proc/self/fd/{{fd}}")]
 program, *arguments = sys.argv
-request = dict(program=program, arguments=arguments, env=dict(os.environ), cwd=os.getcwd(), files=files)
-socket.send_fds(server, [json.dumps(request).encode()], files)
+request = dict(program=program, arguments=arguments, env=dict(os.environ), cwd=os.getcwd(), fds=fds)
+socket.send_fds(server, [json.dumps(request).encode()], fds)
 pid = int(server.recv(100))
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
     signal.signal(number, lambda number, _: os.kill(pid, number))
@@ -138,15 +138,15 @@ class _Server:
     def _accept(self, _: Any) -> None:
         """Fork a process for a program that has connected, and send the program its pid."""
         connection, _ = self._listener.accept()
-        data, files, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FILES)
+        data, fds, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, MAX_FDS)
         if not data:  # the program was killed
             connection.close()
             return
         pid = os.fork()
         if pid == 0:
-            _run_role(json.loads(data), files)
-        for file in files:
-            os.close(file)
+            _run_role(json.loads(data), fds)
+        for fd in fds:
+            os.close(fd)
         self._children[connection] = pid
         self._selector.register(connection, selectors.EVENT_READ, self._kill)
         pidfd = os.pidfd_open(pid)
@@ -176,12 +176,12 @@ def _send(connection: socket.socket, number: int) -> None:
         return  # the program was killed
 
 
-def _run_role(request: dict[str, Any], files: list[int]) -> NoReturn:
+def _run_role(request: dict[str, Any], fds: list[int]) -> NoReturn:
     """Run the requested module in the forked process, with the program's environment and files, and exit."""
     code: int | str | None = 1
     try:
         os.setsid()
-        _move_files(files, request["files"])
+        _move_fds(fds, request["fds"])
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])
@@ -190,7 +190,7 @@ def _run_role(request: dict[str, Any], files: list[int]) -> NoReturn:
         sys.argv = [module, *arguments]
         sys.executable = request["program"]
         sys.orig_argv = [sys.executable, *request["arguments"]]
-        _show_arguments(sys.orig_argv)
+        _set_command_line(sys.orig_argv)
         random.seed()
         import_module("instar.types")._id_generator.seed(os.urandom(32))
         import_module("tests.torture.hooks.sitecustomize")
@@ -206,31 +206,31 @@ def _run_role(request: dict[str, Any], files: list[int]) -> NoReturn:
         os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _move_files(files: list[int], targets: list[int]) -> None:
-    """Move the files to the target descriptors, close all others and open /dev/null as standard input."""
-    first_unused = max(targets) + 1
-    moved = [fcntl(file, F_DUPFD_CLOEXEC, first_unused) for file in files]
-    for file in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - these are numbers
-        if file not in moved:
+def _move_fds(fds: list[int], targets: list[int]) -> None:
+    """Move the descriptors to the targets, close all others and open /dev/null as standard input."""
+    min_fd = max(targets) + 1
+    moved = [fcntl(fd, F_DUPFD_CLOEXEC, min_fd) for fd in fds]
+    for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208 - these are numbers
+        if fd not in moved:
             try:
-                os.close(file)
+                os.close(fd)
             except OSError:
                 continue  # the descriptor of the listing itself
     os.open(os.devnull, os.O_RDONLY)
-    for file, target in zip(moved, targets, strict=True):
-        os.dup2(file, target)
-        os.close(file)
+    for fd, target in zip(moved, targets, strict=True):
+        os.dup2(fd, target)
+        os.close(fd)
 
 
-def _show_arguments(arguments: list[str]) -> None:
-    """Overwrite the command line in the process table, by which tests find a run's processes."""
+def _set_command_line(arguments: list[str]) -> None:
+    """Overwrite this process's command line in the process table. Tests find a run's processes by it."""
     fields = Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()
-    first, end = int(fields[45]), int(fields[46])
+    start, end = int(fields[45]), int(fields[46])
     text = b"".join(argument.encode() + b"\0" for argument in arguments)
-    assert len(text) < end - first, "the padding is too short"
+    assert len(text) < end - start, "the padding is too short"
     with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
-        memory.seek(first)
-        memory.write(text.ljust(end - first, b"\0"))
+        memory.seek(start)
+        memory.write(text.ljust(end - start, b"\0"))
 
 
 def main() -> None:

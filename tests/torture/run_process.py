@@ -71,7 +71,7 @@ class Fingerprint:
     adapter: str
     """A hash of the published adapter."""
     optimizer: str
-    """A hash of the saved state."""
+    """A hash of the saved weights and optimizer state."""
 
     def list_differences(self, other: Fingerprint) -> list[str]:
         """Return the names of the hashes that differ, and the rows that only one of the two has."""
@@ -90,7 +90,7 @@ def is_alive(pid: int) -> bool:
 
 
 class StoredRun:
-    """A run's store. The run may be finished or in progress."""
+    """A finished or running run, as recorded in its store."""
 
     def __init__(self, run_dir: Path, steps: int) -> None:
         self.run_dir = run_dir
@@ -129,15 +129,15 @@ class StoredRun:
         return Fingerprint(
             trained=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in trained),
             dropped=tuple((step, key.rpartition("/")[0], *rest) for step, key, *rest in dropped),
-            adapter=hash_adapter(self.find_adapter_folder(artifact)),
-            optimizer=hash_adapter(self.find_state_folder(Path(state) / "backend")),
+            adapter=hash_adapter(self.resolve_adapter_folder(artifact)),
+            optimizer=hash_adapter(self.resolve_state_folder(Path(state) / "backend")),
         )
 
-    def find_adapter_folder(self, artifact: str) -> Path:
+    def resolve_adapter_folder(self, artifact: str) -> Path:
         """Return the folder of a published adapter."""
         return Path(artifact)
 
-    def find_state_folder(self, saved: Path) -> Path:
+    def resolve_state_folder(self, saved: Path) -> Path:
         """Return the folder with the weights and optimizer state that the backend saved to ``saved``."""
         return saved
 
@@ -150,11 +150,11 @@ class StoredRun:
             "SELECT sample_key FROM claims GROUP BY epoch, sample_key HAVING COUNT(*) > 1"
         )
         assert not duplicates, f"claimed twice: {duplicates}"
-        trained = self.query(
+        unfinished = self.query(
             "SELECT c.session_id, s.status FROM claims c JOIN sessions s USING (session_id) "
             "WHERE c.outcome = 'trained' AND s.status != 'completed'"
         )
-        assert not trained, f"trained on sessions that were not completed: {trained}"
+        assert not unfinished, f"trained on sessions that were not completed: {unfinished}"
         versions = self.query("SELECT version, state FROM policies ORDER BY version")
         assert [version for version, _ in versions] == list(range(1, len(versions) + 1))
         assert {state for _, state in versions} <= {"published", "tombstoned"}, versions
@@ -286,6 +286,12 @@ class RunProcess(StoredRun):
             return False
         loaded = [pid for pid, doing in endpoints if not doing.startswith(("loading", "starting"))]
         return set(map(self.find_role, loaded)) >= set(self.roles)
+
+    @property
+    def exit_code(self) -> int | None:
+        """None if the run has not exited."""
+        assert self.process is not None
+        return self.process.poll()
 
     def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None

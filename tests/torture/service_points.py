@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.torture.kill_switch import STORE, KillPoint
 
-BACKENDS = {
+BACKEND_CLASSES = {
     "tinker": "instar.backends.tinker:TinkerBackend",
     "mint": "instar.backends.tinker:MintBackend",
     "weaver": "instar.backends.weaver:WeaverBackend",
@@ -21,7 +21,7 @@ STEP_POINT_NAMES = (
     "sent",
     "forward_backward",
     "optim_step",
-    "saved at service",
+    "saved on service",
     "state written",
     "checkpoint renamed",
     "saved",
@@ -35,14 +35,14 @@ RECOVERY_POINT_NAMES = ("started", "state loaded", "tombstoned", "released")
 
 
 def make_kill_points(backend: str) -> dict[str, KillPoint]:
-    backend_class = BACKENDS[backend]
+    backend_class = BACKEND_CLASSES[backend]
     points = {
         "claimed": KillPoint(f"{STORE}.claim_step", 2),
         "submitted": KillPoint(f"{STORE}.advance_step", 2, (3, "submitted")),
         "sent": REQUEST_SENT_POINTS[backend],
         "forward_backward": KillPoint(f"{backend_class}.forward_backward"),
         "optim_step": KillPoint(f"{backend_class}.optim_step"),
-        "saved at service": KillPoint("instar.backends.cloud:write_folder", fires_before_call=True),
+        "saved on service": KillPoint("instar.backends.cloud:write_folder", fires_before_call=True),
         "state written": KillPoint(f"{backend_class}.save_state"),
         "checkpoint renamed": KillPoint("instar.trainer.loop:save_checkpoint"),
         "saved": KillPoint(f"{STORE}.advance_step", 2, (3, "saved")),

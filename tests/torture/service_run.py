@@ -31,7 +31,7 @@ TIMEOUT_SECONDS = 60.0
 NEVER_STALE_VERSION = 1000
 """A policy version so high that no group is ever too stale."""
 SERVICE_ERROR = re.compile(r"^instar\.errors\.Backend(Unavailable|Lost): ", re.M)
-"""Matches the error with which a trainer exits if the service is unavailable. Tests then restart it."""
+"""Matches the errors with which a trainer exits after the service was killed. Tests then restart it."""
 
 
 @dataclass
@@ -85,7 +85,7 @@ class ServiceProcess:
 
 
 def _find_free_port() -> int:
-    """Return a port below the ephemeral range, so that it is still free when the server restarts."""
+    """Return a port below the ephemeral range, so that no client takes it before the server restarts."""
     while True:
         port = random.randrange(20_000, 30_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
@@ -133,7 +133,7 @@ class ServiceRun(StoredRun):
         assert code == 0, f"exit code {code}\n{self.collect_logs()}"
 
     def reap_trainer(self) -> bool:
-        """Reap the exited trainer. Return True if it failed because the service was unavailable."""
+        """Reap the exited trainer. Return True if it failed because the service was killed."""
         code = self.fork_server.wait()
         last_traceback = self.output.read_text(errors="replace").rpartition("Traceback")[2]
         assert code in (0, 1), f"exit code {code}\n{self.collect_logs()}"
@@ -154,26 +154,26 @@ class ServiceRun(StoredRun):
             f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}" for log in logs if log.exists()
         )
 
-    def find_adapter_folder(self, artifact: str) -> Path:
+    def resolve_adapter_folder(self, artifact: str) -> Path:
         return (
             Path(artifact)
             if self.service_process is None
-            else self._find_checkpoint_folder(artifact) / "adapter"
+            else self._resolve_checkpoint_folder(artifact) / "adapter"
         )
 
-    def find_state_folder(self, saved: Path) -> Path:
+    def resolve_state_folder(self, saved: Path) -> Path:
         if self.service_process is None:
             return saved
         saved_state: dict[str, Any] = json.loads((saved / "state.json").read_text())
         return (
-            self._find_checkpoint_folder(
+            self._resolve_checkpoint_folder(
                 saved_state["state"] if "state" in saved_state else saved_state["path"]
             )
             / "state"
         )
 
-    def _find_checkpoint_folder(self, path: str) -> Path:
-        """Return the folder of a checkpoint on the server. Weaver's paths have different folder names."""
+    def _resolve_checkpoint_folder(self, path: str) -> Path:
+        """Return the server's folder for a checkpoint path. Weaver's paths use other subfolder names."""
         assert self.service_process is not None
         model, folder, name = path.partition("://")[2].split("/")
         return self.service_process.checkpoints_folder / model / SERVICE_FOLDERS.get(folder, folder) / name

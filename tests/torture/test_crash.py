@@ -1,4 +1,4 @@
-"""Tests that a run that is killed with SIGKILL at any moment has the same result as an undisturbed run.
+"""Tests that a run killed with SIGKILL at any moment has the same result as an undisturbed run.
 
 The same samples are trained in the same steps, weights and optimizer state are bit-identical, nothing is
 trained twice, and every reply that an agent received in full is in the store.
@@ -32,7 +32,7 @@ STEPS = 6
 KILL_COUNT = 20 * int(os.environ.get("INSTAR_KILLS", "1"))
 """The number of kills at random moments."""
 CONCURRENT_RUNS = 2
-"""This is more than one, because a run leaves a core idle while it starts."""
+"""More than one, because a run leaves a core idle while it starts."""
 
 ReportProgress = Callable[[str], None]
 
@@ -95,10 +95,10 @@ def make_kill_plans(*, kills_supervisor: bool) -> list[list[PlannedKill]]:
     return [*step_plans, recovery_plan]
 
 
-def kill_by_plan(
+def run_kill_plan(
     folder: Path, model: Path, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
 ) -> None:
-    """Run with the kill plan, resuming the run after each kill of the supervisor, and check the result."""
+    """Start a run with the plan, resume it after each kill of the supervisor, and check its result."""
     folder.mkdir()
     switch_folder = folder / "switch"
     config = make_config(folder, model, steps=STEPS)
@@ -133,7 +133,7 @@ def test_run_killed_in_every_state_of_a_step_matches_undisturbed_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def make_job(number: int, plan: list[PlannedKill]) -> Callable[[ReportProgress], None]:
-        return lambda report: kill_by_plan(tmp_path / str(number), model, plan, reference, report)
+        return lambda report: run_kill_plan(tmp_path / str(number), model, plan, reference, report)
 
     plans = make_kill_plans(kills_supervisor=kills_supervisor)
     run_concurrently([make_job(number, plan) for number, plan in enumerate(plans)], capsys)
@@ -143,7 +143,7 @@ def kill_at_random(
     folder: Path, model: Path, seed: int, reference: Fingerprint, report: ReportProgress
 ) -> int:
     """Kill a run at random moments until it finishes, check its result, and return the number of kills."""
-    config = TortureConfig(STEPS, max_kills=100, faults=KILL_WEIGHTS)
+    config = TortureConfig(STEPS, max_kills=100, fault_weights=KILL_WEIGHTS)
     with TortureRun(folder, model, Setup(), config, f"seed {seed}") as run:
         result = run.run(reference, report=lambda text: report(f"seed {seed}: {text}"))
         assert result.is_correct, result

@@ -39,9 +39,9 @@ MODULES = {
 """The modules to import before forking trainers, by service. MinT's own module changes the environment, so
 it is imported after the fork."""
 KILL_COUNTS = {"tinker": 20, "weaver": 20, "mint": 12}
-"""The number of kills at random moments, by service. INSTAR_KILLS=4 makes it four times as many."""
+"""The number of kills at random moments, by service. Multiplied by INSTAR_KILLS, if set."""
 TARGET_WEIGHTS = {"trainer": 3, "server": 1}
-"""How often each process is killed, relative to the other."""
+"""The relative frequency with which each process is killed."""
 MAX_KILL_INTERVAL_FRACTION = 0.6
 """The longest time between two kills, as a fraction of the duration of an undisturbed run."""
 
@@ -141,7 +141,7 @@ def make_step_plans(*, kills_server: bool) -> list[list[PlannedKill]]:
 
 
 def make_recovery_plan(*, kills_server: bool) -> list[PlannedKill]:
-    """Return a plan for the recovery points. If the trainer is killed, it also contains kills that leave
+    """Return a plan for the recovery points. A plan that kills the trainer also contains kills that leave
     something to recover."""
     if kills_server:
         return [PlannedKill(name, RECOVERY_STEP, kills_other=True) for name in ("started", "released")]
@@ -155,10 +155,10 @@ def make_recovery_plan(*, kills_server: bool) -> list[PlannedKill]:
     ]
 
 
-def kill_by_plan(
+def run_kill_plan(
     run: ServiceRun, plan: list[PlannedKill], reference: Fingerprint, report: ReportProgress
 ) -> None:
-    """Run with the kill plan, restarting the killed process after each kill, and check the result."""
+    """Start the run with the plan, restart the killed process after each kill, and check the result."""
     switch_folder = run.folder / "switch"
     write_plan(switch_folder, plan)
     service_process = run.service_process
@@ -205,7 +205,7 @@ def test_service_run_killed_in_every_state_of_a_step_matches_local_run(
         def kill_all(report: ReportProgress) -> None:
             for plan in slot_plans:
                 folder = tmp_path / f"{plans.index(plan)}"
-                kill_by_plan(slot.create_run(folder), plan, reference, report)
+                run_kill_plan(slot.create_run(folder), plan, reference, report)
 
         return kill_all
 
@@ -219,7 +219,7 @@ def kill_at_random(
     """Kill the trainer and the server at random moments until the run finishes. Return the number of kills.
 
     Kills are at most ``max_interval_seconds`` apart. After ``max_kills``, the run finishes undisturbed. A
-    trainer that exits because the service is unavailable is restarted.
+    trainer that exits because the service was killed is restarted.
     """
     service_process = run.service_process
     assert service_process is not None

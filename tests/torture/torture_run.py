@@ -41,24 +41,26 @@ KILL_WEIGHTS = {
     "supervisor": 1,
     "process tree": 1,
 }
-"""How often each target is killed, relative to the others."""
-OTHER_FAULT_WEIGHTS = {"stop": 3, "full disk": 2, "clock jump": 2}
-"""How often each other fault occurs, on the same scale. `stop` suspends a process with SIGSTOP."""
+"""The relative frequency with which each target is killed."""
+OTHER_FAULT_WEIGHTS = {"suspend": 3, "full disk": 2, "clock jump": 2}
+"""The relative frequency of each other fault, on the same scale."""
 WHOLE_RUN_TARGETS = ("supervisor", "process tree")
-"""The targets that end the run when they are killed, so that it must be resumed."""
+"""Killing one of these targets ends the run, which must then be resumed."""
 TRAFFIC_TARGETS = ("gateway", "rollout", "engine")
-"""The targets that are killed while agents run."""
-MAX_RESTARTS = {"local": 4, "ray": 6}
-"""The maximum number of kills of one role per supervisor, by runner. The supervisor gives up on a role that
-crashes more than six times. Except on Ray, its backoff makes late restarts slower than resuming the whole
-run."""
+"""The targets that are killed while a session is open."""
+MAX_KILLS_PER_ROLE = {"local": 4, "ray": 6}
+"""The maximum number of kills of one role until the run is resumed, by runner.
+
+The supervisor gives up on a role that crashes more than six times. The local runner has a lower limit,
+because resuming the run is faster than waiting for the supervisor's backoff."""
 RAY_WEIGHT_FACTOR = 0.3
-"""Scales down the kills that also take Ray down, because restarting Ray is slow."""
+"""Makes kills that also take Ray down less frequent, because restarting Ray is slow."""
 MAX_FAILURES = 20
-"""How often a run may fail without being killed, for example because its disk was full for too long."""
+"""The maximum number of failures without a kill, for example because a disk was full for too long."""
 READY_PROBABILITY = 0.6
-"""The fraction of faults that wait until all roles are ready. The others may hit a role while it starts."""
+"""The probability that a fault waits until all roles are ready. Otherwise it may hit a starting role."""
 MAX_PAUSE_SECONDS = 1.0
+"""The maximum time before a fault that waits neither for a step nor for a session."""
 MAX_KILL_DELAY_SECONDS = 0.4
 """The maximum time between the start of a step or session and a kill in it."""
 CALL_SECONDS = 0.12
@@ -73,7 +75,7 @@ SERVER_DISK_MEGABYTES = 320
 OPEN_STEP_SQL = (
     "SELECT 1 FROM steps WHERE state = 'saved' OR (state IN ('claimed', 'submitted') AND version IS NULL)"
 )
-"""Selects steps in progress. An unsaved step with a version only waits for a later checkpoint."""
+"""Selects steps in progress. An unsaved step that has a version is done and waits for a later checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -95,8 +97,10 @@ class TortureConfig:
 
     steps: int
     max_kills: int
-    """The number of kills after which the run is left undisturbed so that it can finish."""
-    faults: Mapping[str, float] = field(default_factory=lambda: {**KILL_WEIGHTS, **OTHER_FAULT_WEIGHTS})
+    """The number of kills after which no more faults are injected, so that the run can finish."""
+    fault_weights: Mapping[str, float] = field(
+        default_factory=lambda: {**KILL_WEIGHTS, **OTHER_FAULT_WEIGHTS}
+    )
     """The relative frequency of each fault."""
     bug: str | None = None
     """The name of a bug to plant in the run."""
@@ -104,7 +108,7 @@ class TortureConfig:
     """The interpreter of the run and its roles. May be `RoleServer.program`. On Ray, which starts its own
     processes, only the trainer uses it."""
     use_small_disk: bool = field(default_factory=lambda: os.getuid() == 0)
-    """Fill small disks, which requires root. Otherwise, limit the size of files."""
+    """Simulate full disks by filling small ones, which requires root. Otherwise, limit the size of files."""
 
 
 @dataclass
@@ -114,14 +118,15 @@ class TortureResult:
     kills_in_step: int = 0
     """The number of kills that ended the trainer while a step was in progress."""
     other_faults: dict[str, int] = field(default_factory=dict[str, int])
+    """The number of other faults by name."""
     failures: int = 0
-    """How often the run failed without a kill and was resumed."""
+    """The number of times that the run failed without a kill."""
     acknowledged: int = 0
     """The number of replies that the agents received in full."""
     lost: list[str] = field(default_factory=list[str])
-    """The replies that an agent received but that are not in the store."""
+    """The ids of replies that an agent received but that are not in the store."""
     trained_twice: list[str] = field(default_factory=list[str])
-    """The samples that the final weights were trained on more than once."""
+    """The keys of samples that the final weights were trained on more than once."""
     problem: str = ""
     """The first other difference from an undisturbed run, or an empty string."""
     seconds: float = 0.0
@@ -162,7 +167,7 @@ class TortureRun:
         self._config = config
         self._rng = random.Random(seed)
         self._resources = ExitStack()
-        self._restarts: Counter[str] = Counter()
+        self._kills_since_start: Counter[str] = Counter()
         self._is_aborted = False
         (folder / "disk").mkdir(parents=True)
         self._clock = Clock(folder / "clock")
@@ -230,9 +235,11 @@ class TortureRun:
         started_at = time.monotonic()
         try:
             self._start()
-            while not self._is_finished():
+            while (exit_code := self._run.exit_code) != 0:
+                if exit_code is not None:
+                    self._resume_after_failure()
                 if should_stop() or self.result.kill_count >= self._config.max_kills:
-                    self._run.wait_until(lambda: False, TIMEOUT_SECONDS)
+                    self._run.wait_until(self._run.has_exited, TIMEOUT_SECONDS)
                 elif fault := self._inject():
                     self._write_log(fault)
                     report(f"{fault}, {self._run.describe_progress()}")
@@ -247,23 +254,17 @@ class TortureRun:
         path = os.pathsep.join(map(str, (HOOKS, ROOT)))
         bug_env = {} if self._config.bug is None else {BUG_ENV: self._config.bug}
         env = {"PYTHONPATH": path, "RAY_worker_niceness": "0", **make_single_certificate_env()}
-        self._restarts.clear()
+        self._kills_since_start.clear()
         self._run.start(
             resume=(self._run.run_dir / "config.json").exists(), **env, **self._clock.env, **bug_env
         )
 
-    def _is_finished(self) -> bool:
-        """Return True if the run has exited successfully. Resume it if it has failed."""
-        if not self._run.has_exited():
-            return False
-        if self._run.wait() == 0:
-            return True
+    def _resume_after_failure(self) -> None:
         assert not self._is_aborted, "the run was aborted"
         self.result.failures += 1
         self._write_log(f"the run failed: {self._run.output.read_text(errors='replace')[-300:]}")
         assert self.result.failures <= MAX_FAILURES, f"the run keeps failing\n{self._run.collect_logs()}"
         self._start()
-        return False
 
     def _check_result(self, reference: Fingerprint | None) -> None:
         run, result = self._run, self.result
@@ -287,20 +288,22 @@ class TortureRun:
     # --- faults ------------------------------------------------------------------------------------
 
     def _inject(self) -> str | None:
-        """Inject a random fault and return its description, or None if its target is not running."""
+        """Inject a random fault and return its description, or None if the run or the target has exited."""
         if self._rng.random() < READY_PROBABILITY and not self._run.wait_until(
             self._run.is_ready, TIMEOUT_SECONDS
         ):
             return None
-        faults, runner = dict(self._config.faults), self._setup.runner
+        weights, runner = dict(self._config.fault_weights), self._setup.runner
         if runner == "ray":
-            faults |= {name: RAY_WEIGHT_FACTOR * faults.get(name, 0) for name in WHOLE_RUN_TARGETS}
-        (fault,) = self._rng.choices(list(faults), list(faults.values()))
-        is_in_step = fault == "trainer"
-        if self._restarts[fault] == MAX_RESTARTS[runner]:
+            weights |= {name: RAY_WEIGHT_FACTOR * weights.get(name, 0) for name in WHOLE_RUN_TARGETS}
+        (fault,) = self._rng.choices(list(weights), list(weights.values()))
+        waits_for_step = fault == "trainer"
+        if self._kills_since_start[fault] == MAX_KILLS_PER_ROLE[runner]:
             fault = self._rng.choice(WHOLE_RUN_TARGETS)
         condition = (
-            self._is_in_step if is_in_step else (self._has_open_session if fault in TRAFFIC_TARGETS else None)
+            self._is_in_step
+            if waits_for_step
+            else (self._has_open_session if fault in TRAFFIC_TARGETS else None)
         )
         if condition is None:
             time.sleep(self._rng.uniform(0, MAX_PAUSE_SECONDS))
@@ -310,8 +313,8 @@ class TortureRun:
             return None
         if fault not in OTHER_FAULT_WEIGHTS:
             return self._kill(fault)
-        inject = {"stop": self._suspend, "full disk": self._fill_disk, "clock jump": self._jump_clock}[fault]
-        description = inject()
+        inject = {"suspend": self._suspend, "full disk": self._fill_disk, "clock jump": self._jump_clock}
+        description = inject[fault]()
         self.result.other_faults[fault] = self.result.other_faults.get(fault, 0) + 1
         return description
 
@@ -344,7 +347,7 @@ class TortureRun:
         is_in_step = has_recovered and bool(self._run.query(OPEN_STEP_SQL))
         self.result.kills_in_step += is_in_step
         self.result.kills[target] = self.result.kills.get(target, 0) + 1
-        self._restarts[target] += 1
+        self._kills_since_start[target] += 1
         if target in WHOLE_RUN_TARGETS:
             self._start()
         return f"killed the {target}{' in a step' if is_in_step else ''}"

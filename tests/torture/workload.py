@@ -28,7 +28,7 @@ ADD_TOOL: Any = {
 
 
 def reply(prompt: str, seed: int | None) -> str:
-    """Return a tool call first, and then the tool's result plus 0, 1 or 2, depending on the seed."""
+    """Return a tool call or, if the prompt has a tool result, that result plus a number from 0 to 2."""
     results = re.findall(r"result=(\d+)", prompt)
     offset = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
     if not results:

@@ -15,6 +15,7 @@ ROLLOUT = {
     "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
     "agent": {"type": "command", "command": ["agent"]},
 }
+EVAL = {"tasks": {"type": "reasoning_gym", "dataset": "basic_arithmetic"}}
 
 
 def test_default_config_is_valid_and_listens_on_loopback() -> None:
@@ -67,9 +68,6 @@ def test_dumped_config_validates_to_the_same_config(mode: str) -> None:
     config = RunConfig.model_validate({"trainer": {"mode": mode}, "rollout": ROLLOUT, "eval": EVAL})
     assert RunConfig.model_validate_json(config.model_dump_json()) == config
     assert RunConfig.model_validate(config.model_dump(mode="json")) == config
-
-
-EVAL = {"tasks": {"type": "reasoning_gym", "dataset": "basic_arithmetic"}}
 
 
 @pytest.mark.parametrize(

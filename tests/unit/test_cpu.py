@@ -1,8 +1,9 @@
-"""Tests for the workaround for machines that report AMX but kill processes that use it."""
+"""Tests for the workaround for broken AMX instructions, and for the settings of malloc."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +47,27 @@ def test_disable_broken_amx_stores_the_probe_result(tmp_path: Path, monkeypatch:
     disable_broken_amx.cache_clear()
     disable_broken_amx(tmp_path)
     assert os.environ[ISA_LIMIT_VARIABLE] == "AVX512_CORE_FP16"
+
+
+FRAGMENT_MEMORY = """
+from pathlib import Path
+from instar.cpu import release_freed_pages
+
+def read_resident_pages():
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+blocks = [bytes(6000) for _ in range(20_000)]
+kept = blocks[::20]
+del blocks
+before = read_resident_pages()
+release_freed_pages()
+print(before, read_resident_pages())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can release freed pages")
+def test_release_freed_pages_shrinks_a_fragmented_process() -> None:
+    command = [sys.executable, "-c", FRAGMENT_MEMORY]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    before, after = map(int, result.stdout.split())
+    assert after < 0.7 * before

@@ -1,4 +1,4 @@
-"""Tests that kill points name existing functions, because the torture tests are too slow to run often."""
+"""Tests that kill points name existing functions. Otherwise, only the rarely run torture tests would fail."""
 
 from __future__ import annotations
 

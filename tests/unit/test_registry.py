@@ -12,15 +12,16 @@ from instar import registry
 from instar.config import PluginConfig, ScriptedEngineConfig
 from instar.errors import ConfigError
 
-IMPORTABLE_NAMES = [
+BUILTIN_NAMES = [
     (kind, name)
     for kind, table in registry.BUILTIN.items()
     for name in table
     if kind in ("stores", "tasks", "agents", "rewards", "dialects")
 ]
+"""Engines, backends and samplers are left out, because some of them need optional packages."""
 
 
-@pytest.mark.parametrize(("kind", "name"), IMPORTABLE_NAMES)
+@pytest.mark.parametrize(("kind", "name"), BUILTIN_NAMES)
 def test_resolve_builtin_name_returns_a_callable(kind: str, name: str) -> None:
     assert callable(registry.resolve(kind, name))
 
@@ -49,7 +50,7 @@ def test_load_object_with_a_nested_attribute_returns_it() -> None:
 
 
 def test_resolve_finds_entry_points_of_other_packages(tmp_path: Path) -> None:
-    """The test writes the metadata files that pip would install."""
+    """The test writes the metadata that pip would write for an installed package."""
     metadata = tmp_path / "instar_extra-1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: instar-extra\nVersion: 1.0\n")

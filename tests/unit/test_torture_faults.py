@@ -51,7 +51,7 @@ def test_clock_jump_changes_the_time_of_a_running_process(tmp_path: Path) -> Non
         process.kill()
 
 
-def test_filled_file_size_limit_rejects_writes_until_freed(tmp_path: Path) -> None:
+def test_file_size_limit_fails_writes_between_fill_and_free(tmp_path: Path) -> None:
     file = str(tmp_path / "file")
     with start_python(WRITE_FILE) as process:
         limit = FileSizeLimit(lambda: [process.pid])

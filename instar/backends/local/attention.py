@@ -245,7 +245,7 @@ def tree_attention(
 AttentionInterface.register(ATTENTION_NAME, tree_attention)
 
 
-# --- dense kernels ------------------------------------------------------------------------------
+# --- dense kernels ---
 # Each computes one block. q, grad and out are [N, H, L, D]; k and v are [N, K, S, D] with H a multiple of K;
 # lse is [N, H, L] in fp32. In the backward pass, lse and out are those of the complete softmax.
 

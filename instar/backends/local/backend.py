@@ -117,7 +117,7 @@ class LocalBackend(ThreadedBackend):
         previous_grads = {name: p.grad for name, p in self._parameters.items()}
         for parameter in self._parameters.values():
             parameter.grad = None
-        total, distinct_tokens, micro_batch_sums = 0.0, 0, list[losses.LossSums]()
+        total_loss, distinct_tokens, micro_batch_sums = 0.0, 0, list[losses.LossSums]()
         try:
             for batch in split_micro_batches(sequences, self._config.micro_batch_tokens):
                 batch_samples = [samples[trained_indices[i]] for i in batch]
@@ -126,11 +126,11 @@ class LocalBackend(ThreadedBackend):
                 trained_positions = np.concatenate([path[sample.mask > 0] for path, sample in pairs])
                 positions, inverse = np.unique(trained_positions, return_inverse=True)
                 logprobs = self._model.compute_logprobs(packed, positions)
-                gathered = logprobs[torch.from_numpy(inverse).to(logprobs.device)]
-                value, sums = _compute_loss(gathered, batch_samples, loss)
+                token_logprobs = logprobs[torch.from_numpy(inverse).to(logprobs.device)]
+                value, sums = _compute_loss(token_logprobs, batch_samples, loss)
                 value.backward()
                 _scatter(packed, positions, logprobs.detach(), [results[trained_indices[i]] for i in batch])
-                total += float(value.detach())
+                total_loss += float(value.detach())
                 distinct_tokens += len(packed)
                 micro_batch_sums.append(sums)
         except BaseException:  # including an interrupt: the call must not leave a partial gradient
@@ -146,7 +146,7 @@ class LocalBackend(ThreadedBackend):
         metrics = losses.compute_metrics(loss, micro_batch_sums)
         metrics["distinct_tokens"] = float(distinct_tokens)
         metrics["micro_batches"] = float(len(micro_batch_sums))
-        return ForwardBackwardResult(total, results, metrics)
+        return ForwardBackwardResult(total_loss, results, metrics)
 
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
         return await self._run(lambda: self._optim_step(adam))
@@ -171,7 +171,7 @@ class LocalBackend(ThreadedBackend):
             )
         self._optim_steps = counters["optim_steps"] if optimizer else 0
 
-    # --- called in the worker thread ---------------------------------------------------------------
+    # --- called in the worker thread ---
 
     def _release(self) -> None:
         del self._model, self._parameters, self._optimizer

@@ -52,7 +52,7 @@ class TrainedModel:
         return getattr(self.model.config, "max_position_embeddings", None)
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
-        """Return the fp32 logprobs at ``positions``, which must not include the first token of a sample."""
+        """Return the fp32 logprobs at these row positions, which must not include a sample's first token."""
         plan = make_attention_plan(packed, self.device)
         with self._autocast():
             hidden_states = self._compute_hidden_states(packed, plan)
@@ -70,7 +70,7 @@ class TrainedModel:
         return cast(Tensor, output.last_hidden_state)[0]
 
     def _autocast(self) -> AbstractContextManager[object]:
-        # Full fine-tuning in bf16 keeps fp32 weights. The base model of an adapter is already in bf16.
+        # Only full fine-tuning keeps fp32 weights. The base model of an adapter is already in this dtype.
         if self.adapter is None and self.dtype != torch.float32:
             return torch.autocast(self.device, dtype=self.dtype)
         return nullcontext()
@@ -85,11 +85,11 @@ class TrainedModel:
         plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._autocast():
             self._compute_hidden_states(packed, plan)
-        layers = self.model.config.num_hidden_layers
-        if plan.calls != layers:
+        layer_count = self.model.config.num_hidden_layers
+        if plan.calls != layer_count:
             raise BackendError(
                 f"the local backend does not support {type(self.model).__name__}: only "
-                f"{plan.calls} of its {layers} layers use attention that supports packing"
+                f"{plan.calls} of its {layer_count} layers use attention that supports packing"
             )
 
     def write(self, folder: Path) -> None:
@@ -159,10 +159,10 @@ def _check_supported(config: PreTrainedConfig) -> None:
 
     if config.is_encoder_decoder:
         raise unsupported_error("an encoder")
-    layers = cast(list[str], getattr(config, "layer_types", None) or [])
-    if unsupported_types := sorted(set(layers) - {"full_attention"}):
+    layer_types = cast(list[str], getattr(config, "layer_types", None) or [])
+    if unsupported_types := sorted(set(layer_types) - {"full_attention"}):
         raise unsupported_error(f"layers of type {', '.join(unsupported_types)}")
-    if not layers and getattr(config, "sliding_window", None) is not None:
+    if not layer_types and getattr(config, "sliding_window", None) is not None:
         raise unsupported_error(f"a sliding window (sliding_window: {config.sliding_window})")
     for name in LOGIT_SETTINGS:
         if getattr(config, name, None) not in (None, 1.0):
@@ -177,7 +177,7 @@ def _compute_target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -
     chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_compute_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
-    # The chunks use no randomness, and another model may be using torch's generator.
+    # Leave torch's generator alone: the chunks use no randomness, and another model may be using it.
     parts = [
         checkpoint(_compute_chunk_logprobs, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
         for rows, ids in chunks

@@ -93,14 +93,14 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
     total = 0
     for i, sequence in enumerate(ordered):
         shared = shared_lengths[i]
-        own_positions = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
-        path = np.concatenate([ordered_paths[-1][:shared], own_positions]) if shared else own_positions
+        row_positions = np.arange(total, total + len(sequence) - shared, dtype=np.int64)
+        path = np.concatenate([ordered_paths[-1][:shared], row_positions]) if shared else row_positions
         tokens.append(sequence[shared:])
         positions.append(np.arange(shared, len(sequence), dtype=np.int64))
         predecessors = np.concatenate([np.array([NO_TOKEN], dtype=np.int64), path[:-1]])
         previous.append(predecessors[shared : len(sequence)])
         ordered_paths.append(path)
-        total += len(own_positions)
+        total += len(row_positions)
     paths = [ordered_paths[0]] * len(sequences) if ordered_paths else []
     for path, index in zip(ordered_paths, order, strict=True):
         paths[index] = path

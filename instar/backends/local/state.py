@@ -28,7 +28,7 @@ def find_non_finite(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write a file. Raises NonFiniteError if a tensor other than an unapplied gradient is not finite."""
+    """Write a safetensors file. Raises NonFiniteError if a tensor other than a gradient is not finite."""
     applied = {name: tensor for name, tensor in tensors.items() if not name.startswith("grad/")}
     if name := find_non_finite(applied):
         raise NonFiniteError(
@@ -45,7 +45,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
     write_tensors(folder / "adapter_model.safetensors", weights)
     content: dict[str, Any] = {**config, "inference_mode": True}
-    # Sets have no fixed order, and equal adapters should have equal files.
+    # Sorted, so that equal adapters have equal files.
     if isinstance(content["target_modules"], (set, list)):
         content["target_modules"] = sorted(cast(list[str], content["target_modules"]))
     text = json.dumps(content, indent=2, sort_keys=True, default=list)

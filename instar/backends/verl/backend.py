@@ -146,7 +146,7 @@ class VerlBackend(ThreadedBackend):
 
     @in_thread
     def publish(self, path: Path) -> Artifact:
-        # If only the rank that writes raised an error, the other ranks would wait for it.
+        # Check on all ranks first: if only the writing rank raised an error, the others would wait for it.
         self._require_finite_weights()
 
         def fill(folder: Path) -> None:
@@ -167,13 +167,13 @@ class VerlBackend(ThreadedBackend):
 
     @in_thread
     def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        read_state(path, "format", self._get_state_settings(), STATE_FILE)
+        read_state(path, "format", self._get_state_settings(), STATE_FILE)  # checks the settings
         if not self._workers.is_alive:
             self._start()
         self._workers.call("load", str(path.resolve()), optimizer)
         self._has_gradient = False
 
-    # --- called in the backend's thread ------------------------------------------------------------
+    # --- called in the backend's thread ---
 
     def _release(self) -> None:
         self._workers.close()

@@ -52,7 +52,7 @@ class DistributedBatch:
 @dataclass(frozen=True, slots=True)
 class RankResult:
     is_finite: bool
-    """True if the loss was finite on every rank. Otherwise no gradient was added."""
+    """True if the loss was finite on every rank. Otherwise no gradient was accumulated."""
     logprobs: list[Floats]
     micro_batch_count: int
 
@@ -67,7 +67,7 @@ class SerializedWeight:
     def to_tensor(self) -> Tensor:
         import torch
 
-        # Arrays in Ray's object store are read-only, and torch needs a writable one.
+        # Copied, because arrays in Ray's object store are read-only and torch needs a writable one.
         return torch.from_numpy(self.content.copy()).view(getattr(torch, self.dtype)).view(self.shape)
 
 

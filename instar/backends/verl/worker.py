@@ -2,7 +2,7 @@
 
 verl provides the model, sharding, forward and backward passes, clipping, optimizer and checkpoints. Instar
 changes three things: losses are sums over the tokens of all ranks, while verl averages over the ranks; a call
-whose loss is not finite adds no gradient; and policies are written in the format that engines load.
+whose loss is not finite accumulates no gradient; and policies are written in the format that engines load.
 """
 
 # verl is installed in a separate environment.
@@ -52,6 +52,8 @@ class InstarWorker(TinkerTrainingWorker):
         self._settings = settings
         self._export_dtype = torch.float32 if settings.dtype == "fp32" else torch.bfloat16
 
+    # --- called by the backend ---
+
     def start(self, seed: int) -> None:
         torch.manual_seed(seed)
         self.reset()
@@ -69,8 +71,6 @@ class InstarWorker(TinkerTrainingWorker):
     def _module(self) -> nn.Module:
         return cast(nn.Module, self.engine.module)
 
-    # --- called by the backend -----------------------------------------------------------------------
-
     def logprobs(self, samples: Sequence[RankSample], max_tokens: int, use_base_model: bool) -> list[Floats]:
         data = _make_tensordict(samples, max_tokens)
         tu.assign_non_tensor(data, compute_loss=False, no_lora_adapter=use_base_model)
@@ -84,14 +84,14 @@ class InstarWorker(TinkerTrainingWorker):
         for parameter in parameters:
             parameter.grad = None
         output = self.forward_backward(_make_tensordict(samples, max_tokens))
-        finite_micro_batches: list[bool] = tu.get(output, "finite")
-        is_finite = _is_true_on_all_ranks(all(finite_micro_batches))
+        finite_flags: list[bool] = tu.get(output, "finite")
+        is_finite = _is_true_on_all_ranks(all(finite_flags))
         for parameter, grad in zip(parameters, previous_grads, strict=True):
             if not is_finite:
                 parameter.grad = grad
             elif grad is not None:
                 parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
-        return RankResult(is_finite, _unshift(output["log_probs"]), len(finite_micro_batches))
+        return RankResult(is_finite, _unshift(output["log_probs"]), len(finite_flags))
 
     def step(self, adam: AdamConfig) -> float:
         """Apply the gradient, clear it and return its norm before clipping. verl skips the update if the norm
@@ -164,7 +164,7 @@ class InstarWorker(TinkerTrainingWorker):
                 return weights, True
         return weights, False
 
-    # --- called by verl ------------------------------------------------------------------------------
+    # --- called by verl ---
 
     def _postprocess_output(self, output: dict[str, Any], **_: Any) -> Any:
         """Return the logprobs of a pass and, for each micro-batch, True if its loss is finite. The overridden

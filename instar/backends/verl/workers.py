@@ -28,14 +28,14 @@ class RayWorkers:
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
         self._group: Any = None
-        self._has_started_ray = False
+        self._has_initialized_ray = False
 
     @property
     def is_alive(self) -> bool:
         return self._group is not None
 
     def start(self) -> None:
-        """Start the ranks. Raises ConfigError if Ray has fewer CPUs or GPUs than ranks in total, and
+        """Start the ranks. Raises ConfigError if Ray has fewer CPUs or GPUs in total than ranks, and
         BackendUnavailable if Ray is unreachable or its resources do not become free within the timeout."""
         self._start_ray()
         self._wait_for_resources()
@@ -120,10 +120,10 @@ class RayWorkers:
 
     def close(self) -> None:
         self.stop_ranks()
-        if self._has_started_ray:
+        if self._has_initialized_ray:
             import ray
 
-            self._has_started_ray = False
+            self._has_initialized_ray = False
             ray.shutdown()
 
     def _start_ray(self) -> None:
@@ -155,7 +155,7 @@ class RayWorkers:
         except (RuntimeError, OSError) as error:
             problem = f"cannot join the Ray cluster at {address}" if address else "cannot start Ray"
             raise BackendUnavailable(f"{problem}: {_describe_error(error)}") from error
-        self._has_started_ray = True
+        self._has_initialized_ray = True
 
     def _wait_for_resources(self) -> None:
         import ray

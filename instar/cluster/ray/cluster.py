@@ -63,6 +63,7 @@ class RayRole(RoleHandle):
     node_id: str = ""
     shares_folder: bool = False
     moves: int = 0
+    """Number of times in a row that the actor was lost and replaced."""
     generation: int = 1
     """Starts at 1 and is incremented by `restart`. Exit codes from before a restart are ignored."""
     placed_at: float = 0.0
@@ -163,7 +164,7 @@ class RayCluster(Cluster):
 
     async def _place(self, role: RayRole) -> None:
         """Create an actor on a node with free resources, and start the role there. Raises InstarError if no
-        node has the resources or the role cannot start. A role told to exit meanwhile is marked as exited."""
+        node has the resources or the role cannot start. If the role is told to exit, mark it as exited."""
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create_actor(role)
@@ -282,8 +283,8 @@ class RayCluster(Cluster):
         if time.monotonic() - role.placed_at > RESTART_RESET_SECONDS:
             role.moves = 0
         if role.moves >= len(RESTART_BACKOFF):
-            loss = f"{role.name} was lost {role.moves + 1} times in a row and will not be restarted"
-            raise InstarError(f"{loss}; last reason: {reason}\n(log: {role.log})")
+            message = f"{role.name} was lost {role.moves + 1} times in a row and will not be restarted"
+            raise InstarError(f"{message}; last reason: {reason}\n(log: {role.log})")
         self.log(f"{role.name} was lost ({reason}); restarting it on a node with free resources")
         await asyncio.sleep(RESTART_BACKOFF[role.moves])
         role.moves += 1
@@ -380,5 +381,5 @@ class RayCluster(Cluster):
         try:
             async with asyncio.timeout(SHUTDOWN_TIMEOUT_SECONDS):
                 await run_in_daemon_thread(self._ray.shutdown)
-        except TimeoutError:  # Ray exits with this process, and the result of the run matters more
+        except TimeoutError:  # not an error, because Ray exits with this process anyway
             self.log(f"Ray did not shut down within {SHUTDOWN_TIMEOUT_SECONDS:g} s")

@@ -138,13 +138,13 @@ class RoleHost:
         self._last_poll_time = time.monotonic()
         assert self._supervisor is not None
         role = self._supervisor.roles[self._name]
-        failed = self._supervisor.failure
+        failure = self._supervisor.failure
         events, self._events[:] = tuple(self._events), []
         return RoleReport(
             generation=self._generation,
             restarts=role.restarts,
             exit_code=role.exit_code.result() if role.exit_code.done() else None,
-            failure=str(failed.exception()) if failed.done() else None,
+            failure=str(failure.exception()) if failure.done() else None,
             events=events,
         )
 
@@ -223,13 +223,13 @@ def _variable_names(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 class MetricsMirror:
-    """Copies the lines that roles on other nodes append to their metrics files to the file on this node."""
+    """Appends the lines that roles on other nodes write to their metrics files to the file on this node."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "metrics.jsonl"
         self._lines = set(self._path.read_bytes().splitlines()) if self._path.is_file() else set[bytes]()
         self._offsets: dict[str, int] = {}
-        """The number of bytes that were copied from each host's file."""
+        """Number of bytes that were copied from each host's file."""
         self._locks: dict[str, asyncio.Lock] = {}
 
     async def fetch(self, host: str, read: Callable[[int], Awaitable[bytes]]) -> None:

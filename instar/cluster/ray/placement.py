@@ -79,7 +79,7 @@ def _count_engine_gpus(engine: EngineConfig) -> float:
 
 
 def _round_down(amount: float) -> float:
-    """Round down to an integer if the amount is at least 1, as Ray requires, else to hundredths."""
+    """Round down; an amount of at least 1 becomes an integer, as Ray requires."""
     return float(int(amount)) if amount >= 1 else int(amount * RESOURCE_PRECISION) / RESOURCE_PRECISION
 
 

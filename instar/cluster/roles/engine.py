@@ -15,7 +15,7 @@ from instar.cluster.tasks import run_until_first, wait_forever
 from instar.config import CloudEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
-from instar.engines.server import DrainGate, create_engine_app
+from instar.engines.server import DrainGate, LeaseFence, create_engine_app
 from instar.errors import ConfigError, EngineUnavailable
 from instar.gateway.serve import serve
 from instar.store.base import Store
@@ -30,10 +30,11 @@ async def run_engine(context: RoleContext) -> None:
     names = engine_names(context.config)
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
     await engine.start(context.folder.log(context.name), logger.info)
+    fence = LeaseFence(await store.lease(context.run_id, "trainer"))
     head = await store.latest_policy(context.policy_id)
     if head.version > 0 and _is_loadable(head):
         await engine.load(head)
-    await _serve_engine(context, store, engine, "trainer", process_count=len(names))
+    await _serve_engine(context, store, engine, "trainer", process_count=len(names), fence=fence)
 
 
 async def run_teacher(context: RoleContext) -> None:
@@ -58,7 +59,13 @@ async def run_teacher(context: RoleContext) -> None:
 
 
 async def _serve_engine(
-    context: RoleContext, store: Store, engine: Engine, other_role: str, *, process_count: int
+    context: RoleContext,
+    store: Store,
+    engine: Engine,
+    other_role: str,
+    *,
+    process_count: int,
+    fence: LeaseFence | None = None,
 ) -> None:
     """Serve the engine until the role is stopped or drained, and share the cores with ``other_role``.
 
@@ -73,8 +80,8 @@ async def _serve_engine(
     def describe_activity() -> str:
         if unavailable_reason:
             return f"not ready: {unavailable_reason}"
-        busy = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
-        return f"draining: {busy}" if context.drain.is_set() else busy
+        load = f"{status.running} running, {status.waiting} waiting" if status.running else "idle"
+        return f"draining: {load}" if context.drain.is_set() else load
 
     async def drain() -> None:
         await context.drain.wait()
@@ -95,7 +102,7 @@ async def _serve_engine(
                 unavailable_reason = str(error)
             await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
 
-    app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate)
+    app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate, fence)
     is_only_process = process_count == 1
     context.is_started = True
     await run_until_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 
@@ -9,9 +10,12 @@ from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
 from instar.cluster.endpoints import connect_to_engines
 from instar.cluster.layout import engine_names
 from instar.cluster.tasks import run_until_first, wait_forever
+from instar.cpu import release_freed_pages
 from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
 from instar.types import Policy
+
+MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
 
 
 async def run_gateway(context: RoleContext) -> None:
@@ -44,10 +48,17 @@ async def run_gateway(context: RoleContext) -> None:
             ),
             context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
             watch_endpoints(),
+            _release_memory(),
         )
     if engine is not None:
         await engine.close()
     await store.close()
+
+
+async def _release_memory() -> None:
+    while True:
+        await asyncio.sleep(MEMORY_RELEASE_INTERVAL_SECONDS)
+        await asyncio.to_thread(release_freed_pages)
 
 
 def tune_gc() -> None:

@@ -45,7 +45,7 @@ async def run_rewards(context: RoleContext) -> None:
             context.heartbeat(store, lambda: runner.status_text),
             call_when_set(runner.drain, context.drain, context.stop),
         ):
-            await run_until_first(runner.run(), _wait_for_stop(context))
+            await run_until_first(runner.run(), _wait_for_stop_and_grace_period(context))
     finally:
         for scorer in scorers:
             await scorer.close()
@@ -53,6 +53,6 @@ async def run_rewards(context: RoleContext) -> None:
     await store.close()
 
 
-async def _wait_for_stop(context: RoleContext) -> None:
+async def _wait_for_stop_and_grace_period(context: RoleContext) -> None:
     await context.stop.wait()
-    await asyncio.sleep(STOP_GRACE_SECONDS)  # longer scoring attempts are repeated by the next run
+    await asyncio.sleep(STOP_GRACE_SECONDS)  # attempts that take longer are repeated after a restart

@@ -36,6 +36,7 @@ async def run_trainer(context: RoleContext) -> None:
         engines = EngineConnections(
             EndpointDirectory(store, context.run_id),
             os.environ[ENGINE_TOKEN_ENV],
+            context.lease,
             skip_unresponsive=not isinstance(config.cluster, LocalClusterConfig),
         )
         resources.push_async_callback(engines.close)
@@ -61,7 +62,7 @@ async def run_trainer(context: RoleContext) -> None:
                 TrainingRun(config, context.run_id, context.policy_id),
                 store=store,
                 backend=backend,
-                publisher=PolicyPublisher(sync, engines.list_current),
+                publisher=PolicyPublisher(sync, engines.refresh),
                 monitor=monitor,
                 penalty=penalty,
             )

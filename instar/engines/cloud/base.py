@@ -137,7 +137,7 @@ class CloudEngine(Engine):
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
-        """Truncate the reply at the first token that must end it, because services stop at different tokens.
+        """Truncate the reply after the first token that must end it; a service may continue after that token.
         Return the ids, the finish reason, and the stop string that ended the reply, or None."""
         rule = StopRule(params, context_left, self.eos_ids, self.tokenizer)
         for position, token in enumerate(reply.token_ids):
@@ -160,18 +160,18 @@ class CloudEngine(Engine):
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
     async def _call_with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Return the result of ``call(client)`` and its policy. If the session is lost, reconnect once."""
-        served = await self._get_served_policy()
+        """Return the result of ``call(client)`` and its policy. Reconnect once if the session is lost."""
+        served = await self._ensure_served_policy()
         try:
             return await call(served.client), served
         except CloudError as failure:
             if failure.kind != "lost":
                 raise
-        served = await self._get_served_policy(lost=served)
+        served = await self._ensure_served_policy(lost=served)
         return await call(served.client), served
 
-    async def _get_served_policy(self, lost: ServedPolicy | None = None) -> ServedPolicy:
-        """Return the served policy. If it is ``lost``, reconnect and open it again."""
+    async def _ensure_served_policy(self, lost: ServedPolicy | None = None) -> ServedPolicy:
+        """Return the served policy, and open it if necessary. If it is ``lost``, reconnect first."""
         async with self._policy_lock:
             if self._is_closed:
                 raise EngineUnavailable("The engine is closed.")

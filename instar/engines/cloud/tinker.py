@@ -15,7 +15,7 @@ from instar.types import FinishReason, Floats, Ids, SamplingParams
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingClient:
     connection: TinkerConnection
-    client: Any
+    sdk_client: Any
 
 
 class TinkerSampler(CloudEngine):
@@ -26,8 +26,8 @@ class TinkerSampler(CloudEngine):
             self._connection = await TinkerConnection.connect(self.cloud_config, self.model)
         connection = self._connection
         model = {"base_model": connection.access.base_model} if path is None else {"model_path": path}
-        opening = connection.client.create_sampling_client_async(**model)
-        return TinkerSamplingClient(connection, await connection.await_result("opening a sampler", opening))
+        request = connection.client.create_sampling_client_async(**model)
+        return TinkerSamplingClient(connection, await connection.await_result("opening a sampler", request))
 
     async def sample(self, client: TinkerSamplingClient, prompt: Ids, params: SamplingParams) -> CloudReply:
         connection = client.connection
@@ -39,8 +39,8 @@ class TinkerSampler(CloudEngine):
             top_k=params.top_k or -1,
             top_p=params.top_p,
         )
-        sampling = client.client.sample_async(build_model_input(connection.sdk, prompt), 1, sdk_params)
-        response = await connection.await_result("sampling", sampling)
+        request = client.sdk_client.sample_async(build_model_input(connection.sdk, prompt), 1, sdk_params)
+        response = await connection.await_result("sampling", request)
         if len(response.sequences) != 1:
             raise CloudError("broken", f"sampling: expected 1 reply, got {len(response.sequences)}")
         sequence = response.sequences[0]
@@ -65,8 +65,8 @@ class TinkerSampler(CloudEngine):
 
     async def score(self, client: TinkerSamplingClient, token_ids: Ids) -> Floats:
         connection = client.connection
-        scoring = client.client.compute_logprobs_async(build_model_input(connection.sdk, token_ids))
-        return align_prompt_logprobs(await connection.await_result("scoring", scoring), len(token_ids))
+        request = client.sdk_client.compute_logprobs_async(build_model_input(connection.sdk, token_ids))
+        return align_prompt_logprobs(await connection.await_result("scoring", request), len(token_ids))
 
     async def disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -31,23 +31,23 @@ class WeaverSampler(CloudEngine):
         super().__init__(model, cloud_config, engine_config)
         self._access = resolve_access(cloud_config, model)
         self._caller = WeaverCaller(self._access)
-        self._service: WeaverClient | None = None
+        self._client: WeaverClient | None = None
 
     async def open_sampler(self, path: str | None) -> AsyncSamplingClient:
-        if self._service is None:
-            service = WeaverClient(self._access)
+        if self._client is None:
+            client = WeaverClient(self._access)
             try:
-                await self._caller.call("connect", service.connect)
+                await self._caller.call("connect", client.connect)
             except BaseException:  # including cancellation: no one else can close the client
-                await service.aclose()
+                await client.aclose()
                 raise
-            self._service = service
-        service, base = self._service, self._access.base_model
+            self._client = client
+        client, base_model = self._client, self._access.base_model
         match = None if path is None else MODEL_ID_IN_PATH.match(path)
         return await self._caller.call(
             "create_sampling_client",
-            lambda: service.create_sampling_client(
-                base_model=base, model_path=path, model_id=match[1] if match else None
+            lambda: client.create_sampling_client(
+                base_model=base_model, model_path=path, model_id=match[1] if match else None
             ),
         )
 
@@ -70,9 +70,9 @@ class WeaverSampler(CloudEngine):
         return await self._caller.call("compute_logprobs", lambda: fetch_prompt_logprobs(client, token_ids))
 
     async def disconnect(self) -> None:
-        service, self._service = self._service, None
-        if service is not None:
-            await service.aclose()
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
 
 
 def _parse_reply(result: Any) -> CloudReply:

@@ -46,7 +46,7 @@ class PrefillPiece:
 
 @dataclass(slots=True)
 class SharedPrefix:
-    """A prefix that ``rows`` have in common. All of them use its keys and values in row ``source``."""
+    """A prefix that ``rows`` have in common. Its keys and values are read from row ``source``."""
 
     rows: Tensor
     source: int
@@ -71,7 +71,7 @@ class StepPlan:
 
 @dataclass(slots=True)
 class ShapeProbe:
-    """Replaces the plan in a test run. Each layer stores its (kv heads, head dim) in ``shapes``."""
+    """Replaces the plan in a trial forward pass. Each layer stores its (kv heads, head dim)."""
 
     shapes: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -127,7 +127,7 @@ def attend(
 
 
 def should_share_prefixes(device: str) -> bool:
-    """Return True if attention to a shared prefix should be computed once for all rows, as on CPUs."""
+    """Return True if attention to a shared prefix is computed once for all rows. This needs a CPU kernel."""
     return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 

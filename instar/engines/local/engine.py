@@ -83,7 +83,7 @@ class LocalEngine(Engine):
             SchedulerRequest(
                 prompt=prompt,
                 params=params,
-                stop=StopRule(params, context_left, self._eos_ids, self._tokenizer),
+                stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
                 rng=Random(params.seed),
                 length_limit=len(prompt) + min(params.max_tokens, context_left),
             )
@@ -93,9 +93,9 @@ class LocalEngine(Engine):
         ids = to_ids(token_ids)
         check_score_request(self.info, ids)
         params = SamplingParams(max_tokens=1)
-        stop = StopRule(params, 1, (), self._tokenizer)
+        stop_rule = StopRule(params, 1, (), self._tokenizer)
         scores = np.full(len(ids), np.nan, np.float32)
-        request = SchedulerRequest(ids, params, stop, Random(0), length_limit=len(ids), scores=scores)
+        request = SchedulerRequest(ids, params, stop_rule, Random(0), length_limit=len(ids), scores=scores)
         async with aclosing(self._run_request(request)) as chunks:
             async for _ in chunks:
                 pass

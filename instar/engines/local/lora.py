@@ -140,7 +140,9 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
         tensors = load_file(folder / "adapter_model.safetensors")
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
-    scale = _read_scale(config, folder)
+    _check_supported(config, folder)
+    rank = float(config["r"])
+    scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
@@ -150,7 +152,7 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
     return updates, scale
 
 
-def _read_scale(config: dict[str, Any], folder: Path) -> float:
+def _check_supported(config: dict[str, Any], folder: Path) -> None:
     if config.get("peft_type") != "LORA":
         raise _unsupported_error(folder, f"has type {config.get('peft_type')}")
     for name in UNSUPPORTED_SETTINGS:
@@ -162,8 +164,6 @@ def _read_scale(config: dict[str, Any], folder: Path) -> float:
     init = str(config.get("init_lora_weights", True)).lower()
     if init.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
         raise _unsupported_error(folder, f"was initialized with {init}")
-    rank = float(config["r"])
-    return float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _unsupported_error(folder: Path, problem: str) -> EngineError:

@@ -55,8 +55,8 @@ class EngineModel:
         pack_weights(self._model)
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
-        positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
-        self.max_context = min(config.max_context, positions)
+        max_positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
+        self.max_context = min(config.max_context, max_positions)
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:
@@ -105,9 +105,11 @@ class EngineModel:
         current: dict[str, Tensor] = self._model.state_dict()
         differences = {(n, t.shape) for n, t in state.items()} ^ {(n, t.shape) for n, t in current.items()}
         if differences:
+            name = min(name for name, _ in differences)
+            got, expected = (tuple(w[name].shape) if name in w else "no weight" for w in (state, current))
             raise EngineError(
-                f"The weights in {folder} do not have the architecture of {self.folder}. For example, "
-                f"{min(name for name, _ in differences)} exists in only one of them or has a different shape."
+                f"The weights in {folder} do not have the architecture of {self.folder}: expected {expected} "
+                f"for {name}, got {got}."
             )
         return state
 
@@ -121,8 +123,8 @@ class EngineModel:
         if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
                 "The local engine needs full attention with the same shape in all layers, but "
-                f"{self.folder} has it in {len(probe.shapes)} of {layer_count} layers, with {len(shapes)} "
-                "shapes; set engine.type to vllm."
+                f"{self.folder} has full attention in {len(probe.shapes)} of {layer_count} layers, with "
+                f"{len(shapes)} shapes; set engine.type to vllm."
             )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layer_count, kv_heads, head_dim, self.dtype, self.device)

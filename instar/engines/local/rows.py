@@ -1,4 +1,4 @@
-"""The keys and values of the replies in progress. Each reply has one contiguous row."""
+"""The keys and values of the requests in progress. Each request has one contiguous row."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class KVRows:
         return self.kv.shape[2] * self.kv.shape[4]
 
     def compute_size(self, rows: int, length: int) -> tuple[int, int]:
-        """Return the size to allocate: at least ``rows`` rows with a capacity of at least ``length``."""
+        """Return the number and capacity of the rows to allocate for ``rows`` rows of ``length`` tokens."""
         current_rows, capacity = self.kv.shape[2], self.kv.shape[4]
         new_capacity = max(capacity, -(-length // CAPACITY_STEP) * CAPACITY_STEP)
         if rows <= current_rows:
@@ -62,8 +62,8 @@ class KVRows:
         return rows == 1 or new_rows * capacity <= self.max_tokens
 
     def is_oversized(self, length: int) -> bool:
-        """Return True if the memory must be freed before an idle engine starts a row of ``length`` tokens,
-        because it would exceed ``max_tokens`` or is over four times what all rows of this length need."""
+        """Return True if an idle engine should free the memory before it starts a row of ``length`` tokens:
+        the memory would exceed ``max_tokens``, or is over four times a full batch of this length."""
         rows, capacity = self.compute_size(1, length)
         return rows * capacity > self.max_tokens or self.capacity_tokens > 4 * self._max_rows * length
 

@@ -24,12 +24,12 @@ class SampledTokens:
     logprobs: list[float]
     """The logprobs under the full softmax."""
     behavior_logprobs: list[float | None]
-    """The logprobs under the sampled distribution; None if temperature, top_k and top_p did not modify it."""
+    """The logprobs under the distribution that was sampled from; None if that is the full softmax."""
 
 
 class Sampler:
-    """Samples one token for each row. Buffers are reused, because page faults would take longer than the
-    arithmetic."""
+    """Samples one token for each row. Buffers are reused, because page faults in new ones would take longer
+    than the arithmetic."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -53,24 +53,19 @@ class Sampler:
         self._draw_modified(logits, params, uniform, ids, behavior)
         logprobs = logits.gather(1, ids) - max_logit - total.log()
         # One transfer for all values, so that the step waits for the device once. Ids are exact in float64.
-        drawn = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
-        if any(math.isnan(row[1]) for row in drawn):
+        table = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
+        if any(math.isnan(row[1]) for row in table):
             raise EngineError(NON_FINITE_LOGITS)
         return SampledTokens(
-            ids=[int(row[0]) for row in drawn],
-            logprobs=[row[1] for row in drawn],
+            ids=[int(row[0]) for row in table],
+            logprobs=[row[1] for row in table],
             behavior_logprobs=[
-                row[2] if p.modifies_distribution else None for row, p in zip(drawn, params, strict=True)
+                row[2] if p.modifies_distribution else None for row, p in zip(table, params, strict=True)
             ],
         )
 
     def _draw_modified(
-        self,
-        logits: Tensor,
-        params: Sequence[SamplingParams],
-        uniform: Tensor,
-        ids: Tensor,
-        behavior: Tensor,
+        self, logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor, ids: Tensor, behavior: Tensor
     ) -> None:
         """Resample, in place, all non-greedy rows with a modified distribution."""
         modified = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
@@ -83,11 +78,11 @@ class Sampler:
             temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
             scaled = logits[index] / temperature
             if rows is untruncated:
-                max_logit, total, drawn = _sample_cdf(scaled, torch.empty_like(scaled), uniform[index])
-                logprobs = scaled.gather(1, drawn) - max_logit - total.log()
+                max_logit, total, new_ids = _sample_cdf(scaled, torch.empty_like(scaled), uniform[index])
+                logprobs = scaled.gather(1, new_ids) - max_logit - total.log()
             else:
-                drawn, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])
-            ids[index], behavior[index] = drawn, logprobs
+                new_ids, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])
+            ids[index], behavior[index] = new_ids, logprobs
 
     def _get_buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
         """Return the buffers for logits and weights, whose width is a multiple of BLOCK_SIZE. The logits are
@@ -140,8 +135,8 @@ def _limit_below(target: Tensor, limit: Tensor) -> Tensor:
 
 
 def _sample_truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply top_k, then top_p, and return the sampled ids and their logprobs. top_p keeps the smallest set of
-    most likely tokens with at least this fraction of the probability mass that top_k left."""
+    """Apply top_k, then top_p, and return the sampled ids and their logprobs. Of the tokens that top_k keeps,
+    top_p keeps the fewest, most likely ones that have at least this fraction of the probability."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)

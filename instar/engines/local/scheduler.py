@@ -29,7 +29,7 @@ from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
 
 MIN_SAVED_TOKENS = 16
-"""A request waits for another request's prompt if it can then reuse at least this many more tokens."""
+"""A request waits until another request's prompt is cached if it can reuse this many more tokens then."""
 BLOCK_OVERHEAD = 2048
 """Starting another block takes as long as computing this many attention scores (rows × keys)."""
 
@@ -38,7 +38,7 @@ BLOCK_OVERHEAD = 2048
 class SchedulerRequest:
     prompt: Ids
     params: SamplingParams
-    stop: StopRule
+    stop_rule: StopRule
     rng: Random
     length_limit: int
     """The maximum number of tokens in the prompt and the reply together."""
@@ -125,20 +125,20 @@ class Scheduler:
         self._admit()
         if not self._running:
             return []
-        plan, ids, logit_indices, sampling = self._plan()
+        plan, ids, logit_indices, sampling_requests = self._plan()
         logits = self._model.forward(ids, plan.positions, logit_indices, plan)
-        scored = self._score(plan, logits[len(sampling) :])
+        scored = self._score(plan, logits[len(sampling_requests) :])
         for request in self._running[: self._decoding_rows]:
             request.computed_tokens += 1
         for piece in plan.pieces:
             self._running[piece.row].computed_tokens = piece.length
-        if not sampling:
+        if not sampling_requests:
             return [self._end_scoring(request) for request in scored]
-        params, rngs = [request.params for request in sampling], [request.rng for request in sampling]
-        drawn = self._sampler.draw(logits[: len(sampling)], params, rngs)
-        for request in sampling[self._decoding_rows :]:
+        params, rngs = [r.params for r in sampling_requests], [r.rng for r in sampling_requests]
+        tokens = self._sampler.draw(logits[: len(sampling_requests)], params, rngs)
+        for request in sampling_requests[self._decoding_rows :]:
             self._finish_prefill(request)
-        emissions = [self._accept(request, i, drawn) for i, request in enumerate(sampling)]
+        emissions = [self._accept(request, i, tokens) for i, request in enumerate(sampling_requests)]
         return emissions + [self._end_scoring(request) for request in scored]
 
     def _admit(self) -> None:
@@ -158,7 +158,7 @@ class Scheduler:
         self._waiting.extendleft(reversed(deferred))
 
     def _should_wait(self, ids: Ids) -> bool:
-        """Return True if a running prompt will cache at least MIN_SAVED_TOKENS more leading ``ids``."""
+        """Return True if a prompt in progress will add at least MIN_SAVED_TOKENS of ``ids`` to the cache."""
         cached = self._prefixes.match_length(ids)
         return any(
             not other.has_mixed_versions
@@ -191,7 +191,7 @@ class Scheduler:
         ids = [r.sampled[-1] for r in decoding]
         rows = list(range(self._decoding_rows))
         positions = [r.computed_tokens for r in decoding]
-        logit_indices, sampling = list(range(self._decoding_rows)), list(decoding)
+        logit_indices, sampling_requests = list(range(self._decoding_rows)), list(decoding)
         spans: list[tuple[int, int, int, int]] = []
         scored_indices: list[int] = []
         budget = self._prefill_tokens
@@ -212,7 +212,7 @@ class Scheduler:
                 scored_indices.extend(range(len(ids) - count, scored_end))
             elif end == len(request.prompt):
                 logit_indices.append(len(ids) - 1)
-                sampling.append(request)
+                sampling_requests.append(request)
         logit_indices += scored_indices
         # One transfer to the device for all values.
         values = torch.tensor(ids + rows + positions + logit_indices)
@@ -226,7 +226,7 @@ class Scheduler:
             if length > stop - start:
                 mask = torch.arange(length, device=positions_T.device) <= positions_T[start:stop, None]
             plan.pieces.append(attention.PrefillPiece(start, stop, row, length, mask))
-        return plan, ids_T, logit_indices_N, sampling
+        return plan, ids_T, logit_indices_N, sampling_requests
 
     def _add_shared_prefixes(self, plan: attention.StepPlan) -> None:
         decoding = self._running[: self._decoding_rows]
@@ -261,7 +261,7 @@ class Scheduler:
 
     def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
         """Compute the logprobs of scored prompts from ``logits``, and return the completed requests."""
-        complete: list[SchedulerRequest] = []
+        completed: list[SchedulerRequest] = []
         start = 0
         for piece in plan.pieces:
             request = self._running[piece.row]
@@ -273,22 +273,22 @@ class Scheduler:
             request.scores[first : first + len(targets)] = logprobs
             start += len(targets)
             if piece.length == len(request.prompt):
-                complete.append(request)
-        return complete
+                completed.append(request)
+        return completed
 
     def _end_scoring(self, request: SchedulerRequest) -> Emission:
         self._release(request)
         request.is_finished = True
         return request, TokenChunk(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
 
-    def _accept(self, request: SchedulerRequest, index: int, drawn: SampledTokens) -> Emission:
-        token, behavior = drawn.ids[index], drawn.behavior_logprobs[index]
+    def _accept(self, request: SchedulerRequest, index: int, tokens: SampledTokens) -> Emission:
+        token, behavior = tokens.ids[index], tokens.behavior_logprobs[index]
         request.sampled.append(token)
         self._status.generated_tokens += 1
-        reason, stop = request.stop.push(token)
+        reason, stop = request.stop_rule.push(token)
         chunk = TokenChunk(
             token_ids=[token],
-            logprobs=[drawn.logprobs[index]],
+            logprobs=[tokens.logprobs[index]],
             versions=[self._status.version],
             behavior_logprobs=None if behavior is None else [behavior],
             finish_reason=reason,

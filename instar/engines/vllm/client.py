@@ -14,8 +14,6 @@ from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import Json
 
-IDLE_SECONDS = 2.0
-"""An idle connection is reused for this many seconds. By default, vLLM closes it after 5 seconds."""
 TIMEOUT_SECONDS = 600.0
 JSON_HEADERS = {"content-type": "application/json"}
 ADAPTER_REQUIREMENT = "started with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -33,12 +31,13 @@ class WorkerError(EngineError):
 
 class VllmClient:
     """Makes HTTP calls to one server. Raises EngineUnavailable if the server cannot be reached or is shutting
-    down, and EngineError if the server rejects a call."""
+    down, and EngineError if the server rejects a call. Streams reuse a connection that has been idle for less
+    than ``stream_keep_alive`` seconds. By default, vLLM closes it after 5 seconds."""
 
-    def __init__(self, url: str, key: str | None = None, *, idle_seconds: float = IDLE_SECONDS) -> None:
-        # Calls are rare, and vLLM closes a connection after an error, so connections are not kept alive.
+    def __init__(self, url: str, key: str | None = None, *, stream_keep_alive: float = 2.0) -> None:
+        # Other calls are rare, and vLLM closes a connection after an error, so only streams are kept alive.
         self.connection = EngineConnection(
-            url, key, "vLLM server", idle_seconds=idle_seconds, keep_alive_seconds=0.0
+            url, key, "vLLM server", stream_keep_alive=stream_keep_alive, keep_alive=0.0
         )
         self.url = self.connection.url
 
@@ -62,7 +61,7 @@ class VllmClient:
             raise WorkerError(f"A vLLM worker failed: {errors[0]}", weights_changed=changed)
         return results
 
-    async def check_health(self, timeout: float) -> EngineError | None:
+    async def get_health_error(self, timeout: float) -> EngineError | None:
         try:
             await self.get("/health", timeout=timeout)
         except EngineError as error:

@@ -31,8 +31,8 @@ print(version("vllm"), has_flag)
 """
 """Inspects the installation without importing vLLM, because the import takes many seconds."""
 PROBE_TIMEOUT_SECONDS = 60.0
-IDLE_SECONDS = 30.0
-"""An idle connection to a server that Instar started is reused for this many seconds."""
+STREAM_KEEP_ALIVE = 30.0
+"""Streams from a server that Instar started reuse an idle connection for this many seconds."""
 PRIVATE_PREFIXES = ("INSTAR_",)
 """Environment variables with these prefixes are not passed to vLLM, because they may contain keys."""
 
@@ -124,7 +124,7 @@ class VllmLaunch:
             VLLM_ALLOW_RUNTIME_LORA_UPDATING="1",
             VLLM_HOST_IP="127.0.0.1",
             VLLM_NO_USAGE_STATS="1",
-            VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * IDLE_SECONDS)),
+            VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(int(2 * STREAM_KEEP_ALIVE)),
         )
         if self.vllm.is_cpu_build:
             environment.update(VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS=str(self.core_count))

@@ -32,7 +32,7 @@ from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, To
 BASE_POLICY = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY_SECONDS = 0.5
-"""The delay before a failed request is retried, long enough to detect that the server exited."""
+"""The delay before a failed request is retried. It is long enough to detect that the server exited."""
 
 
 class VllmEngine(Engine):
@@ -54,13 +54,13 @@ class VllmEngine(Engine):
         self._weights: ServerWeights | None = None
         self._receiver: TransferReceiver | None = None
         self._send_seeds = True
-        self._dtype = "fp32"  # every server can read it
+        self._dtype = "fp32"  # for merged weights; every server can read it
         self._policy: Policy | None = None
         """The policy that the server must serve after a restart, or None for the base model."""
         self._has_pending_load = False
         """True if ``_policy`` arrived while the server was down."""
         self._process_start: str | None = None
-        """The external server's start time metric when it last became ready, which identifies its process."""
+        """The external server's ``fetch_process_start`` when it last became ready."""
         self._load_lock = asyncio.Lock()
         self._ready = asyncio.Event()
         self._down_reason = "it has not started yet"
@@ -111,7 +111,7 @@ class VllmEngine(Engine):
         if self._info is None:
             await self._connect()
         if isinstance(self._server, ExternalVllm):
-            await self._sync_external(await self._server.read_process_start())
+            await self._sync_external(await self._server.fetch_process_start())
         else:
             self._serving.reset()
             if self._serving.can_switch_mid_reply and self._weights is not None:
@@ -123,8 +123,9 @@ class VllmEngine(Engine):
     async def _sync_external(self, process_start: str | None) -> None:
         """Make an external server that has become ready serve the policy, or the base model if there is none.
 
-        The weights of a new process are unknown, so they are always replaced, during a pause that separates
-        the versions within replies. The same process loads only a policy that arrived while it was down.
+        The weights of a new process are unknown, so they are always replaced. Merged weights keep their
+        version until then, because replies may still be in progress. The same process loads only a policy
+        that arrived while it was down.
         """
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.can_switch_mid_reply:
@@ -143,8 +144,8 @@ class VllmEngine(Engine):
         except EngineError as error:
             if fallback is not None:
                 await self._serving.load(fallback)
-            served_version = self._serving.version
-            self._report(f"cannot restore version {policy.version}, serving {served_version}: {error}")
+            served = self._serving.version
+            self._report(f"cannot restore version {policy.version}, serving version {served}: {error}")
 
     def _on_down(self, reason: str) -> None:
         self._down_reason = reason
@@ -265,7 +266,7 @@ class VllmEngine(Engine):
                         yield chunk
             finally:
                 self._weights.replies.discard(reply)
-                self._count_tokens(reply, len(prompt))
+                self._record_counts(reply, len(prompt))
 
     async def _start_reply(self, prompt: Ids, params: SamplingParams, lease: PolicyLease) -> VllmReply:
         server = self._server
@@ -287,7 +288,7 @@ class VllmEngine(Engine):
             tokenizer=self._tokenizer,
         )
 
-    def _count_tokens(self, reply: VllmReply, prompt_tokens: int) -> None:
+    def _record_counts(self, reply: VllmReply, prompt_tokens: int) -> None:
         self._status.prompt_tokens += prompt_tokens
         if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
             self.mislabelled_tokens += reply.mislabelled_tokens
@@ -368,8 +369,8 @@ class _ModelProperties(msgspec.Struct, frozen=True):
         generation = _read_json(folder / "generation_config.json")
         sources = (generation, config, text_config)
         eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
-        positions = text_config.get("max_position_embeddings") or model.max_context
-        return cls(text_config["vocab_size"], min(model.max_context, positions), frozenset(eos_ids))
+        max_positions = text_config.get("max_position_embeddings") or model.max_context
+        return cls(text_config["vocab_size"], min(model.max_context, max_positions), frozenset(eos_ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

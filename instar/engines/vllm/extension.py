@@ -30,7 +30,7 @@ from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
 
 RAY_GET_TIMEOUT_SECONDS = 60.0
 RAY_RECONNECT_TIMEOUT_SECONDS = 10**6
-"""Ray stops a worker that has lost its cluster for this many seconds. Its default is one minute."""
+"""After this long without its cluster, Ray ends the process. Its default of one minute would end vLLM."""
 PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Layers with these ``quant_method`` classes store parameters in the same layout as the model's files."""
 
@@ -124,9 +124,8 @@ class StagedWeights:
                 return {"known": False}
             self.mapped_buffer = None
             buffer = open_buffer(body["handle"], device)
-            self.mapped_buffer = MappedBuffer(
-                body["buffer"], buffer, create_buffer_views(buffer, body["layout"])
-            )
+            weights = create_buffer_views(buffer, body["layout"])
+            self.mapped_buffer = MappedBuffer(body["buffer"], buffer, weights)
         self.weights = self.mapped_buffer.weights
         return {"known": True}
 
@@ -177,8 +176,8 @@ class _CopyRecorder(TorchDispatchMode):
 def load_in_place(
     model: nn.Module, weights: Iterable[tuple[str, Tensor]], buffer: Tensor | None
 ) -> CopyPlan | None:
-    """Load the weights. Return a plan for later loads from the same buffer, or None if there is no buffer or
-    if copying is not enough: a weight is converted, split among workers, or not copied to a parameter."""
+    """Load the weights. Return a plan that repeats the load from ``buffer``, if there is one. Return None if
+    copies cannot repeat it: a weight is converted, split among workers, or not copied to a parameter."""
     parameter_names = {name for name, _ in model.named_parameters()}
     with torch.no_grad(), _CopyRecorder() as recorder:
         loaded: set[str] | None = model.load_weights(iter(weights))  # pyright: ignore[reportCallIssue]
@@ -276,8 +275,8 @@ def create_buffer_views(buffer: Tensor, layout: Sequence[Sequence[Any]]) -> list
 
 
 def _handle_probe(probe: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return the content of the probe's file, which the trainer compares, and this worker's GPU. If the probe
-    has no file, connect to the mailbox and return nothing."""
+    """Check that a route works. For `ipc`, return the content of the trainer's file, which the trainer then
+    compares, and this worker's GPU. For `ray`, connect to the mailbox."""
     if "path" in probe:
         content = torch.from_file(probe["path"], shared=True, size=probe["size"], dtype=torch.uint8)
         return {"content": bytes(content.tolist()).hex(), "gpu": _get_gpu_uuid(device)}
@@ -311,7 +310,7 @@ def _connect_mailbox(body: dict[str, Any]) -> Any:
         ray.shutdown()
     if not ray.is_initialized():
         Config.initialize("")  # read the variables again, because vLLM may have already imported Ray
-        # Ray replaces vLLM's SIGTERM handler.
+        # Ray replaces vLLM's SIGTERM handler, so it is restored afterwards.
         handler = signal.getsignal(signal.SIGTERM)
         ray.init(address=body["address"], log_to_driver=False, configure_logging=False)
         if threading.current_thread() is threading.main_thread():

@@ -45,7 +45,7 @@ class VllmReply:
         self._unread = b""
         self._parsed_bytes = 0
         self._version_marks: deque[tuple[int, int]] = deque()
-        """For each version change, the number of bytes before it and their version."""
+        """For each version change, the number of bytes received before it and the old version."""
         self._ids: list[int] = []
         self._versions: list[int] = []
         self.usage: Usage | None = None

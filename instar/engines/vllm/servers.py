@@ -15,7 +15,7 @@ from pathlib import Path
 import instar
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import IDLE_SECONDS, VllmLaunch
+from instar.engines.vllm.command import STREAM_KEEP_ALIVE, VllmLaunch
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
 
@@ -31,8 +31,7 @@ STOP_TIMEOUT_SECONDS = 20.0
 LOG_TAIL_LINES = 20
 CHECK_INTERVAL_SECONDS = 2.0
 """The interval between health checks of an external server."""
-START_METRIC = "process_start_time_seconds "
-"""The metric with the start time of the server's process, which identifies the process."""
+START_TIME_METRIC = "process_start_time_seconds "
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class VllmProcess:
         self._port_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._port_socket.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{self._port_socket.getsockname()[1]}"
-        self.client = VllmClient(url, self._key, idle_seconds=IDLE_SECONDS)
+        self.client = VllmClient(url, self._key, stream_keep_alive=STREAM_KEEP_ALIVE)
         self._package_folder = tempfile.TemporaryDirectory(prefix="instar-vllm-")
         (Path(self._package_folder.name) / "instar").symlink_to(Path(instar.__file__).parent)
         self._process: asyncio.subprocess.Process | None = None
@@ -104,7 +103,7 @@ class VllmProcess:
             )
         seconds = self._launch.config.start_timeout
         deadline = time.monotonic() + seconds
-        while await self.client.check_health(timeout=5.0) is not None:
+        while await self.client.get_health_error(timeout=5.0) is not None:
             if (code := process.returncode) is not None:
                 raise EngineError(f"vLLM exited with code {code} during startup.\n{self._read_log_tail()}")
             if time.monotonic() > deadline:
@@ -114,22 +113,21 @@ class VllmProcess:
         await self._callbacks.on_ready()
 
     async def _keep_running(self) -> None:
-        failures = 0
+        restarts = 0
         while True:
             start_time = time.monotonic()
             reason = await self._wait_for_failure()
             self._callbacks.on_down(reason)
             await self._stop()
             if time.monotonic() - start_time > STABLE_SECONDS:
-                failures = 0
-            if failures >= len(self._restart_delays):
-                self.failure = EngineError(
-                    f"{reason}, even after {failures} restarts.\n{self._read_log_tail()}"
-                )
+                restarts = 0
+            if restarts >= len(self._restart_delays):
+                log_tail = self._read_log_tail()
+                self.failure = EngineError(f"{reason}, even after {restarts} restarts.\n{log_tail}")
                 return
             self._callbacks.report(f"{reason}; restarting it")
-            await asyncio.sleep(self._restart_delays[failures])
-            failures += 1
+            await asyncio.sleep(self._restart_delays[restarts])
+            restarts += 1
             try:
                 await self._start_server()
             except (EngineError, OSError) as error:
@@ -140,14 +138,15 @@ class VllmProcess:
         """Wait until the server exits or stops responding, and return the reason."""
         if self._process is None:
             return "vLLM did not start"
-        missed = 0
-        while missed < MAX_MISSED_CHECKS:
+        missed_checks = 0
+        while missed_checks < MAX_MISSED_CHECKS:
             try:
                 async with asyncio.timeout(PROCESS_CHECK_INTERVAL_SECONDS):
                     code = await self._process.wait()
                 return f"vLLM exited with code {code}"
             except TimeoutError:
-                missed = missed + 1 if await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS) else 0
+                error = await self.client.get_health_error(HEALTH_CHECK_TIMEOUT_SECONDS)
+                missed_checks = missed_checks + 1 if error is not None else 0
         return "vLLM does not respond"
 
     async def _stop(self) -> None:
@@ -189,7 +188,7 @@ class ExternalVllm:
         seconds = self._config.start_timeout
         try:
             async with asyncio.timeout(seconds):
-                while (error := await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS)) is not None:
+                while (error := await self.client.get_health_error(HEALTH_CHECK_TIMEOUT_SECONDS)) is not None:
                     self._callbacks.report(str(error))
                     await asyncio.sleep(self._check_interval)
         except TimeoutError as timeout_error:
@@ -199,10 +198,10 @@ class ExternalVllm:
         await self._callbacks.on_ready()
         self._watcher = asyncio.create_task(self._watch())
 
-    async def read_process_start(self) -> str | None:
-        """Return the start time metric of the server's process, or None if it is not reported."""
+    async def fetch_process_start(self) -> str | None:
+        """Return the start time metric, which identifies the process, or None if it is not reported."""
         lines = str(await self.client.get("/metrics", timeout=HEALTH_CHECK_TIMEOUT_SECONDS)).splitlines()
-        return next((line for line in lines if line.startswith(START_METRIC)), None)
+        return next((line for line in lines if line.startswith(START_TIME_METRIC)), None)
 
     async def close(self) -> None:
         if self._watcher is not None:
@@ -214,7 +213,7 @@ class ExternalVllm:
         is_down = False
         while True:
             await asyncio.sleep(self._check_interval)
-            error = await self.client.check_health(HEALTH_CHECK_TIMEOUT_SECONDS)
+            error = await self.client.get_health_error(HEALTH_CHECK_TIMEOUT_SECONDS)
             if error is not None and not is_down:
                 is_down = True
                 self._callbacks.on_down(str(error))

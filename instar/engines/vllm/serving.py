@@ -176,7 +176,7 @@ class MergedServing(PolicyServing):
     """The path of the base model on the server's machine."""
     dtype: str
     is_remote: bool
-    """True if the server runs on another machine and can read only policy folders."""
+    """True if the server runs on another machine and can read only the folders that contain policies."""
     has_extension: bool
     """True if the server has our worker extension. Without it, tied output layers are not updated on CPUs."""
     is_on_cpu: bool
@@ -216,12 +216,12 @@ class MergedServing(PolicyServing):
             await asyncio.to_thread(check_same_shapes, path, self.base_folder)
             yield str(path)
         elif kind == "adapter":
-            merging = merge_adapter(self.base_folder, path, self.dtype, beside_adapter=self.is_remote)
-            folder = await asyncio.to_thread(merging.__enter__)
+            merge_context = merge_adapter(self.base_folder, path, self.dtype, beside_adapter=self.is_remote)
+            folder = await asyncio.to_thread(merge_context.__enter__)
             try:
                 yield str(folder)
             finally:
-                await asyncio.to_thread(merging.__exit__, None, None, None)
+                await asyncio.to_thread(merge_context.__exit__, None, None, None)
         else:
             raise EngineError(f"vLLM with merged weights can load adapter, weights and base, but not {kind}.")
 

@@ -56,7 +56,7 @@ class TransferReceiver:
         self._base = base
         self._shapes: Shapes | None = None
         self._missing: set[str] = set()
-        """The names of the weights that have not arrived yet, for policy ``_key``."""
+        """The names of the weights of policy ``_key`` that have not arrived yet."""
         self._key = ""
         self._nccl_update: Json | None = None
         """The description of the weights that will arrive over NCCL during the next commit."""

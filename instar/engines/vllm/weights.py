@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from instar.async_utils import run_to_completion
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.reply import VllmReply
 from instar.errors import EngineError, EngineUnavailable
@@ -32,6 +33,7 @@ class PauseTiming:
 class WeightChange:
     has_started: bool = False
     version: int | None = None
+    """The version of the new weights, or None until they are complete."""
 
     def start(self) -> None:
         """Record that the old weights are being overwritten. Until ``finish``, no policy can be served."""
@@ -91,7 +93,7 @@ class ServerWeights:
                     self._invalidate()
                 else:
                     # Resume even if the caller was cancelled or the response to the pause was lost.
-                    await asyncio.shield(self._resume())
+                    await run_to_completion(self._resume())
 
     async def _resume(self) -> None:
         for delay in (*self._timing.resume_delays, None):

@@ -35,8 +35,9 @@ class Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    """vLLM before 0.27 sends neither this field nor ``weight_versions``."""
+    """The stop token's id or the stop string. vLLM before 0.27 does not send it."""
     weight_versions: list[WeightSpan] | None = None
+    """The weight version of each range of tokens. vLLM before 0.27 does not send it."""
 
 
 class _PromptTokensDetails(msgspec.Struct):
@@ -72,7 +73,7 @@ def encode_generate_request(
     model: str | None,
     send_seed: bool,
 ) -> bytes:
-    sampling: Json = {
+    vllm_params: Json = {
         "max_tokens": min(params.max_tokens, context_left),
         "temperature": params.temperature,
         "top_p": params.top_p,
@@ -83,18 +84,18 @@ def encode_generate_request(
         "skip_special_tokens": False,
     }
     if params.stop:
-        sampling["stop"] = list(params.stop)
+        vllm_params["stop"] = list(params.stop)
     if params.seed is not None and send_seed:
-        sampling["seed"] = params.seed & MAX_SEED
+        vllm_params["seed"] = params.seed & MAX_SEED
     if params.logprobs:
-        sampling["logprobs"] = 0
-    return _encode_request(prompt, sampling, model, stream=True, stream_options={"include_usage": True})
+        vllm_params["logprobs"] = 0
+    return _encode_request(prompt, vllm_params, model, stream=True, stream_options={"include_usage": True})
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:
     """Return a request for the logprobs of ``ids``. The last id is not part of the prompt; it is the only
     token that can be sampled. This lets ``ids`` fill the entire context."""
-    sampling: Json = {
+    vllm_params: Json = {
         "max_tokens": 1,
         "temperature": 0.0,
         "prompt_logprobs": 0,
@@ -103,11 +104,11 @@ def encode_score_request(ids: Ids, model: str | None) -> bytes:
         "ignore_eos": True,
         "detokenize": False,
     }
-    return _encode_request(ids[:-1], sampling, model, stream=False)
+    return _encode_request(ids[:-1], vllm_params, model, stream=False)
 
 
-def _encode_request(prompt: Ids, sampling: Json, model: str | None, **options: Any) -> bytes:
-    body: Json = {"token_ids": prompt.tolist(), "sampling_params": sampling, **options}
+def _encode_request(prompt: Ids, vllm_params: Json, model: str | None, **options: Any) -> bytes:
+    body: Json = {"token_ids": prompt.tolist(), "sampling_params": vllm_params, **options}
     return msgspec.json.encode(body if model is None else {**body, "model": model})
 
 

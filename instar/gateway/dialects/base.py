@@ -86,9 +86,11 @@ class ReplyChoice:
     cached_tokens: int | None = None
     """The number of prompt tokens that were cached; None if unknown."""
     prompt_ids: Ids | None = None
+    """The prompt's token ids if a provider returned them; None for the engine's replies."""
     sampled_ids: Ids | None = None
-    """The sampled token ids, if a provider returned them; None for the engine's replies."""
+    """The sampled token ids; None if ``prompt_ids`` is None."""
     sampled_logprobs: Floats | None = None
+    """The logprobs of ``sampled_ids``; NaN for a missing logprob."""
     tokens: TokenChunk | None = None
     """All sampled tokens with logprobs and versions; None unless the dialect is token-level."""
 

@@ -4,7 +4,7 @@ field                        reason
 tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
   one that names a function  would no longer be the policy's. The tools are offered, and
                              ``finish_reason`` shows whether one was called. (smolagents, pydantic-ai and
-                             LangChain's structured output send this field by default.)
+                             LangChain send this field by default.)
 parallel_tool_calls: false   Same reason: all calls in the sampled reply are returned.
 tools[].function.strict      Same reason: the schema of the arguments is not enforced.
 reasoning_effort, verbosity  Each provider defines their meaning; the engine has no such settings.

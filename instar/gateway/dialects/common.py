@@ -150,8 +150,8 @@ def format_event(value: Json) -> bytes:
     return b"data: " + orjson.dumps(value) + b"\n\n"
 
 
-def format_named_event(value: Json, data: bytes) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (value["type"].encode(), data)
+def format_named_event(event: Json, data: bytes) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), data)
 
 
 def format_response_head(object_name: str, request_id: str, request: ModelRequest) -> Json:

@@ -1,4 +1,4 @@
-"""OpenAI's completions, which continue a prompt of text or token ids.
+"""The OpenAI completions API, which continues a text or token id prompt.
 
 The reply is plain text, without tool calls or reasoning. A request with ``echo: true``, ``logprobs: 0`` and
 ``max_tokens: 0``, without ``stream``, returns the logprobs of its prompt instead of a reply.
@@ -150,7 +150,7 @@ def _format_logprobs(tokens: TokenLogprobs, offset: int) -> Json:
         offset += len(token.text)
     return {
         "tokens": [token.text for token in tokens],
-        "token_logprobs": [token.logprob for token in tokens],  # NaN is missing; orjson writes it as null
+        "token_logprobs": [token.logprob for token in tokens],  # orjson writes NaN as null
         "top_logprobs": None,
         "text_offset": offsets,
     }

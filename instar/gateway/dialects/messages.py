@@ -27,6 +27,7 @@ SIGNATURE = "instar"
 """The signature of thinking blocks. Clients require a signature; the gateway never verifies it."""
 
 ThinkingDisplay = Literal["full", "omitted", "none"]
+"""``omitted`` returns thinking blocks without their text, and ``none`` returns no thinking blocks."""
 BlockType = Literal["text", "thinking", "tool_use"]
 
 _ERROR_TYPES = {
@@ -138,7 +139,7 @@ def _format_event(value: Json) -> bytes:
 
 
 class MessagesStreamWriter(StreamWriter):
-    """Formats the events of one streamed message, in which at most one content block is open.
+    """Formats the events of one streamed message. At most one content block is open at a time.
 
     Trailing whitespace is held back until more text arrives, because clients drop or reject blocks that
     contain only whitespace.

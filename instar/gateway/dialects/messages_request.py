@@ -55,7 +55,7 @@ IGNORED_TOOL_TYPE_PREFIXES = ("tool_search_tool_",)
 """The model is offered all tools that a tool search could find, so it does not need the search."""
 
 DECODER = msgspec.json.Decoder(MessagesRequestBody)
-_encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # Models also write spaces after , and :
+_encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # writes spaces after , and :, as models do
 
 RANGES: dict[str, tuple[float, float]] = {
     "max_tokens": (0, math.inf),
@@ -142,7 +142,7 @@ def _find_reply_errors(body: MessagesRequestBody) -> list[ApiError]:
     """Return the errors that prevent a reply, but not a token count."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
-        message = "'max_tokens' is 0; it must be at least 1, because prompt caching is not supported."
+        message = "'max_tokens' is 0; it must be at least 1. Cache-only requests are not supported."
         errors.append(common.unsupported_value(message, "max_tokens"))
     last_index = len(body.messages) - 1
     if body.messages[last_index].role == "assistant":
@@ -179,18 +179,18 @@ def _parse_session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
     # ``session_id``. The rest of the user's id is the same in all sessions.
     if metadata is None or not metadata.user_id:
         return ()
-    user = metadata.user_id
-    if match := _CLAUDE_SESSION.search(user):
+    user_id = metadata.user_id
+    if match := _CLAUDE_SESSION.search(user_id):
         return (f"claude-session:{match[1]}",)
-    if user.startswith("{"):
+    if user_id.startswith("{"):
         try:
-            value: Any = json.loads(user)
+            value: Any = json.loads(user_id)
         except (ValueError, RecursionError):
             value = None
-        session = cast(dict[str, Any], value).get("session_id") if isinstance(value, dict) else None
-        if session and isinstance(session, str):
-            return (f"claude-session:{session}",)
-    return (f"user_id:{user}",)
+        session_id = cast(dict[str, Any], value).get("session_id") if isinstance(value, dict) else None
+        if session_id and isinstance(session_id, str):
+            return (f"claude-session:{session_id}",)
+    return (f"user_id:{user_id}",)
 
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:

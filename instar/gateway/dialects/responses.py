@@ -65,8 +65,8 @@ _RANGES = {
     "temperature": common.RANGES["temperature"],
     "top_p": common.RANGES["top_p"],
 }
-_LOGPROBS = "message.output_text.logprobs"
-_SUPPORTED_INCLUDES = (_LOGPROBS, "reasoning.encrypted_content")
+_INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_SUPPORTED_INCLUDES = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class ResponsesDialect(Dialect):
             top_p=parsed.top_p,
             stream=bool(parsed.stream),
             include_usage=True,
-            logprobs=_LOGPROBS in (parsed.include or ()),
+            logprobs=_INCLUDE_LOGPROBS in (parsed.include or ()),
             unsupported_error=errors[0] if errors else None,
             parsed_body=ParsedResponsesRequest(parsed, tools),
         )

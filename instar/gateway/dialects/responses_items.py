@@ -1,8 +1,9 @@
 """Parse the input items and tools of a Responses API request.
 
 The items of one model turn (reasoning, message, calls) become one message. Items are grouped into turns by
-the gateway response id in their item ids. An item without one joins the turn of the previous item, unless
-that is a tool output or both are messages. Items and tools that only a provider can handle go to ``errors``.
+the response id that the gateway puts into item ids. If ids do not identify the response, an item joins the
+turn of the previous item, unless that is a tool output or both are messages. Items and tools that only a
+provider can handle add an error to ``errors``.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _parse_tool(
     client = ClientTool(_require(spec.name, f"{path}.name"), namespace, spec.type == "custom")
     name = build_model_tool_name(client.name, namespace)
     if by_name.setdefault(name, client) != client:
-        raise invalid_value(f"Two tools are named {name!r}; rename one of them.", f"{path}.name")
+        raise invalid_value(f"Two tools are named {name!r}; rename one.", f"{path}.name")
     parameters = _build_custom_parameters(spec) if client.is_custom else spec.parameters or {}
     if not isinstance(parameters.get("properties", {}), dict):
         path = f"{path}.parameters.properties"
@@ -171,7 +172,7 @@ class _ItemParser:
         role = _require(item.role, f"{path}.role")
         text = self._parse_content(_require(item.content, f"{path}.content"), f"{path}.content")
         if role == "assistant":
-            self._get_turn(item)["content"] += text
+            self._get_or_start_turn(item)["content"] += text
             return
         self._turn = None
         self.messages.append(Message(role="user" if role == "user" else "system", content=text))
@@ -179,7 +180,7 @@ class _ItemParser:
     def _parse_reasoning(self, item: ResponsesInputItem, path: str) -> None:
         field = "content" if item.content else "summary"
         text = self._parse_content(getattr(item, field) or "", f"{path}.{field}", _REASONING_PARTS)
-        turn = self._get_turn(item)
+        turn = self._get_or_start_turn(item)
         if text:
             turn["reasoning"] = turn.get("reasoning", "") + text
 
@@ -192,9 +193,9 @@ class _ItemParser:
             name=build_model_tool_name(_require(item.name, f"{path}.name"), item.namespace),
             arguments=json.dumps({"input": arguments}, ensure_ascii=False) if is_custom else arguments,
         )
-        self._get_turn(item).setdefault("tool_calls", []).append(call)
+        self._get_or_start_turn(item).setdefault("tool_calls", []).append(call)
 
-    def _get_turn(self, item: ResponsesInputItem) -> Message:
+    def _get_or_start_turn(self, item: ResponsesInputItem) -> Message:
         match = _GATEWAY_ITEM_ID.fullmatch(item.id or "")
         response_id = match["response"] if match else ""
         if self._turn is None or not self._continues_turn(item, response_id):

@@ -41,7 +41,7 @@ class ResponseOutput:
             if delta.call is not None:
                 events += self._add_call(delta.call)
             elif delta.reasoning:
-                item, begin_events = self._begin_text("reasoning")
+                item, begin_events = self._ensure_text_item("reasoning")
                 events += [*begin_events, *item.add(delta.reasoning)]
             elif delta.text:
                 events += self._add_text(delta.text)
@@ -51,7 +51,7 @@ class ResponseOutput:
         """Finish the reply and return the last events. An empty reply becomes an empty message."""
         events: Events = []
         if not self.items and self._open_item is None:
-            item, events = self._begin_text("message")
+            item, events = self._ensure_text_item("message")
             events += item.add(self._held_space, self._logprobs)
         return events + self._end(status)
 
@@ -61,7 +61,7 @@ class ResponseOutput:
         if not self._is_open("message") and not text.strip():
             self._held_space = text
             return []
-        item, events = self._begin_text("message")
+        item, events = self._ensure_text_item("message")
         logprobs, self._logprobs = self._logprobs, []
         return events + item.add(text, logprobs)
 
@@ -78,7 +78,7 @@ class ResponseOutput:
     def _is_open(self, item_type: str) -> bool:
         return self._open_item is not None and self._open_item.item["type"] == item_type
 
-    def _begin_text(self, item_type: str) -> tuple[_TextItem, Events]:
+    def _ensure_text_item(self, item_type: str) -> tuple[_TextItem, Events]:
         """Return the open item of this type. If there is none, begin one and also return its first events."""
         events: Events = []
         if not self._is_open(item_type):

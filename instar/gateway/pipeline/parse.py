@@ -56,7 +56,6 @@ class RequestReader:
         return ApiError(429, message, code="too_many_requests", retry_after=1)
 
     def check_capacity(self) -> None:
-        """Raise ApiError (429) if too many requests are in flight."""
         if self.is_full:
             raise self.capacity_error()
 
@@ -91,8 +90,8 @@ class RequestReader:
         if (connection := get_connection(scope)) is not None and connection.has_complete_body:
             return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
-            count = self._config.max_in_flight
-            message = f"Too many incomplete bodies (gateway.max_in_flight: {count}); retry later."
+            maximum = self._config.max_in_flight
+            message = f"Too many incomplete bodies (gateway.max_in_flight: {maximum}); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._incomplete_bodies[caller] += 1
         try:
@@ -134,8 +133,7 @@ class RequestParser:
 
     def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
         """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
-        invalid. ``cache_key`` is the id of the session or agent, whose requests usually repeat earlier
-        messages, or None if neither is known."""
+        invalid. ``cache_key`` is the id of the session or agent, or None if neither is known."""
         if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
             request, chain = self._cache.parse(dialect, cache_key, body)
         else:

@@ -67,7 +67,7 @@ class CallPipeline:
         return self._reader.is_full
 
     def make_rejection(self, dialect: Dialect) -> bytes:
-        """Return the complete HTTP response, with status 429, to a call that finds the gateway full."""
+        """Return the complete HTTP response, with status 429, to a call that arrives at capacity."""
         if (response := self._rejections.get(dialect.name)) is None:
             error = self._reader.capacity_error()
             body = dialect.format_error(error)
@@ -115,9 +115,9 @@ class CallPipeline:
             source, _ = self._router.select(request.model)
             count_body = await source.count_tokens(route.dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
-        return await self._resolve(route, caller, headers, body)
+        return await self._prepare_call(route, caller, headers, body)
 
-    async def _resolve(
+    async def _prepare_call(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
     ) -> ModelCall | Response:
         dialect, session_header = route.dialect, headers.get(SESSION_HEADER)

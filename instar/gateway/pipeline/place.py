@@ -17,8 +17,8 @@ from instar.types import Call, Message
 
 
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Place the call, and set its number and hash chain. The caller must release the placement, which
-    has no tokens if a provider tokenizes the prompt."""
+    """Place the call, and set its number and hash chain. The caller must release the placement. It has no
+    tokens if a provider tokenizes the prompt."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:

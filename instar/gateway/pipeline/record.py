@@ -35,7 +35,7 @@ from instar.types import (
 _MAX_CACHED_TOOLS = 256
 _REDACTION_OVERLAP_TOKENS = 128
 """This many tokens before a prompt's new tokens are searched again, because a secret may start there."""
-MODEL_UNTRAINABLE = "training on this model is disabled by its route (trainable: false)"
+MODEL_UNTRAINABLE_REASON = "training on this model is disabled by its route (trainable: false)"
 _NO_IDS: Ids = np.empty(0, np.int32)
 
 
@@ -109,8 +109,8 @@ class RequestMeta:
 
 
 @dataclass(frozen=True, slots=True)
-class _RecordedReply:
-    """A call, with values that only the message graph needs."""
+class _CallRow:
+    """A call to store, with values for the message graph and the session index."""
 
     call: Call
     chain: HashChain | None
@@ -154,9 +154,10 @@ class Recorder:
     ) -> list[str]:
         """Record the replies, and return their call ids once they are stored. Cancellation does not stop the
         commit. ``abort_reason`` says why the replies are incomplete; it is None for complete replies."""
-        rows: list[_RecordedReply] = []
+        rows: list[_CallRow] = []
         for reply in replies:
-            rows.append(self._build_row(state, meta, placement, reply, next(iter(rows), None), abort_reason))
+            first = rows[0] if rows else None
+            rows.append(self._build_row(state, meta, placement, reply, first, abort_reason))
         task = asyncio.create_task(self._commit(state, graph, meta, placement, rows))
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
@@ -173,7 +174,7 @@ class Recorder:
         graph: MessageGraph,
         meta: RequestMeta,
         placement: Placement,
-        rows: Sequence[_RecordedReply],
+        rows: Sequence[_CallRow],
     ) -> None:
         tail_keys: dict[str, bytes] = {}
         if state.is_matched_by_content and meta.chain is not None:
@@ -199,9 +200,9 @@ class Recorder:
         meta: RequestMeta,
         placement: Placement,
         reply: SampledReply,
-        first: _RecordedReply | None,
+        first: _CallRow | None,
         abort_reason: str | None,
-    ) -> _RecordedReply:
+    ) -> _CallRow:
         session, params = state.session, reply.params
         base_messages = len(meta.messages) if first else placement.base_messages
         content = self._redact(meta, placement, reply, first, base_messages)
@@ -252,14 +253,14 @@ class Recorder:
             ended_at=reply.ended_at or time.time(),
         )
         withheld_ids = None if has_tokens else sampled_ids
-        return _RecordedReply(call, chain, withheld_ids, content.first_redacted_message)
+        return _CallRow(call, chain, withheld_ids, content.first_redacted_message)
 
     def _redact(
         self,
         meta: RequestMeta,
         placement: Placement,
         reply: SampledReply,
-        first: _RecordedReply | None,
+        first: _CallRow | None,
         base_messages: int,
     ) -> _RedactedContent:
         messages = meta.messages
@@ -271,7 +272,7 @@ class Recorder:
         tools = self.redact_tools(meta)
         if placement.first_redacted_message is not None:
             position = placement.first_redacted_message
-        if tools is not meta.request.tools or self._has_secret_prompt_ids(meta, placement):
+        if tools is not meta.request.tools or self._has_secret_in_prompt_ids(meta, placement):
             position = 0
         first_position = first.first_redacted_message if first else None
         if first_position is not None and first_position < base_messages:
@@ -286,7 +287,7 @@ class Recorder:
         prompt = meta.request.prompt
         return self._hasher.pack_prompt_digest(prompt, reply["content"]) if isinstance(prompt, str) else b""
 
-    def _has_secret_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
+    def _has_secret_in_prompt_ids(self, meta: RequestMeta, placement: Placement) -> bool:
         """Return True if the prompt was sent as token ids and its new tokens contain a secret."""
         prompt = meta.request.prompt
         if prompt is None or isinstance(prompt, str) or self._renderer is None:
@@ -298,8 +299,7 @@ class Recorder:
         return self._redactor.redact_text(text) != text
 
     def redact_tools(self, meta: RequestMeta) -> tuple[Tool, ...]:
-        """Return the tools without secrets. The result is cached for requests with a hash chain, because
-        agents repeat their tools. Raise RecursionError if a tool is nested too deeply."""
+        """Return the tools without secrets. Raise RecursionError if a tool is nested too deeply."""
         tools = meta.request.tools
         if not tools:
             return tools

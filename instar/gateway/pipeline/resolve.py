@@ -23,7 +23,7 @@ from instar.record.hashing import (
 )
 from instar.types import Call, Channel, Message
 
-_CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
+_TOOL_CALL_ID = re.compile(r"\bcall-?[0-9a-f]{20}\b")
 """The format of tool call ids from `new_id`, with or without the hyphen."""
 _MAX_SEARCHED_CHARACTERS = 4096
 """Only this many characters at the start of a message are searched for tool call ids."""
@@ -72,10 +72,12 @@ class SessionResolver:
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
     ) -> SessionState:
-        """Return the session that the URL, key, header or previous response names. If none is named, look for
-        an open session with the agent's own id or, without such an id, with matching content. If there is
-        none, create a session. Raise ApiError if the named session is unknown (404), forbidden or ambiguous
-        (403), or has ended (410)."""
+        """Return the session of a request, or create one.
+
+        The URL, key, header or previous response may name the session. Otherwise an open session is looked up
+        by the agent's own id, if the request has one, or else by content. Raise ApiError if the named session
+        is unknown (404), forbidden or ambiguous (403), or has ended (410).
+        """
         agent_id = caller.agent_id or self._identity.default_agent_id
         named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
         session_ids = {session_id for session_id in (caller.session_id, *named_ids) if session_id}
@@ -85,7 +87,7 @@ class SessionResolver:
         if session_ids:
             return await self._states.get_open(session_ids.pop(), caller, Action.CALL_MODEL)
         if hints.external_id is not None:
-            return await self._get_by_external_id(agent_id, hints.external_id)
+            return await self._get_or_create_by_external_id(agent_id, hints.external_id)
         state = await self._find_by_first_request(agent_id, chain, hints.retry) if chain else None
         state = state or await self._find_by_content(agent_id, chain, messages, hints.prompt)
         state = state or self._states.create(agent_id, None)
@@ -110,9 +112,9 @@ class SessionResolver:
         response_id = request.previous_response_id
         if response_id is None:
             return request, chain, None
-        call, is_foreign = await self._find_response(caller, response_id)
+        call, is_forbidden = await self._find_response(caller, response_id)
         if call is None:
-            if allow_unknown and not is_foreign:
+            if allow_unknown and not is_forbidden:
                 return request, chain, None
             message = f"There is no earlier response {response_id!r}; send the complete conversation instead."
             param = "previous_response_id"
@@ -127,15 +129,15 @@ class SessionResolver:
 
     async def _find_response(self, caller: Caller, request_id: str) -> tuple[Call | None, bool]:
         """Return the run's first call with this response id that the caller may use, or None. The second
-        value is True if only forbidden sessions have such a call; a provider must not continue it either."""
-        is_foreign = False
+        value is True if only forbidden sessions have such calls; a provider must not continue them either."""
+        is_forbidden = False
         for call in await self._store.calls_by_request(request_id):
             state = await self._states.find(call.session_id)
             session = state.session if state else await self._store.session(call.session_id)
             if session is not None and is_allowed(caller, Action.CALL_MODEL, session):
                 return (call if state else None), False  # A call without a state belongs to another run.
-            is_foreign = True
-        return None, is_foreign
+            is_forbidden = True
+        return None, is_forbidden
 
     def index_call(
         self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None
@@ -150,9 +152,9 @@ class SessionResolver:
         if prompt is not None and state.is_matched_by_content:
             self._index.add_text(agent_id, prompt + call.reply["content"], session_id)
 
-    async def _get_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
+    async def _get_or_create_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
         if self._redactor.redact_text(external_id) != external_id:
-            # Hash an id that contains a secret. Different sessions keep different ids.
+            # The id contains a secret. Replace it with a hash, so that different sessions keep different ids.
             prefix, _, value = external_id.partition(":")
             external_id = f"{prefix}:redacted-{self._hasher.hash_text(value).hex()}"
         key = (agent_id, external_id)
@@ -179,18 +181,18 @@ class SessionResolver:
         if state is None or retry:
             return state
         is_undelivered = state.graph is not None and state.graph.is_undelivered(chain.key)
-        disconnected = any(pending.client_disconnected for pending in state.pending.get(chain.key, ()))
-        return state if is_undelivered or disconnected else None
+        is_disconnected = any(pending.client_disconnected for pending in state.pending.get(chain.key, ()))
+        return state if is_undelivered or is_disconnected else None
 
     async def _find_by_content(
         self, agent_id: str, chain: HashChain | None, messages: Sequence[Message], prompt: str | None
     ) -> SessionState | None:
         """Return the live session that this request continues, or None.
 
-        The evidence is, from strongest to weakest: the request's latest tool call is one that only this
-        session made; the request starts with the messages (or the prompt) and the reply of a call; the
-        messages mention a tool call, for example after a handoff to an agent with different instructions and
-        tools; a message starts with a reply.
+        The evidence is, from strongest to weakest: only this session made the request's latest tool call; the
+        request starts with the messages (or the prompt) and the reply of one of its calls; the messages
+        mention one of its tool calls, for example after a handoff to an agent with different instructions;
+        a message starts with one of its replies.
         """
         index, ids = self._index, latest_tool_call_ids(messages)
         states = await self._find_open([index.find_by_call_ids(agent_id, ids)]) if ids else []
@@ -261,17 +263,17 @@ class SessionIndex:
 
     def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
         """Return the sessions that made the tool call with the first known id. If there are as many as the
-        table keeps per id, return none, because some providers use the same call ids in every session."""
+        table keeps per id, return (), because some providers use the same call ids in every session."""
         matches = (self._tool_calls.get((agent_id, normalize_call_id(call_id))) for call_id in ids)
         session_ids = next(filter(None, matches), ())
         return session_ids if len(session_ids) < _MAX_SESSIONS_PER_KEY else ()
 
     def find_by_tool_calls(self, agent_id: str, messages: Sequence[Message]) -> Iterator[tuple[str, ...]]:
-        """Yield the sessions whose tool calls the messages (or their texts) mention, latest call first."""
+        """Yield the sessions whose tool call ids occur in the messages or their texts, last message first."""
         for message in reversed(messages):
             ids = [*tool_call_ids(message)]
             if message["role"] != "system":
-                ids += _CALL_ID.findall(message["content"][:_MAX_SEARCHED_CHARACTERS])
+                ids += _TOOL_CALL_ID.findall(message["content"][:_MAX_SEARCHED_CHARACTERS])
             for call_id in map(normalize_call_id, ids):
                 if session_ids := self._tool_calls.get((agent_id, call_id)):
                     yield session_ids

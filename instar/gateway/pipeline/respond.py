@@ -1,4 +1,4 @@
-"""Send the responses of model calls, complete or streamed, and watch for clients that disconnect."""
+"""Send the responses to model calls, complete or streamed, and watch for clients that disconnect."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def error_response(dialect: Dialect, failure: Exception) -> Response:
 
 
 class Responder:
-    """Sends the response of one call, and cancels the call when the client disconnects.
+    """Sends the response to one call, and cancels the call when the client disconnects.
 
     The headers of a stream are sent with its first part, so that an earlier failure can still set the status.
     """

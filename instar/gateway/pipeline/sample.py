@@ -1,4 +1,4 @@
-"""The interface of the sources that sample replies (the run's engine and providers), and their deadline."""
+"""The interface of the sources of replies (the run's engine and providers), and a timeout for their calls."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SampledResult:
     replies: Sequence[SampledReply]
     choices: ReplyChoices
     deltas: Sequence[tuple[int, ReplyDelta]] = ()
-    """The deltas that were not streamed."""
+    """The deltas that are not streamed yet."""
     raw: bytes = b""
-    """The part of a provider's response that was not streamed."""
+    """The part of a provider's response that is not streamed yet."""
     content_type: str | None = None
     """The content type of ``raw``; None if it is not known or was already sent."""
 
@@ -79,7 +79,8 @@ class Source(ABC):
         return None
 
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
-        """Run a function that tokenizes a large prompt. The headers contain the caller's key."""
+        """Run ``function``, which tokenizes a large prompt. A source may use a thread pool with a limit
+        per API key, which it takes from ``headers``."""
         return function()
 
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional

@@ -24,8 +24,7 @@ class UpstreamChunk:
     content_type: str | None = None
     """The content type of ``raw``. Only the first chunk has it."""
     response_id: str | None = None
-    """The provider's response id. Only the last chunk has it, and only if the agent sees the id. It can then
-    be used to continue the response or to give feedback on it."""
+    """The provider's response id. Only the last chunk has it, and only if the agent sees the id."""
 
 
 @dataclass(eq=False)

@@ -51,7 +51,7 @@ def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
 
 
 def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
-    # If a provider omits the index, a piece with an id starts a call, and a piece without one continues it.
+    # If a provider omits the index, a piece with an id starts a call, and other pieces continue it.
     index = call.index
     if index is None:
         index = len(draft.calls) if call.id or not draft.calls else len(draft.calls) - 1

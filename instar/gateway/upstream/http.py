@@ -1,4 +1,4 @@
-"""Send calls to a provider, which serves models behind its own API.
+"""Send calls to a provider.
 
 Requests and responses in one of the provider's dialects are passed on with few changes (`rewrite`); others
 are translated. All calls are recorded, but they are trainable only if the provider returns the sampled token
@@ -28,6 +28,7 @@ from instar.gateway.upstream import chat, messages, rewrite
 from instar.gateway.upstream.http_response import (
     HttpResponse,
     HttpUpstreamResponse,
+    interrupted_error,
     read_error,
     unreachable_error,
 )
@@ -70,7 +71,7 @@ class HttpUpstream:
         is_openai = (self._base.host or "").endswith(("openai.com", "openai.azure.com"))
         self._max_tokens_field = "max_completion_tokens" if is_openai else "max_tokens"
         self._proxy = None if proxy_bypass(self._base.host or "") else getproxies().get(self._base.scheme)
-        self._plain = None if self._proxy else _create_plain_client(self._base)
+        self._plain_client = None if self._proxy else _create_plain_client(self._base)
         self._session: aiohttp.ClientSession | None = None
 
     def send(
@@ -121,13 +122,13 @@ class HttpUpstream:
                 raise await read_error(response)
             return await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable_error(error) from error
+            raise interrupted_error(error) from error
         finally:
             response.close()
 
     async def close(self) -> None:
-        if self._plain is not None:
-            self._plain.close()
+        if self._plain_client is not None:
+            self._plain_client.close()
         if self._session is not None:
             await self._session.close()
 
@@ -136,14 +137,14 @@ class HttpUpstream:
             try:
                 return await self._send(url, body, headers)
             except aiohttp.ServerDisconnectedError:
-                # The provider closed an idle connection, and no part of a response has arrived.
+                # The provider probably closed an idle connection, so send the request again.
                 return await self._send(url, body, headers)
         except (aiohttp.ClientError, OSError) as error:
             raise unreachable_error(error) from error
 
     def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Awaitable[HttpResponse]:
-        if self._plain is not None:
-            return self._plain.post(url.raw_path_qs, headers, body)
+        if self._plain_client is not None:
+            return self._plain_client.post(url.raw_path_qs, headers, body)
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_TIMEOUT_SECONDS),
@@ -224,7 +225,7 @@ def _parse_base_url(config: UpstreamEngineConfig, path: str) -> URL:
 
 
 def _build_url(base: URL, dialect: str, base_dialect: str) -> URL:
-    # As in the SDKs: OpenAI's expects a base URL with the version, and Anthropic's adds the version.
+    # As in the SDKs, OpenAI base URLs include the version, and Anthropic base URLs do not.
     root = base.path.rstrip("/")
     if dialect == "messages":
         root = root.removesuffix("/v1") + "/v1"
@@ -253,12 +254,12 @@ def _build_auth_header(dialect: str, key: str) -> tuple[str, str]:
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
     """Add the agent's own key to the headers, under the name that the provider expects."""
     # A Bearer token from an Anthropic client belongs to a subscription and is forwarded unchanged.
-    bearer, key = client_headers.get("authorization"), client_headers.get("x-api-key")
+    authorization, key = client_headers.get("authorization"), client_headers.get("x-api-key")
     is_anthropic_client = "anthropic-version" in client_headers
     if key is not None:
         name, value = _build_auth_header(dialect, key)
         headers[name] = value
-    if bearer is not None and dialect == "messages" and not is_anthropic_client:
-        headers["x-api-key"] = bearer.removeprefix("Bearer ")
-    elif bearer is not None:
-        headers["authorization"] = bearer
+    if authorization is not None and dialect == "messages" and not is_anthropic_client:
+        headers["x-api-key"] = authorization.removeprefix("Bearer ")
+    elif authorization is not None:
+        headers["authorization"] = authorization

@@ -1,4 +1,4 @@
-"""Read providers' HTTP responses, so that they can be passed on or translated, and recorded."""
+"""Read providers' HTTP responses, to record them and to pass them on or translate them."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class HttpUpstreamResponse:
         try:
             body = await response.read()
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable_error(error) from error
+            raise interrupted_error(error) from error
         try:
             reader.read(body)
             raw = rewrite.strip_added_fields(body, self._added_fields) if self._added_fields else body
@@ -159,8 +159,7 @@ async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
             return await response.content.readany()
     except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
         if not reader.can_end:
-            message = f"the connection to the provider failed before the end of its response: {error}"
-            raise EngineUnavailable(message) from error
+            raise interrupted_error(error) from error
         return b""
 
 
@@ -178,7 +177,12 @@ async def read_error(response: HttpResponse) -> UpstreamError:
 
 
 def unreachable_error(error: Exception) -> EngineUnavailable:
-    return EngineUnavailable(f"the provider cannot be reached: {error or type(error).__name__}")
+    return EngineUnavailable(f"the provider cannot be reached: {str(error) or type(error).__name__}")
+
+
+def interrupted_error(error: Exception) -> EngineUnavailable:
+    reason = str(error) or type(error).__name__
+    return EngineUnavailable(f"the connection failed before the end of the provider's response: {reason}")
 
 
 def _unreadable_error(error: Exception) -> UpstreamError:

@@ -28,16 +28,16 @@ _decode = msgspec.json.Decoder(MessagesResponse).decode
 _decode_event = msgspec.json.Decoder(MessagesEvent).decode
 
 
-def _update_usage(usage: TokenUsage, wire: MessagesUsage | None) -> None:
+def _update_usage(usage: TokenUsage, reported: MessagesUsage | None) -> None:
     # A stream may send the counts several times; the last ones are final.
-    if wire is None:
+    if reported is None:
         return
-    if wire.input_tokens is not None:
-        cached = wire.cache_read_input_tokens
-        usage.prompt = wire.input_tokens + (cached or 0) + (wire.cache_creation_input_tokens or 0)
+    if reported.input_tokens is not None:
+        cached = reported.cache_read_input_tokens
+        usage.prompt = reported.input_tokens + (cached or 0) + (reported.cache_creation_input_tokens or 0)
         usage.cached = cached
-    if wire.output_tokens is not None:
-        usage.sampled = wire.output_tokens
+    if reported.output_tokens is not None:
+        usage.sampled = reported.output_tokens
 
 
 class MessagesReader(ReplyReader):
@@ -170,7 +170,7 @@ def _build_blocks(message: Message) -> list[Json]:
             arguments: Any = msgspec.json.decode(call["arguments"])
         except msgspec.DecodeError:
             arguments = None
-        if not isinstance(arguments, dict):  # The API requires an object, even if the model wrote none.
+        if not isinstance(arguments, dict):  # The model wrote other text, but the API requires an object.
             arguments = {"arguments": call["arguments"]}
         call_id = _replace_invalid_characters(call["id"])
         blocks.append({"type": "tool_use", "id": call_id, "name": call["name"], "input": arguments})

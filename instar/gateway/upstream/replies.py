@@ -125,7 +125,7 @@ def build_choices(
 
 
 class ReplyReader(ABC):
-    """Reads one response: ``read`` reads a complete response, and ``feed`` reads one event of a stream.
+    """Reads one response: ``read`` takes a complete body, and ``feed`` one event of a stream.
 
     Both methods raise UpstreamError if the provider reports an error, and msgspec.DecodeError or
     UnicodeDecodeError if the data cannot be decoded.
@@ -141,7 +141,6 @@ class ReplyReader(ABC):
         self.response_id: str | None = None
 
     def set_response_id(self, response_id: Any) -> None:
-        """Store the provider's response id if it is a string of 1 to `MAX_RESPONSE_ID_LENGTH` characters."""
         if isinstance(response_id, str) and 0 < len(response_id) <= MAX_RESPONSE_ID_LENGTH:
             self.response_id = response_id
 
@@ -177,7 +176,7 @@ class ReplyReader(ABC):
         return [replace(choice, finish_reason="aborted") for choice in self.choices()]
 
 
-_STATUS_BY_TYPE = {
+_STATUS_BY_ERROR = {
     "invalid_request_error": 400,
     "authentication_error": 401,
     "permission_error": 403,
@@ -220,4 +219,4 @@ def _parse_status(detail: dict[str, Any]) -> int:
     code = detail.get("code")
     if isinstance(code, int) and 400 <= code < 600:
         return code
-    return _STATUS_BY_TYPE.get(str(detail.get("type")), _STATUS_BY_TYPE.get(str(code), 502))
+    return _STATUS_BY_ERROR.get(str(detail.get("type")), _STATUS_BY_ERROR.get(str(code), 502))

@@ -69,7 +69,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
 
 
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
-    """Remove the added fields from a response or one of its events. Logprobs are set to null."""
+    """Remove the added fields from a response or one of its events. Added logprobs are set to null."""
     fields = _decode(body)
     if added.has_token_ids:
         fields.pop("prompt_token_ids", None)

@@ -21,7 +21,11 @@ from instar.protocol.tinker.http import (
     create_router,
     has_tinker_key,
 )
-from instar.protocol.tinker.requests import TinkerRetrieveFuture, TinkerSessionRef, TinkerWeightsInfoRequest
+from instar.protocol.tinker.requests import (
+    TinkerFutureRequest,
+    TinkerHeartbeatRequest,
+    TinkerWeightsInfoRequest,
+)
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
 from instar.protocol.tinker.sampling import TinkerRoutes, TinkerSamplingRoutes, TinkerSamplingSessions
 from instar.protocol.tinker.training import TinkerTrainingRoutes
@@ -51,18 +55,18 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     def register(self, router: TinkerRouter) -> None:
         router.add("GET", "healthz", self.health)
-        router.add("POST", "client/config", self.config)
-        router.add("POST", "client/dynamic_config", self.dynamic_config)
-        router.add("POST", "telemetry", self.telemetry)
+        router.add("POST", "client/config", self.get_config)
+        router.add("POST", "client/dynamic_config", self.get_dynamic_config)
+        router.add("POST", "telemetry", self.discard_telemetry)
         router.add("POST", "create_session", self.create_session)
         router.add("POST", "session_heartbeat", self.heartbeat)
-        router.add("POST", "sessions/{session_id}/finish", self.finish)
-        router.add("POST", "retrieve_future", self.retrieve)
+        router.add("POST", "sessions/{session_id}/finish", self.finish_session)
+        router.add("POST", "retrieve_future", self.retrieve_future)
 
     async def health(self, request: TinkerRequest) -> Response:
         return json_response({"status": "ok"})
 
-    async def config(self, request: TinkerRequest) -> Response:
+    async def get_config(self, request: TinkerRequest) -> Response:
         # Older clients send JSON unless ``proto_write_fwdbwd`` is set.
         settings = {"pjwt_auth_enabled": not has_tinker_key(request.http.headers), "proto_write_fwdbwd": True}
         response = json_response(settings)
@@ -70,11 +74,10 @@ class TinkerSessionRoutes(TinkerRoutes):
         response.headers["connection"] = "close"
         return response
 
-    async def dynamic_config(self, request: TinkerRequest) -> Response:
+    async def get_dynamic_config(self, request: TinkerRequest) -> Response:
         return json_response({})
 
-    async def telemetry(self, request: TinkerRequest) -> Response:
-        """Discard the client's telemetry."""
+    async def discard_telemetry(self, request: TinkerRequest) -> Response:
         return json_response({"status": "accepted"})
 
     async def create_session(self, request: TinkerRequest) -> Response:
@@ -83,10 +86,10 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
         with _convert_404_to_410():  # clients stop sending heartbeats only on 410
-            self._service.heartbeat(request.parse(TinkerSessionRef).session_id, request.owner)
+            self._service.heartbeat(request.parse(TinkerHeartbeatRequest).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
-    async def finish(self, request: TinkerRequest) -> Response:
+    async def finish_session(self, request: TinkerRequest) -> Response:
         session_id = request.path_param("session_id")
         await self._service.end_session(session_id, request.owner)
         model_ids, paths = self._sessions.end(session_id)
@@ -97,8 +100,8 @@ class TinkerSessionRoutes(TinkerRoutes):
                 self._service.checkpoints.delete(path, request.owner)
         return Response(status_code=204)
 
-    async def retrieve(self, request: TinkerRequest) -> Response:
-        request_id = request.parse(TinkerRetrieveFuture).request_id
+    async def retrieve_future(self, request: TinkerRequest) -> Response:
+        request_id = request.parse(TinkerFutureRequest).request_id
         # An unknown operation was started before the server was restarted, or its result has expired. On 410,
         # clients resubmit sampling requests and report training requests as lost.
         with _convert_404_to_410():
@@ -128,17 +131,17 @@ class TinkerListingRoutes(TinkerRoutes):
     """The routes for the served models, training runs and checkpoints."""
 
     def register(self, router: TinkerRouter) -> None:
-        router.add("GET", "get_server_capabilities", self.capabilities)
-        router.add("POST", "weights_info", self.weights_info)
-        router.add("GET", "checkpoints", self.checkpoints)
-        router.add("GET", "training_runs", self.runs)
-        router.add("GET", "training_runs/{run_id}", self.run)
-        router.add("GET", "training_runs/{run_id}/checkpoints", self.run_checkpoints)
+        router.add("GET", "get_server_capabilities", self.get_capabilities)
+        router.add("POST", "weights_info", self.get_weights_info)
+        router.add("GET", "checkpoints", self.list_checkpoints)
+        router.add("GET", "training_runs", self.list_runs)
+        router.add("GET", "training_runs/{run_id}", self.get_run)
+        router.add("GET", "training_runs/{run_id}/checkpoints", self.list_run_checkpoints)
         router.add(
             "DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}", self.delete_checkpoint
         )
 
-    async def capabilities(self, request: TinkerRequest) -> Response:
+    async def get_capabilities(self, request: TinkerRequest) -> Response:
         model = {
             "model_name": self._service.base_model,
             "max_context_length": self._service.max_context,
@@ -147,7 +150,7 @@ class TinkerListingRoutes(TinkerRoutes):
         }
         return json_response({"supported_models": [model]})
 
-    async def weights_info(self, request: TinkerRequest) -> Response:
+    async def get_weights_info(self, request: TinkerRequest) -> Response:
         info = self._service.checkpoints.find(
             request.parse(TinkerWeightsInfoRequest).tinker_path, request.owner
         )
@@ -160,22 +163,22 @@ class TinkerListingRoutes(TinkerRoutes):
         checkpoints = self._service.checkpoints.list_checkpoints(owner, model_id)
         return sorted(checkpoints, key=lambda info: info.created_at, reverse=True)
 
-    async def checkpoints(self, request: TinkerRequest) -> Response:
+    async def list_checkpoints(self, request: TinkerRequest) -> Response:
         checkpoints = [_checkpoint_fields(info) for info in self._list_newest_first(request.owner)]
         return _make_page_response(request, "checkpoints", checkpoints, 100)
 
-    async def run_checkpoints(self, request: TinkerRequest) -> Response:
+    async def list_run_checkpoints(self, request: TinkerRequest) -> Response:
         checkpoints = self._list_newest_first(request.owner, request.path_param("run_id"))
         return json_response({"checkpoints": [_checkpoint_fields(info) for info in checkpoints]})
 
-    async def runs(self, request: TinkerRequest) -> Response:
+    async def list_runs(self, request: TinkerRequest) -> Response:
         by_model = dict[str, list[CheckpointInfo]]()
         for info in self._list_newest_first(request.owner):
             by_model.setdefault(info.model_id, []).append(info)
         runs = [_run_fields(model_id, checkpoints) for model_id, checkpoints in by_model.items()]
         return _make_page_response(request, "training_runs", runs, 20)
 
-    async def run(self, request: TinkerRequest) -> Response:
+    async def get_run(self, request: TinkerRequest) -> Response:
         run_id = request.path_param("run_id")
         checkpoints = self._list_newest_first(request.owner, run_id)
         if checkpoints:

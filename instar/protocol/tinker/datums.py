@@ -57,7 +57,7 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
         raise ProtocolError(f"{name}: model_input has no tokens; send at least one")
     _check_tensors(name, datum, loss)
     last_target = int(datum.tensors["target_tokens"][-1])
-    # The last target has no next input to be compared with, and larger numbers would be truncated.
+    # The last target is not compared with an input, so check that it fits into int32.
     if not 0 <= last_target < 1 << 31:
         raise ProtocolError(f"{name}: target_tokens[{count - 1}] must be a token id, got {last_target}")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
@@ -100,6 +100,7 @@ def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
 
 
 def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats) -> None:
+    """Set the mask of fillers to 0. Raises ProtocolError for a filler that would affect the loss."""
     targets = datum.tensors["target_tokens"]
     fillers = np.flatnonzero(targets[:-1] != datum.tokens[1:])
     if len(fillers) == 0:

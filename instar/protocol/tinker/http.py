@@ -62,7 +62,7 @@ class TinkerRequest:
 TinkerRouter = ProtocolRouter[TinkerRequest]
 
 
-def create_router(keys: KeyStore, max_body: int) -> TinkerRouter:
+def create_router(key_store: KeyStore, max_body: int) -> TinkerRouter:
     async def parse_request(http_request: Request, owner: str) -> TinkerRequest:
         if http_request.headers.get("content-encoding", "identity") != "identity":
             raise ProtocolError(
@@ -76,7 +76,7 @@ def create_router(keys: KeyStore, max_body: int) -> TinkerRouter:
                 f"the request body did not arrive within {BODY_TIMEOUT_SECONDS:g} s; send it again", 408
             ) from error
 
-    return TinkerRouter(keys, parse_request, _error_response)
+    return TinkerRouter(key_store, parse_request, _error_response)
 
 
 def _error_response(error: ProtocolError) -> Response:

@@ -18,8 +18,8 @@ from instar.protocol.tinker import messages
 from instar.protocol.tinker.datums import Array, TinkerDatum, to_samples
 from instar.protocol.tinker.requests import (
     TinkerChunk,
-    TinkerForward,
-    TinkerForwardBackward,
+    TinkerForwardBackwardRequest,
+    TinkerForwardRequest,
     TinkerModelRequest,
     TinkerPassInput,
     TinkerTensor,
@@ -27,12 +27,12 @@ from instar.protocol.tinker.requests import (
 from instar.protocol.wire import build_loss_config
 from instar.types import Ids, Sample
 
-_LOSS_OPTIONS = {
+_OPTIONS_BY_LOSS = {
     "ppo": ("clip_low_threshold", "clip_high_threshold"),
     "cispo": ("clip_low_threshold", "clip_high_threshold"),
     "dro": ("beta",),
 }
-_MODEL_ID = re.compile(rb'"model_id"\s*:\s*"([^"\\]+)"')
+_MODEL_ID_PATTERN = re.compile(rb'"model_id"\s*:\s*"([^"\\]+)"')
 _DTYPES = {messages.FLOAT32: np.float32, messages.INT64: np.int64, messages.INT32: np.int32}
 _DTYPE_NAMES = ", ".join(f"{number} ({dtype.__name__})" for number, dtype in _DTYPES.items())
 
@@ -45,8 +45,8 @@ class TinkerBatch:
 
 @dataclass(frozen=True, slots=True)
 class TinkerPass:
-    """A request for a pass. Later requests wait for its sequence id, so an error in the data is stored in
-    ``batch`` and raised only when the pass runs."""
+    """A request for a pass. If its data is invalid, ``batch`` is the error, which is raised when the pass
+    runs, because the request must still use up its sequence id."""
 
     model_id: str
     seq: int | None
@@ -74,22 +74,22 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
 
 def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
     if forward_only:
-        forward = parse_json(body, TinkerForward)
+        forward = parse_json(body, TinkerForwardRequest)
         return TinkerPass(forward.model_id, forward.seq_id, True, _parse_json_batch(forward.forward_input))
-    request = parse_json(body, TinkerForwardBackward)
+    request = parse_json(body, TinkerForwardBackwardRequest)
     return TinkerPass(
         request.model_id, request.seq_id, False, _parse_json_batch(request.forward_backward_input)
     )
 
 
 def read_request_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
-    """Read the ids from a request that may be invalid. Unreadable ids are "" (model) and None (sequence)."""
+    """Read the ids from a request that may be invalid. Use "" or None for an id that cannot be read."""
     if is_protobuf:
         message = messages.ForwardBackwardRequest()
         with contextlib.suppress(DecodeError):  # the fields before the error are set
             message.ParseFromString(body)
         return TinkerModelRequest(message.model_id, message.seq_id or None)
-    match = _MODEL_ID.search(body)
+    match = _MODEL_ID_PATTERN.search(body)
     return TinkerModelRequest(match[1].decode("utf-8", "replace") if match else "", find_sequence_id(body))
 
 
@@ -99,7 +99,7 @@ def _build_batch(
     """Return the batch, or the error if the datums or the options are invalid."""
     try:
         samples = to_samples(list(datums), loss)
-        supported = _LOSS_OPTIONS.get(loss, ())
+        supported = _OPTIONS_BY_LOSS.get(loss, ())
         if unknown := sorted(options.keys() - supported):
             raise ProtocolError(
                 f"unknown loss_fn_config options {', '.join(unknown)}; {loss} supports "
@@ -108,6 +108,12 @@ def _build_batch(
         return TinkerBatch(samples, build_loss_config(loss, options))
     except ProtocolError as error:
         return error
+
+
+def _concatenate(parts: Sequence[Array]) -> Ids:
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate([np.empty(0, np.int32), *parts])
 
 
 # --- protobuf ---
@@ -180,9 +186,3 @@ def _parse_json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
         return np.asarray(tensor.data, tensor.dtype)
     except (TypeError, OverflowError) as error:
         raise ProtocolError(f"datum {index}: {name} has an element that is not a {tensor.dtype}") from error
-
-
-def _concatenate(parts: Sequence[Array]) -> Ids:
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate([np.empty(0, np.int32), *parts])

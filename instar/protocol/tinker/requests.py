@@ -10,7 +10,7 @@ from instar.protocol.wire import AdamFields, LoraFields, SamplingFields
 from instar.types import Json
 
 
-class TinkerCreateModel(Struct):
+class TinkerCreateModelRequest(Struct):
     session_id: str
     model_seq_id: int
     base_model: str
@@ -18,7 +18,7 @@ class TinkerCreateModel(Struct):
     optimizer_config: Json | None = None
 
 
-class TinkerSessionRef(Struct):
+class TinkerHeartbeatRequest(Struct):
     session_id: str
 
 
@@ -36,24 +36,24 @@ class TinkerAdam(AdamFields, kw_only=True):
     grad_clip_norm: float = 0.0
 
 
-class TinkerOptimStep(TinkerModelRequest):
+class TinkerOptimStepRequest(TinkerModelRequest):
     adam_params: TinkerAdam | None = None
 
 
-class TinkerSaveWeights(TinkerModelRequest):
+class TinkerSaveWeightsRequest(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     overwrite: bool | UnsetType = UNSET
-    """If False, an existing checkpoint is an error. Older clients omit the field and overwrite it."""
+    """If False, the checkpoint must not exist yet. Older clients omit the field and always overwrite."""
 
 
-class TinkerSaveForSampler(TinkerModelRequest):
+class TinkerSaveForSamplerRequest(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     sampling_session_seq_id: int | None = None
 
 
-class TinkerLoadWeights(TinkerModelRequest):
+class TinkerLoadWeightsRequest(TinkerModelRequest):
     path: str = ""
     optimizer: bool = False
 
@@ -62,14 +62,14 @@ class TinkerWeightsInfoRequest(Struct):
     tinker_path: str
 
 
-class TinkerCreateSamplingSession(Struct):
+class TinkerCreateSamplingSessionRequest(Struct):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class TinkerRetrieveFuture(Struct):
+class TinkerFutureRequest(Struct):
     request_id: str
 
 
@@ -100,11 +100,11 @@ class TinkerPassInput(Struct):
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class TinkerForward(TinkerModelRequest, kw_only=True):
+class TinkerForwardRequest(TinkerModelRequest, kw_only=True):
     forward_input: TinkerPassInput
 
 
-class TinkerForwardBackward(TinkerModelRequest, kw_only=True):
+class TinkerForwardBackwardRequest(TinkerModelRequest, kw_only=True):
     forward_backward_input: TinkerPassInput
 
 

@@ -16,14 +16,14 @@ from instar.protocol.service import TrainingService
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import concatenate_chunks
 from instar.protocol.tinker.requests import (
-    TinkerCreateSamplingSession,
+    TinkerCreateSamplingSessionRequest,
     TinkerSampleRequest,
     TinkerSamplingParams,
 )
 from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
-MAX_SESSIONS = 10_000
+MAX_SAMPLING_SESSIONS = 10_000
 """The maximum number of sampling sessions across all owners. The oldest ones are dropped."""
 MAX_SAMPLES_PER_REQUEST = 1024
 
@@ -31,7 +31,7 @@ MAX_SAMPLES_PER_REQUEST = 1024
 @dataclass(frozen=True, slots=True)
 class TinkerSamplingSession:
     session_id: str
-    """The client session that it belongs to."""
+    """The id of the client session that it belongs to."""
     owner: str
     path: str | None
     """The checkpoint's path, or None for the base model."""
@@ -52,7 +52,7 @@ class TinkerSamplingSessions:
         """Open a sampling session, or replace the one with the same sequence id. Return its id."""
         sampling_id = f"{session_id}:sample:{seq_id}"
         self._sessions[sampling_id] = TinkerSamplingSession(session_id, owner, path, is_ephemeral)
-        while len(self._sessions) > MAX_SESSIONS:
+        while len(self._sessions) > MAX_SAMPLING_SESSIONS:
             self._sessions.popitem(last=False)
         return sampling_id
 
@@ -87,16 +87,16 @@ class TinkerSamplingRoutes(TinkerRoutes):
     def register(self, router: TinkerRouter) -> None:
         router.add("POST", "create_sampling_session", self.create)
         router.add("POST", "asample", self.sample)
-        router.add("GET", "samplers/{sampler_id}", self.info)
+        router.add("GET", "samplers/{sampler_id}", self.get_info)
 
     async def create(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateSamplingSession)
+        body = request.parse(TinkerCreateSamplingSessionRequest)
         self._service.heartbeat(body.session_id, request.owner)
-        path = self._find_sampler(body.model_path, body.base_model, request.owner)
+        path = self._resolve_sampler_path(body.model_path, body.base_model, request.owner)
         sampling_id = self._sessions.open(body.session_id, body.sampling_session_seq_id, request.owner, path)
         return json_response({"type": "create_sampling_session", "sampling_session_id": sampling_id})
 
-    async def info(self, request: TinkerRequest) -> Response:
+    async def get_info(self, request: TinkerRequest) -> Response:
         sampler_id = request.path_param("sampler_id")
         path = self._sessions.find(sampler_id, request.owner).path
         base_model = self._service.base_model
@@ -112,7 +112,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
             if body.seq_id is not None:
                 key = f"sample:{body.sampling_session_id}:{body.seq_id}"
         else:
-            path = self._find_sampler(body.model_path, body.base_model, request.owner)
+            path = self._resolve_sampler_path(body.model_path, body.base_model, request.owner)
         request_id = self._operations.submit(
             "sample", request.owner, lambda: self._sample(body, path, request.owner), key=key
         )
@@ -121,7 +121,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
             {"request_id": request_id, "sample_sequence_ids": [f"{request_id}:{i}" for i in range(count)]}
         )
 
-    def _find_sampler(self, path: str | None, base_model: str | None, owner: str) -> str | None:
+    def _resolve_sampler_path(self, path: str | None, base_model: str | None, owner: str) -> str | None:
         if path is not None:
             return self._service.checkpoints.find(path, owner).path
         if base_model != self._service.base_model:
@@ -146,7 +146,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
-            # To get prompt logprobs, clients also request one token, which does not fit into the context.
+            # The context is full. Clients that want only prompt logprobs still request a token; return none.
             return [SampledSequence([], [], "length", "") for _ in range(body.num_samples)]
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 

@@ -20,12 +20,12 @@ from instar.protocol.tinker.passes import (
     read_request_ids,
 )
 from instar.protocol.tinker.requests import (
-    TinkerCreateModel,
-    TinkerLoadWeights,
+    TinkerCreateModelRequest,
+    TinkerLoadWeightsRequest,
     TinkerModelRequest,
-    TinkerOptimStep,
-    TinkerSaveForSampler,
-    TinkerSaveWeights,
+    TinkerOptimStepRequest,
+    TinkerSaveForSamplerRequest,
+    TinkerSaveWeightsRequest,
 )
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
 from instar.protocol.tinker.sampling import TinkerRoutes
@@ -70,7 +70,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return handle
 
     async def create_model(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateModel)
+        body = request.parse(TinkerCreateModelRequest)
 
         async def run() -> Json:
             optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
@@ -125,7 +125,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=True))
 
     async def optim_step(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerOptimStep)
+        body = request.parse(TinkerOptimStepRequest)
 
         async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
@@ -136,7 +136,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "optim_step", body, run)
 
     async def save_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveWeights)
+        body = request.parse(TinkerSaveWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             name = _require_name(body.path)
@@ -153,7 +153,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights", body, run)
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveForSampler)
+        body = request.parse(TinkerSaveForSamplerRequest)
         seq_id = body.sampling_session_seq_id
 
         async def run(model: TrainingModel) -> Json:
@@ -172,7 +172,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights_for_sampler", body, run)
 
     async def load_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerLoadWeights)
+        body = request.parse(TinkerLoadWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             await model.load(body.path, optimizer=body.optimizer)

@@ -36,7 +36,7 @@ class WeaverMetric(msgspec.Struct):
     step: int
 
 
-class WeaverMetrics(msgspec.Struct):
+class WeaverMetricsRequest(msgspec.Struct):
     metrics: list[WeaverMetric]
 
 
@@ -47,8 +47,8 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
     training = WeaverTrainingRoutes(service, operations, operation_routes)
     sampling = WeaverSamplingRoutes(service, operation_routes)
     router = create_router(KeyStore(keys, KEY_HEADER), service.limits.max_body)
-    router.add("GET", "supported-models", sessions.models)
-    router.add("GET", "model-catalog", sessions.models)
+    router.add("GET", "supported-models", sessions.list_models)
+    router.add("GET", "model-catalog", sessions.list_models)
     router.add("POST", "sessions", sessions.create_session)
     router.add("GET", "sessions/{session}", sessions.show_session)
     router.add("POST", "sessions/{session}/heartbeat", sessions.show_session)
@@ -59,7 +59,7 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
     router.add("POST", "models/{model}/forward-backward-passes", training.forward_backward)
     router.add("POST", "models/{model}/optimizer-steps", training.optim_step)
     router.add("POST", "models/{model}/export-sampler", training.export)
-    router.add("GET", "models/{model}/checkpoints", training.checkpoints)
+    router.add("GET", "models/{model}/checkpoints", training.list_checkpoints)
     router.add("POST", "models/{model}/checkpoints", training.save)
     router.add("POST", "models/{model}/load", training.load)
     router.add("POST", "models/{model}/terminate", training.terminate)
@@ -67,7 +67,7 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
     router.add("GET", "sampling-sessions/{sampling}", sampling.show)
     router.add("DELETE", "sampling-sessions/{sampling}", sampling.delete)
     router.add("POST", "sampling-sessions/{sampling}/samples", sampling.sample)
-    router.add("POST", "sampling-sessions/{sampling}/logprobs", sampling.logprobs)
+    router.add("POST", "sampling-sessions/{sampling}/logprobs", sampling.compute_logprobs)
     router.add("GET", "operations/{operation}", operation_routes.show)
     return router.create_app(Route("/healthz", _health))
 
@@ -80,7 +80,7 @@ class WeaverSessionRoutes:
     def __init__(self, service: TrainingService) -> None:
         self._service = service
 
-    async def models(self, request: WeaverRequest) -> Response:
+    async def list_models(self, request: WeaverRequest) -> Response:
         prices = {
             f"{resource}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0}
             for resource in PRICED_RESOURCES
@@ -107,7 +107,7 @@ class WeaverSessionRoutes:
     async def log_metrics(self, request: WeaverRequest) -> Response:
         """Write the client's metrics to the server's log."""
         self._service.heartbeat(request.path_params["session"], request.owner)
-        for metric in request.parse(WeaverMetrics).metrics:
+        for metric in request.parse(WeaverMetricsRequest).metrics:
             logger.info("%s at step %d: %s = %g", metric.model_id, metric.step, metric.name, metric.value)
         return json_response({})
 

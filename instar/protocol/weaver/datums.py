@@ -90,7 +90,7 @@ class WeaverBatch:
     loss: LossConfig | None
     """None if the client requested only logprobs."""
     samples: list[Sample]
-    is_scored: list[NDArray[np.bool_]]
+    scored_masks: list[NDArray[np.bool_]]
     """One array per datum. An entry is True if the target is the next token, so its logprob is computed."""
     datum_ids: list[str | None]
 
@@ -247,7 +247,7 @@ class _LossInputs:
 def build_outputs(batch: WeaverBatch, logprobs: Sequence[Floats]) -> list[dict[str, Any]]:
     """Build `loss_fn_outputs`: the logprobs of each datum's targets, with NaN for unscored targets."""
     outputs: list[dict[str, Any]] = []
-    for values, is_scored, datum_id in zip(logprobs, batch.is_scored, batch.datum_ids, strict=True):
+    for values, is_scored, datum_id in zip(logprobs, batch.scored_masks, batch.datum_ids, strict=True):
         target_logprobs = np.full(len(is_scored), np.nan, np.float32)
         target_logprobs[: max(len(values) - 1, 0)] = values[1:]
         target_logprobs[~is_scored] = np.nan

@@ -57,7 +57,7 @@ class WeaverRequest:
         return parse_json(self.body or b"{}", message_type)
 
 
-def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest]:
+def create_router(key_store: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest]:
     async def parse_request(http_request: Request, owner: str) -> WeaverRequest:
         request = WeaverRequest(
             owner=owner,
@@ -72,7 +72,7 @@ def create_router(keys: KeyStore, max_body: int) -> ProtocolRouter[WeaverRequest
             )
         return request
 
-    return ProtocolRouter[WeaverRequest](keys, parse_request, _error_response)
+    return ProtocolRouter[WeaverRequest](key_store, parse_request, _error_response)
 
 
 def _error_response(error: ProtocolError) -> Response:
@@ -90,7 +90,9 @@ class WeaverOperationRoutes:
     def __init__(self, operations: OperationScheduler) -> None:
         self._operations = operations
 
-    async def submit(self, kind: str, request: WeaverRequest, function: OperationFunction) -> Response:
+    async def submit_and_respond(
+        self, kind: str, request: WeaverRequest, function: OperationFunction
+    ) -> Response:
         return await self.respond(self._operations.submit(kind, request.owner, function), request)
 
     async def run(

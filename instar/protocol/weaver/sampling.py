@@ -24,7 +24,7 @@ from instar.protocol.wire import SamplingFields
 ID_PREFIX = "sampling-"
 
 
-class WeaverCreateSamplingSession(msgspec.Struct):
+class WeaverCreateSamplingSessionRequest(msgspec.Struct):
     base_model: str | None = None
     model_path: str | None = None
 
@@ -68,7 +68,7 @@ class WeaverSamplingRoutes:
 
     async def create(self, request: WeaverRequest) -> Response:
         """Create a sampling session. ``base_model`` is ignored if ``model_path`` is set."""
-        body = request.parse(WeaverCreateSamplingSession)
+        body = request.parse(WeaverCreateSamplingSessionRequest)
         self._service.heartbeat(request.path_params["session"], request.owner)
         if body.model_path:
             self._service.checkpoints.find(to_service_path(body.model_path), request.owner)
@@ -97,7 +97,7 @@ class WeaverSamplingRoutes:
 
     async def sample(self, request: WeaverRequest) -> Response:
         body = request.parse(WeaverSampleRequest)
-        sampler, owner = self._find_sampler(request), request.owner
+        sampler_path, owner = self._resolve_sampler_path(request), request.owner
         for name in UNSUPPORTED_FIELDS:
             if getattr(body, name):
                 raise ProtocolError(f"this server does not support {name}; remove it from the request")
@@ -111,7 +111,7 @@ class WeaverSamplingRoutes:
         )
 
         async def run() -> Any:
-            sequences = await self._service.sample(sampler, owner, prompt, params, body.num_samples)
+            sequences = await self._service.sample(sampler_path, owner, prompt, params, body.num_samples)
             result: dict[str, Any] = {
                 "sequences": [
                     {
@@ -124,14 +124,14 @@ class WeaverSamplingRoutes:
                 ]
             }
             if body.prompt_logprobs:
-                result["prompt_logprobs"] = await self._service.compute_logprobs(sampler, owner, prompt)
+                result["prompt_logprobs"] = await self._service.compute_logprobs(sampler_path, owner, prompt)
             return {"result": result}
 
-        return await self._operations.submit("sample", request, run)
+        return await self._operations.submit_and_respond("sample", request, run)
 
-    async def logprobs(self, request: WeaverRequest) -> Response:
+    async def compute_logprobs(self, request: WeaverRequest) -> Response:
         body = request.parse(WeaverLogprobsRequest)
-        sampler = self._find_sampler(request)
+        sampler_path = self._resolve_sampler_path(request)
         if body.return_rollout_token_expert:
             raise ProtocolError(
                 "this server does not support return_rollout_token_expert; remove it from the request"
@@ -139,18 +139,16 @@ class WeaverSamplingRoutes:
         prompt = _require_prompt(body.prompt)
 
         async def run() -> Any:
-            logprobs = await self._service.compute_logprobs(sampler, request.owner, prompt)
+            logprobs = await self._service.compute_logprobs(sampler_path, request.owner, prompt)
             return {"result": {"prompt_logprobs": logprobs}}
 
-        return await self._operations.submit("logprobs", request, run)
+        return await self._operations.submit_and_respond("logprobs", request, run)
 
-    def _find_sampler(self, request: WeaverRequest) -> str | None:
+    def _resolve_sampler_path(self, request: WeaverRequest) -> str | None:
         path = _decode_id(request.path_params["sampling"])
-        return (
-            None
-            if path is None
-            else self._service.checkpoints.find(to_service_path(path), request.owner).path
-        )
+        if path is None:
+            return None
+        return self._service.checkpoints.find(to_service_path(path), request.owner).path
 
 
 def _require_prompt(model_input: WeaverModelInput) -> list[int]:

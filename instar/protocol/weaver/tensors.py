@@ -29,7 +29,7 @@ DTYPES = {
     "float32": np.dtype("<f4"),
     "float64": np.dtype("<f8"),
 }
-PART_NAME = re.compile(rb'[;\s]name="([^"]*)"')
+PART_NAME_PATTERN = re.compile(rb'[;\s]name="([^"]*)"')
 
 
 class TensorPackInfo(msgspec.Struct):
@@ -116,7 +116,7 @@ def _split_parts(request: WeaverRequest) -> dict[str, memoryview]:
     while body.startswith(b"\r\n", position):
         begin = body.find(b"\r\n\r\n", position) + 4
         end = body.find(delimiter, begin)
-        name = PART_NAME.search(body, position, max(begin, position))
+        name = PART_NAME_PATTERN.search(body, position, max(begin, position))
         if begin < 4 or end < 0 or name is None:
             break
         parts[name[1].decode("utf-8", "replace")] = view[begin:end]
@@ -156,7 +156,8 @@ def _decode_pack(pack: memoryview, info: TensorPackInfo, max_bytes: int) -> byte
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the tensor pack cannot be decompressed: {error}") from None
     if len(content) != info.decoded_size_bytes:
+        relation = "fewer" if len(content) < info.decoded_size_bytes else "more"
         raise ProtocolError(
-            f"the decompressed tensor pack does not have {info.decoded_size_bytes} bytes as declared"
+            f"the decompressed tensor pack has {relation} bytes than declared ({info.decoded_size_bytes})"
         )
     return content

@@ -34,7 +34,7 @@ class WeaverLora(LoraFields, kw_only=True):
     rank: int = 32
 
 
-class WeaverCreateModel(msgspec.Struct):
+class WeaverCreateModelRequest(msgspec.Struct):
     base_model: str
     model_seq_id: int = 0
     lora_config: WeaverLora = msgspec.field(default_factory=WeaverLora)
@@ -54,24 +54,24 @@ class WeaverSequencedRequest(msgspec.Struct):
     payload: WeaverSequencedPayload
 
 
-class WeaverExportSampler(msgspec.Struct):
+class WeaverExportSamplerRequest(msgspec.Struct):
     seq_id: int
     path: str | None = None
     ttl_seconds: float | None = None
 
 
-class WeaverSaveState(msgspec.Struct):
+class WeaverSaveStateRequest(msgspec.Struct):
     type: str = "weight"
     name: str | None = None
     ttl_seconds: float | None = None
 
 
-class WeaverLoadState(msgspec.Struct):
+class WeaverLoadStateRequest(msgspec.Struct):
     path: str
     include_optimizer: bool = False
 
 
-class WeaverTerminate(msgspec.Struct):
+class WeaverTerminateRequest(msgspec.Struct):
     instance_types: tuple[str, ...] = ("trainer",)
 
 
@@ -131,7 +131,7 @@ class WeaverTrainingRoutes:
         self._call_orders: WeakKeyDictionary[TrainingModel, WeaverCallOrder] = WeakKeyDictionary()
 
     async def create(self, request: WeaverRequest) -> Response:
-        body = request.parse(WeaverCreateModel)
+        body = request.parse(WeaverCreateModelRequest)
         if body.training_mode != TRAINING_MODE:
             raise ProtocolError(
                 f"unsupported training_mode {body.training_mode!r}; supported: {TRAINING_MODE!r}"
@@ -202,7 +202,7 @@ class WeaverTrainingRoutes:
     async def _run_sequenced(
         self, kind: str, request: WeaverRequest, function: SequencedFunction
     ) -> Response:
-        # Later calls wait for the sequence id, so invalid data fails the operation when it runs.
+        # ``function`` parses the data, because a request with invalid data must still use up its sequence id.
         model = self._find_model(request)
         with self._consume_rejected_seq_id(request, model):
             request, pack = unpack_request(request, self._service.limits.max_body)
@@ -237,7 +237,7 @@ class WeaverTrainingRoutes:
     async def export(self, request: WeaverRequest) -> Response:
         model = self._find_model(request)
         with self._consume_rejected_seq_id(request, model):
-            body = request.parse(WeaverExportSampler)
+            body = request.parse(WeaverExportSamplerRequest)
 
         async def run() -> Any:
             info = await model.export(body.path or new_id("sampler"), ttl=body.ttl_seconds)
@@ -246,7 +246,7 @@ class WeaverTrainingRoutes:
         return await self._run_in_order("export", request, model, run, body.seq_id)
 
     async def save(self, request: WeaverRequest) -> Response:
-        model, body = self._find_model(request), request.parse(WeaverSaveState)
+        model, body = self._find_model(request), request.parse(WeaverSaveStateRequest)
         if body.type not in CHECKPOINT_TYPES:
             raise ProtocolError(f"unknown type {body.type!r}; supported: {', '.join(CHECKPOINT_TYPES)}")
 
@@ -260,7 +260,7 @@ class WeaverTrainingRoutes:
         return await self._run_in_order("save", request, model, run)
 
     async def load(self, request: WeaverRequest) -> Response:
-        model, body = self._find_model(request), request.parse(WeaverLoadState)
+        model, body = self._find_model(request), request.parse(WeaverLoadStateRequest)
 
         async def run() -> Any:
             await model.load(to_service_path(body.path), optimizer=body.include_optimizer)
@@ -291,7 +291,7 @@ class WeaverTrainingRoutes:
     def _get_order(self, model: TrainingModel) -> WeaverCallOrder:
         return self._call_orders.setdefault(model, WeaverCallOrder())
 
-    async def checkpoints(self, request: WeaverRequest) -> Response:
+    async def list_checkpoints(self, request: WeaverRequest) -> Response:
         """Return a model's checkpoints, even if the model was closed."""
         checkpoints = self._service.checkpoints.list_checkpoints(request.owner, request.path_params["model"])
         if not checkpoints:
@@ -300,7 +300,7 @@ class WeaverTrainingRoutes:
 
     async def terminate(self, request: WeaverRequest) -> Response:
         model = self._find_model(request)
-        if "trainer" in request.parse(WeaverTerminate).instance_types:
+        if "trainer" in request.parse(WeaverTerminateRequest).instance_types:
             await self._service.close_model(model.model_id, request.owner)
             self._operations.close_queue(model.model_id)
         return json_response({"id": model.model_id, "status": "terminated"})

@@ -28,7 +28,7 @@ class JudgeAgreement:
     rule_sessions: int
     """The number of sessions with rewards from both this judge and a rule. The last rule reward counts."""
     rule_same_side: float | None
-    """The fraction of these sessions in which the judge and the rule are on the same side of 0.5."""
+    """The fraction of ``rule_sessions`` in which the judge and the rule are on the same side of 0.5."""
     rule_correlation: float | None
     """The Pearson correlation between judge and rule. Also None if either always gives the same value."""
 
@@ -89,16 +89,16 @@ class _Tally:
             reward_count=self.reward_count,
             mean_reward=self.reward_sum / self.reward_count,
             dollars=self.dollars,
-            vote_agreement=_compute_fraction(self.vote_agreement_sum, self.vote_pairs),
-            order_agreement=_compute_fraction(self.agreed_orders, self.order_count),
+            vote_agreement=_divide(self.vote_agreement_sum, self.vote_pairs),
+            order_agreement=_divide(self.agreed_orders, self.order_count),
             rule_sessions=len(same_side),
-            rule_same_side=_compute_fraction(sum(same_side), len(same_side)),
+            rule_same_side=_divide(sum(same_side), len(same_side)),
             rule_correlation=_compute_correlation(self.compared),
         )
 
 
-def _compute_fraction(part: float, total: int) -> float | None:
-    return part / total if total else None
+def _divide(total: float, count: int) -> float | None:
+    return total / count if count else None
 
 
 def _compute_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:

@@ -60,14 +60,14 @@ T = TypeVar("T")
 
 
 def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
-    """Yield every JSON object in the reply that may be the answer: first the structured answer, then the
-    objects in the text, from last to first, because a judge may quote other JSON before the answer. Objects
+    """Yield the JSON objects in the reply that may be the answer. The structured answer comes first, then the
+    objects in the text from last to first, because a judge may quote other JSON before its answer. Objects
     that also occur in the question are skipped as quotations, unless the text is a single object."""
     if reply.structured_answer is not None:
         yield reply.structured_answer
     objects = _find_objects(reply.text)
-    is_plain = ONLY_OBJECT.fullmatch(reply.text) is not None and len(objects) == 1
-    yield from (answer for answer, source in reversed(objects) if is_plain or source not in question)
+    is_single_object = ONLY_OBJECT.fullmatch(reply.text) is not None and len(objects) == 1
+    yield from (answer for answer, source in reversed(objects) if is_single_object or source not in question)
 
 
 def convert_answer(answer: Json, answer_type: type[T]) -> T:

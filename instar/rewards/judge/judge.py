@@ -77,7 +77,7 @@ class JudgeBudget:
 class JudgeVote(Generic[T]):
     answer: T
     cost: float
-    """The cost in dollars, or 0 if the answer was already paid for by another session."""
+    """The cost in dollars, or 0 if the answer was requested and paid for in another session."""
 
 
 class Judge(Scorer):
@@ -175,21 +175,21 @@ class Judge(Scorer):
         self._locks[key] = lock
         async with lock:
             if (stored := await self._context.store.judgment(key)) is None:
-                stored = await self._request(key, *self.rubric.render(parts, fields), parse, session_id)
+                stored = await self._request_judgment(
+                    key, *self.rubric.render(parts, fields), parse, session_id
+                )
         return JudgeVote(parse(stored["answer"]), stored["cost"] if stored["session"] == session_id else 0.0)
 
-    async def _request(
+    async def _request_judgment(
         self, key: bytes, system: str, user: str, parse: ParseAnswer[T], session_id: str
     ) -> Json:
         assert self._context is not None
         assert self._budget is not None
         assert self._endpoint is not None
         store, run_id = self._context.store, self._context.run_id
-        tokens = (len(system) + len(user)) / CHARS_PER_TOKEN
-        async with (
-            self._slots,
-            self._budget.reserve(self.config.budget, self._compute_cost(tokens, self.config.max_tokens)),
-        ):
+        prompt_tokens = (len(system) + len(user)) / CHARS_PER_TOKEN
+        max_cost = self._compute_cost(prompt_tokens, self.config.max_tokens)
+        async with self._slots, self._budget.reserve(self.config.budget, max_cost):
             reply = await self._endpoint.ask(system, user, self.rubric.schema)
             cost = self._compute_cost(reply.input_tokens, reply.output_tokens)
             self._budget.calls += 1
@@ -223,8 +223,8 @@ def _find_answer(reply: JudgeReply, question: str, parse: ParseAnswer[T]) -> Jso
 
 
 async def gather_all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Wait for all awaitables and return their results. If any fail, raise the most severe error: errors that
-    are not ScoreErrors come first, then non-retryable errors, then the longest retry delay."""
+    """Wait for all awaitables and return their results. If any fail, raise the most severe error: one that is
+    not a ScoreError, else one that is not retryable, else the one with the longest retry delay."""
 
     def get_severity(failure: BaseException) -> tuple[bool, bool, float]:
         if not isinstance(failure, ScoreError):

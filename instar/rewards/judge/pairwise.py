@@ -32,9 +32,9 @@ class PairComparison:
     second: int
     points: float
     """The first session's mean points, 0..1. A vote counts as a draw if the two orders disagree."""
-    agreed: int
+    agreed_votes: int
     """The number of votes with the same result in both orders."""
-    votes: int
+    vote_count: int
     reasons: str = ""
     cost: float = 0.0
 
@@ -96,8 +96,8 @@ class PairwiseJudge(GroupScorer, Judge):
             )
         detail: Json = {
             "pairs": pairs,
-            "orders": sum(comparison.votes for comparison in own),
-            "orders_agreed": sum(comparison.agreed for comparison in own),
+            "orders": sum(comparison.vote_count for comparison in own),
+            "orders_agreed": sum(comparison.agreed_votes for comparison in own),
         }
         cost = sum(comparison.cost / 2 for comparison in own)
         return self.build_reward(sessions[index].session_id, value, detail, cost)
@@ -112,14 +112,14 @@ def _combine_orders(
     a: int, b: int, forward: Sequence[JudgeVote[Verdict]], backward: Sequence[JudgeVote[Verdict]]
 ) -> PairComparison:
     points: list[float] = []
-    agreed = 0
+    agreed_votes = 0
     for forward_vote, backward_vote in zip(forward, backward, strict=True):
         forward_points = {"A": 1.0, "B": 0.0, "tie": 0.5}[forward_vote.answer[0]]
         backward_points = {"A": 0.0, "B": 1.0, "tie": 0.5}[backward_vote.answer[0]]
-        agreed += forward_points == backward_points
+        agreed_votes += forward_points == backward_points
         points.append(forward_points if forward_points == backward_points else 0.5)
     cost = sum(vote.cost for vote in (*forward, *backward))
-    return PairComparison(a, b, fmean(points), agreed, len(points), forward[0].answer[1], cost)
+    return PairComparison(a, b, fmean(points), agreed_votes, len(points), forward[0].answer[1], cost)
 
 
 def choose_pairs(size: int, max_pairs: int) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ class SessionStep:
     number: int
     call: Call
     before: tuple[JudgePromptPart, ...]
-    """The messages added since the parent call, after a note if the parent is not the previous step."""
+    """The messages added since the parent call. A note comes first if the parent is not the previous step."""
     reply: JudgePromptPart
     after: tuple[JudgePromptPart, ...]
     """The messages and replies that followed in the same conversation. See MAX_FOLLOWING_CALLS."""

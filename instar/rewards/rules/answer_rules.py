@@ -32,18 +32,18 @@ class ComparisonRule(AnswerRule[ComparisonConfigT]):
         expected = get_expected_answers(task, config.expected, config.expected_after)
         part = config.part if isinstance(config, rules.ExactRewardConfig) else "last_number"
         answer = extract_answer(transcript.final_text, part=part, after=config.after)
-        is_correct = self.is_correct(task, answer, expected)
+        is_correct = self.compare(task, answer, expected)
         if is_correct is None:
             return self.build_rewards(transcript, 0.0, reason=self.no_answer_reason)
         return self.build_rewards(transcript, is_correct, answer=answer)
 
     @abstractmethod
-    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+    def compare(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
         """Return whether the answer is one of the expected answers, or None if there is no answer."""
 
 
 class ExactReward(ComparisonRule[rules.ExactRewardConfig]):
-    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+    def compare(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
         return None if answer is None else self._normalize(answer) in map(self._normalize, expected)
 
     def _normalize(self, text: str) -> str:
@@ -60,7 +60,7 @@ class ExactReward(ComparisonRule[rules.ExactRewardConfig]):
 class NumericReward(ComparisonRule[rules.NumericRewardConfig]):
     no_answer_reason = "there is no number in the final text"
 
-    def is_correct(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
+    def compare(self, task: Task, answer: str | None, expected: list[str]) -> bool | None:
         config = self.config
         numbers: list[float] = []
         for text in expected:

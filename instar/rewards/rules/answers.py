@@ -52,7 +52,7 @@ class AnswerRule(Scorer, Generic[ConfigT]):
     def __init__(self, config: ConfigT) -> None:
         self.config = config
         self.name = config.name
-        self.version = compute_settings_version(config)
+        self.version = hash_settings(config)
 
     def build_rewards(self, transcript: Transcript, value: float, **detail: Any) -> list[Reward]:
         truncated: Json = {
@@ -72,14 +72,14 @@ class AnswerRule(Scorer, Generic[ConfigT]):
         ]
 
 
-def compute_settings_version(section: Section) -> str:
+def hash_settings(section: Section) -> str:
     settings = section.model_dump_json(exclude={"name"})
     return hashlib.sha256(f"{RULES_VERSION} {settings}".encode()).hexdigest()[:8]
 
 
 def extract_answer(text: str, *, part: str = "whole", after: str | None = None) -> str | None:
     """Return a part of the text, or None if it is missing. Without a code block, `last_block` is the whole
-    text. If ``after`` is set, only the text after its last occurrence counts; without one, return None."""
+    text. With ``after``, only the text after its last occurrence counts (None if it does not occur)."""
     if after is not None:
         _, marker, text = text.rpartition(after)
         if not marker:

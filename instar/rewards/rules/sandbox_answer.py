@@ -1,4 +1,4 @@
-"""Runs an answer alone in a sandbox. Its tests run in a separate sandbox and call the answer remotely."""
+"""Runs the model's code (the answer) in its own sandbox. The tests in another sandbox call it remotely."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from instar.rewards.rules.sandbox_rpc import ConnectionLost, Encoder, Peer
 class AnswerPeer(Peer):
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor)
-        # The tests may redirect the output of a call, so each reply contains it.
+        # The tests may redirect the output of a call, so each reply contains the output.
         self.output = io.BytesIO()
         sys.stdout = io.TextIOWrapper(self.output, encoding="utf-8", write_through=True)
 

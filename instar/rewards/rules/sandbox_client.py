@@ -1,4 +1,4 @@
-"""Gives tests access to an answer that runs alone in a separate sandbox."""
+"""Lets a task's tests call the model's code (the answer), which runs in its own sandbox."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from instar.rewards.rules import sandbox_proxies as proxies
 from instar.rewards.rules.sandbox_rpc import ConnectionLost, Decoder, Peer
 
 FUNCTION_TYPES = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
-OPERATIONS = {
-    *(*proxies.UNARY, *proxies.OPERATORS.values(), "eq", "lt", "le", "gt", "ge", "isinstance"),
+ALLOWED_OPERATIONS = {
+    *(*proxies.UNARY_OPS, *proxies.OPERATORS.values(), "eq", "lt", "le", "gt", "ge", "isinstance"),
     *("getitem", "setitem", "delitem", "contains", "next", "await", "anext"),
 }
-FUNCTION_FIELDS = ("__name__", "__qualname__", "__doc__")
-OBJECT_FIELDS = ("__enter__", "__exit__", "__aiter__")
+READABLE_FUNCTION_FIELDS = ("__name__", "__qualname__", "__doc__")
+READABLE_OBJECT_FIELDS = ("__enter__", "__exit__", "__aiter__")
 PROTECTED_NAMES = {*dir(builtins), *sys.stdlib_module_names}
-LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"antigravity", "this"}
+ALLOWED_LIBRARIES = {*sys.stdlib_module_names, "numpy"} - {"antigravity", "this"}  # these have side effects
 INDIRECT_ACCESS = ("globals", "eval", "exec", "importlib", "sys", "locals", "vars")
-SPECIAL_PREFIXES = ("test", "pytest", "setup", "teardown")
+TEST_PREFIXES = ("test", "pytest", "setup", "teardown")
 UPDATE_ARGUMENTS = "__update_arguments__"
 
 
@@ -43,16 +43,16 @@ class TestsPeer(Peer):
         if not self._is_test_object(value):
             raise TypeError(f"a test cannot pass a {type(value).__name__} to the answer; pass data instead")
 
-    def authorize(self, name: Any, args: list[Any]) -> None:
-        if not isinstance(name, str):
-            is_allowed = name[0] == "yours"
-        elif name in ("getattr", "setattr"):
-            is_allowed = self._can_access(args[0], args[1], is_write=name == "setattr")
+    def authorize(self, callee: Any, args: list[Any]) -> None:
+        if not isinstance(callee, str):
+            is_allowed = callee[0] == "yours"
+        elif callee in ("getattr", "setattr"):
+            is_allowed = self._can_access(args[0], args[1], is_write=callee == "setattr")
         else:
-            is_allowed = name in OPERATIONS
+            is_allowed = callee in ALLOWED_OPERATIONS
         if not is_allowed:
-            error = AttributeError if name == "getattr" else PermissionError
-            raise error(f"the answer may not call {name!r:.50} on this object")
+            error = AttributeError if callee == "getattr" else PermissionError
+            raise error(f"the answer may not call {callee!r:.50} on this object")
 
     def _can_access(self, target: Any, name: str, *, is_write: bool) -> bool:
         if not any(target is value for value in self.exported):
@@ -60,10 +60,10 @@ class TestsPeer(Peer):
         if self._is_mock(target):
             return not is_write and name not in dir(sys.modules["unittest.mock"].NonCallableMock)
         if not self._is_test_object(target):
-            return not is_write and name in FUNCTION_FIELDS
+            return not is_write and name in READABLE_FUNCTION_FIELDS
         if is_write and (isinstance(target, type) or hasattr(type(target), name)):
             return False  # the answer must not replace a method that the tests define
-        return not name.startswith("_") or (name in OBJECT_FIELDS and not is_write)
+        return not name.startswith("_") or (name in READABLE_OBJECT_FIELDS and not is_write)
 
     def _is_test_object(self, value: Any) -> bool:
         cls: type[Any] = value if isinstance(value, type) else type(value)
@@ -77,10 +77,10 @@ class TestsPeer(Peer):
 class AnswerModule(types.ModuleType):
     """The answer's module. Tests may import from it and patch it."""
 
-    def __init__(self, name: str, module: Any, names: dict[str, Any]) -> None:
-        super().__init__(name)
+    def __init__(self, module_name: str, module: Any, names: dict[str, Any]) -> None:
+        super().__init__(module_name)
         # With `from answer import *`, a test_* function in the answer would become a test.
-        public = [word for word in names if not word.lower().startswith(SPECIAL_PREFIXES)]
+        public = [name for name in names if not name.lower().startswith(TEST_PREFIXES)]
         self.__dict__.update(_module=module, __all__=public, __getattr__=functools.partial(getattr, module))
         self.__dict__["_originals"] = {}
 
@@ -119,15 +119,15 @@ class Answer:
         except (ConnectionLost, LookupError, TypeError, ValueError, AttributeError) as error:
             sys.stderr.write(f"the answer could not be loaded: {error}\n")
         else:
-            own = {word: value for word, value in self.names.items() if word not in PROTECTED_NAMES}
-            sys.modules[module_name] = AnswerModule(module_name, module, own)
+            own_names = {name: value for name, value in self.names.items() if name not in PROTECTED_NAMES}
+            sys.modules[module_name] = AnswerModule(module_name, module, own_names)
 
     def _decode_global(self, name: str, encoded: Any) -> Any:
-        """Return the value of a global of the answer. Library modules, and objects from them, are imported in
-        this process. Return None if the library is not allowed."""
+        """Decode a global of the answer. Library modules, and objects from them, are imported locally. Return
+        None if the library is not allowed."""
         match encoded:
             case ["module", str(module)] | ["library", str(module)]:
-                if module.partition(".")[0] not in LIBRARIES:
+                if module.partition(".")[0] not in ALLOWED_LIBRARIES:
                     return None
                 if encoded[0] == "library":
                     return getattr(importlib.import_module(module), name, None)
@@ -136,14 +136,14 @@ class Answer:
                 return proxies.set_label(Decoder(self.peer).decode(encoded), name)
 
     def prepare_test(self, test: str) -> tuple[str | ast.Module, dict[str, Any]]:
-        """Return the code of a test and the answer's names that it sees. An answer's own ``abs`` would hide
-        the builtin, so a test sees it only if the test uses no other name from the answer."""
+        """Return the code of a test, and the answer's names that it sees. An answer's own ``abs`` would hide
+        the builtin, so a test sees it only if the test uses no other name from the answer and no ``eval``."""
         assert self.names is not None
         try:
-            tests = ast.parse(test)
+            tree = ast.parse(test)
         except SyntaxError:  # it is reported when the test is executed
             return test, {}
-        nodes = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
+        nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
         assigned = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
         used = {node.id for node in nodes if node.id in self.names and node.id not in assigned}
         used = {name for name in used if not isinstance(self.names[name], types.ModuleType)}
@@ -153,7 +153,7 @@ class Answer:
         if len(used) == 1 and not any(word in test for word in (self.module_name, *INDIRECT_ACCESS)):
             hidden -= used
         visible = {name: value for name, value in self.names.items() if name not in hidden}
-        return rewrite_call_statements(tests), visible
+        return rewrite_call_statements(tree), visible
 
 
 def _is_genuine(name: str, value: Any) -> bool:
@@ -164,7 +164,7 @@ def _is_genuine(name: str, value: Any) -> bool:
     )
 
 
-class _CallStatements(ast.NodeTransformer):
+class _CallStatementRewriter(ast.NodeTransformer):
     def visit_Expr(self, node: ast.Expr) -> Any:
         self.generic_visit(node)
         call = node.value.value if isinstance(node.value, ast.Await) else node.value
@@ -174,7 +174,7 @@ class _CallStatements(ast.NodeTransformer):
         return ast.fix_missing_locations(node)
 
 
-def rewrite_call_statements(tests: ast.Module) -> ast.Module:
+def rewrite_call_statements(tree: ast.Module) -> ast.Module:
     """Rewrite calls that are statements, such as ``sort(items)``, so that they update their arguments. Other
     calls must not do so: with ``assert f(items) == sorted(items)``, an answer could empty the list."""
-    return _CallStatements().visit(tests)
+    return _CallStatementRewriter().visit(tree)

@@ -9,10 +9,10 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
-BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "xor", "lshift", "rshift")
-OPERATORS = {name: name for name in BINARY} | {"and": "and_", "or": "or_"}
+BINARY_OPS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "xor", "lshift", "rshift")
+OPERATORS = {name: name for name in BINARY_OPS} | {"and": "and_", "or": "or_"}
 """Maps method names without underscores to function names in the module ``operator``."""
-UNARY = (
+UNARY_OPS = (
     *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
     *("int", "float", "complex", "round", "index", "reversed"),
 )
@@ -62,7 +62,7 @@ class RemoteObject:
         if not self._peer.is_guarded:
             return bool(self._peer.request("eq", [self, other]))
         if self._data is not None:  # the class extends a built-in type, whose value is compared here
-            return get_data(self) == get_data(other)
+            return fetch_builtin_value(self) == fetch_builtin_value(other)
         if not isinstance(other, RemoteObject) or not self._peer.request("eq", [self, other]):
             return False
         try:
@@ -92,12 +92,12 @@ class RemoteObject:
 
 class RemoteFunction(RemoteObject):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return mark_constructed(self._peer.request(self, args, kwargs), is_constructed=False)
+        return set_constructed(self._peer.request(self, args, kwargs), is_constructed=False)
 
 
 class RemoteClass(RemoteFunction):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return mark_constructed(super().__call__(*args, **kwargs), is_constructed=self._label[:1].isupper())
+        return set_constructed(super().__call__(*args, **kwargs), is_constructed=self._label[:1].isupper())
 
 
 class RemoteIterator(RemoteObject):
@@ -152,7 +152,7 @@ def set_label(value: Any, name: str) -> Any:
 
 
 def wrap_with_write_back(function: Any) -> Any:
-    """Make a remote function copy changes to mutable arguments back. Other functions are returned as is."""
+    """Make a remote function copy changes to mutable arguments back. Return other functions as they are."""
     if not isinstance(function, RemoteFunction):
         return function
 
@@ -162,14 +162,14 @@ def wrap_with_write_back(function: Any) -> Any:
     return call
 
 
-def mark_constructed(value: Any, *, is_constructed: bool = True) -> Any:
+def set_constructed(value: Any, *, is_constructed: bool) -> Any:
     if isinstance(value, RemoteObject):
         object.__setattr__(value, "_is_constructed", is_constructed)
     return value
 
 
-def get_data(value: Any) -> Any:
-    """Return the built-in value if this is a proxy whose class extends a built-in type, else the value."""
+def fetch_builtin_value(value: Any) -> Any:
+    """Fetch the built-in value of a proxy whose class extends a built-in type. Return other values as is."""
     if isinstance(value, RemoteObject) and value._data is not None:
         return value._peer.request("data", [value])
     return value
@@ -184,15 +184,15 @@ def can_send_operands(proxy: RemoteObject, *others: Any) -> bool:
 def apply_operator(method: str, function: str, proxy: RemoteObject, left: Any, right: Any) -> Any:
     if can_send_operands(proxy, left, right):
         value = proxy._peer.request(function, [left, right])
-        return mark_constructed(value, is_constructed=proxy._is_constructed)
+        return set_constructed(value, is_constructed=proxy._is_constructed)
     if proxy._data is None:
         raise TypeError(
-            f"the answer returned an instance of its own class, which does not support {method!r} with data"
+            f"__{method}__ is not supported between an object that the answer returned and a built-in value"
         )
-    return getattr(operator, function)(get_data(left), get_data(right))
+    return getattr(operator, function)(fetch_builtin_value(left), fetch_builtin_value(right))
 
 
-def add_operators() -> None:
+def add_special_methods() -> None:
     def make_binary_method(method: str, function: str, *, is_reflected: bool = False) -> Callable[..., Any]:
         def call(self: RemoteObject, other: Any) -> Any:
             return apply_operator(method, function, self, *((other, self) if is_reflected else (self, other)))
@@ -210,10 +210,10 @@ def add_operators() -> None:
         setattr(RemoteObject, f"__r{name}__", make_binary_method(name, function, is_reflected=True))
     for name in ("lt", "le", "gt", "ge"):
         setattr(RemoteObject, f"__{name}__", make_binary_method(name, name))
-    for name in UNARY:
+    for name in UNARY_OPS:
         setattr(RemoteObject, f"__{name}__", make_unary_method(name))
     for proxy_type in PROXY_TYPES.values():
         proxy_type.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
 
 
-add_operators()
+add_special_methods()

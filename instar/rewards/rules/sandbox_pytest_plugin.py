@@ -1,5 +1,5 @@
-"""A pytest plugin that reports test results from a sandbox, in the format of ``sandbox_runner.py``. If there
-is a file ``channel``, the answer runs in a separate sandbox, and the tests import a proxy for it."""
+"""A pytest plugin that reports test results from a sandbox, in the format of ``sandbox_runner.py``. If the
+file ``channel`` exists, the answer runs in a separate sandbox, and the tests import a proxy for it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def pytest_unconfigure(config: Any) -> None:
     os._exit(_exit_code[0])  # a normal exit would wait for threads that the answer started
 
 
-def _connect() -> Any:
+def _connect_to_answer() -> Any:
+    """Connect to the answer and rewrite the tests, or return None if the answer runs in this process."""
     if not Path("channel").exists():
         return None
     from instar.rewards.rules.sandbox_client import Answer, rewrite_call_statements
@@ -76,4 +77,4 @@ def _connect() -> Any:
     return Answer(descriptor, Path(answer_file).stem, tests.stem)
 
 
-_answer = _connect()
+_answer = _connect_to_answer()

@@ -1,6 +1,6 @@
-"""Remote calls between an answer and its tests, which run in separate sandboxes. Messages are JSON. Data is
-copied; other objects stay in their process, and the other process gets a proxy (``sandbox_proxies.py``).
-Nothing is pickled, and only the standard library is required."""
+"""Remote calls between an answer (the model's code) and its tests, which run in separate sandboxes. Messages
+are JSON. Data is copied; other objects stay in their process, and the other process gets a proxy
+(``sandbox_proxies.py``). Nothing is pickled, and only the standard library is required."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_PLAIN_INT_BITS = 64
 
 
-def _encode_latin(text: str) -> bytes:
+def _encode_latin1(text: str) -> bytes:
     return text.encode("latin-1")
 
 
@@ -36,7 +36,7 @@ CONTAINERS: dict[str, type[Any]] = {
 VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, list, lambda *items: items),
     "frozenset": (frozenset, list, lambda *items: frozenset(items)),
-    "bytes": (bytes, lambda v: [v.decode("latin-1")], _encode_latin),
+    "bytes": (bytes, lambda v: [v.decode("latin-1")], _encode_latin1),
     "complex": (complex, lambda v: [v.real, v.imag], complex),
     "range": (range, lambda v: [v.start, v.stop, v.step], range),
     "slice": (slice, lambda v: [v.start, v.stop, v.step], slice),
@@ -75,17 +75,18 @@ class ConnectionLost(Exception):
 
 
 class Peer:
-    """One end of the connection. Calls may be nested: while an end waits, it handles calls from the other."""
+    """One end of the connection. Calls may be nested: while one end waits, it handles the other's calls."""
 
     is_guarded = False
-    """True if proxies must not reveal this process's data, such as expected values, to the other one."""
+    """True if proxies must not send this process's data, such as expected values, to the other process."""
 
     def __init__(self, descriptor: int) -> None:
         self.reader = open(descriptor, "rb", closefd=False)  # noqa: SIM115 - stays open until exit
         self.writer = open(descriptor, "wb", closefd=False)  # noqa: SIM115
         self.lock = threading.RLock()
         self.exported: list[Any] = []
-        self.handles: dict[int, int] = {}
+        """The objects for which the other process has proxies. An object's index is its handle."""
+        self.handle_by_id: dict[int, int] = {}
         self.imported: dict[int, Any] = {}
         self.is_lost = False
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -134,9 +135,9 @@ class Peer:
             args = [decoder.decode(value) for value in message["args"]]
             kwargs = {name: decoder.decode(value) for name, value in message["kwargs"].items()}
             before = self._encode_contents(decoder.containers)
-            name = message["function"]
-            self.authorize(name, args)
-            function = self._find_function(name) if isinstance(name, str) else decoder.decode(name)
+            callee = message["function"]
+            self.authorize(callee, args)
+            function = self._find_function(callee) if isinstance(callee, str) else decoder.decode(callee)
             value = function(*args, **kwargs)
             reply["value"] = Encoder(self).encode(value)
             if value is None or message["writes_back"]:
@@ -153,7 +154,7 @@ class Peer:
         """Encode the contents of the containers. A container inside another one becomes a reference."""
         return [Encoder(self, containers).encode_container(container) for container in containers]
 
-    def authorize(self, name: Any, args: list[Any]) -> None:
+    def authorize(self, callee: Any, args: list[Any]) -> None:
         """Raise PermissionError or AttributeError if the other process must not make this call."""
 
     def check_export(self, value: Any) -> None:
@@ -164,8 +165,8 @@ class Peer:
         return ""
 
     def _find_function(self, name: str) -> Callable[..., Any]:
-        own = {"await": self._await, "anext": self._await_next, "data": get_data}
-        return own.get(name) or getattr(operator, name, None) or getattr(builtins, name)
+        special = {"await": self._await, "anext": self._await_next, "data": to_builtin}
+        return special.get(name) or getattr(operator, name, None) or getattr(builtins, name)
 
     def _await_next(self, iterator: Any) -> Any:
         return self._await(iterator.__anext__())
@@ -203,15 +204,15 @@ class Peer:
             self.send(self.handle(self.receive()))
 
     def export(self, value: Any) -> int:
-        if id(value) not in self.handles:
+        if id(value) not in self.handle_by_id:
             self.check_export(value)
-            self.handles[id(value)] = len(self.exported)
+            self.handle_by_id[id(value)] = len(self.exported)
             self.exported.append(value)
-        return self.handles[id(value)]
+        return self.handle_by_id[id(value)]
 
 
-def get_data(value: Any) -> Any:
-    """Convert an object whose class extends a built-in type to that built-in type."""
+def to_builtin(value: Any) -> Any:
+    """Convert an object whose class extends a built-in type to that type."""
     return next(convert(value) for base, convert in BUILTIN_CONVERTERS.items() if isinstance(value, base))
 
 
@@ -249,7 +250,7 @@ class Encoder:
             return ["array", value.dtype.str, list(value.shape), value.tobytes().decode("latin-1")]
         if isinstance(value, tuple) and _is_plain_namedtuple(cls):
             return ["namedtuple", cls.__name__, cls._fields, *map(self.encode, value)]  # pyright: ignore
-        data = [self.encode(get_data(value))] if isinstance(value, tuple(BUILTIN_CONVERTERS)) else []
+        data = [self.encode(to_builtin(value))] if isinstance(value, tuple(BUILTIN_CONVERTERS)) else []
         return ["mine", self.peer.export(value), _choose_proxy_type(value), *data]
 
     def encode_container(self, container: Any) -> Any:
@@ -316,8 +317,8 @@ class Decoder:
     def _decode_int(self, text: str) -> int:
         return int(text, 16)
 
-    def _decode_same(self, position: int) -> Any:
-        return self.containers[position]
+    def _decode_same(self, index: int) -> Any:
+        return self.containers[index]
 
     def _decode_array(self, dtype: str, shape: list[int], content: str) -> Any:
         import numpy  # only if an answer or a test uses it

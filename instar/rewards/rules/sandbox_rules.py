@@ -74,7 +74,7 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
             try:
                 self.files[path.name] = path.expanduser().read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise ConfigError(f"reward.files: {path} cannot be read as UTF-8 text: {error}") from error
+                raise ConfigError(f"reward.files: cannot read {path}: {error}") from error
         # A changed script gives the rule a new version.
         self.version = hashlib.sha256(f"{self.version} {self.files}".encode()).hexdigest()[:8]
         program, *arguments = config.command
@@ -90,13 +90,13 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
         """Return the program that must exist in the sandbox: the command, or the script's interpreter."""
         if self.script is None:
             return self.command[0]
-        first = self.files[self.script].partition("\n")[0]
-        if not first.startswith("#!") or not first[2:].split():
+        first_line = self.files[self.script].partition("\n")[0]
+        if not first_line.startswith("#!") or not first_line[2:].split():
             raise ConfigError(
                 f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use the "
                 f"command [sh, {self.script}]"
             )
-        return first[2:].split()[0]
+        return first_line[2:].split()[0]
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         config = self.config
@@ -122,21 +122,21 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         code = extract_answer(transcript.final_text, part=self.config.part) or ""
         key = secrets.token_hex(16)
         if self.config.isolate:
-            result, failure = await self._run_isolated(code, tests, key)
+            result, answer_result = await self._run_isolated(code, tests, key)
         else:
-            failure = None
+            answer_result = None
             result = await self.run(self._build_tests_job(tests, key, {self.config.file: code}))
-        report, output = self._parse_report(failure or result, result.output, key)
+        decisive_result = answer_result or result
+        report, output = self._parse_report(decisive_result, result.output, key)
         passed, total = (report["passed"], report["total"]) if report else (0, 0)
         fraction = passed / total if total else 0.0
         value = fraction if self.config.reward == "share" else float(fraction == 1.0 and result.ok)
-        if report is None or failure is not None:
+        if report is None or answer_result is not None:
             summary = "the answer exited before its tests finished"
         else:
             summary = f"{passed} of {total} tests passed" if total else "no tests were run"
-        failed = failure or result
-        prefer_reason = failure is not None or result.exceeded_limit or not total
-        reason = "" if value == 1.0 else (failed.reason if prefer_reason else "") or summary
+        prefer_reason = answer_result is not None or result.exceeded_limit or not total
+        reason = "" if value == 1.0 else (decisive_result.reason if prefer_reason else "") or summary
         return self.build_rewards(
             transcript, value, passed=passed, total=total, reason=reason, output=output[-MAX_DETAIL_CHARS:]
         )
@@ -145,8 +145,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         self, code: str, tests: list[str], key: str
     ) -> tuple[SandboxResult, SandboxResult | None]:
         """Run the answer and its tests in separate sandboxes. Return the result of the tests, and the result
-        of the answer if it exited before them, otherwise None. If the answer exceeds a limit, the tests are
-        stopped, and both results are the answer's."""
+        of the answer if it exited before the tests, otherwise None. If the answer exceeds a limit, the tests
+        are stopped, and the answer's result is returned twice."""
         answer_end, tests_end = socket.socketpair()
         try:
             command = [sys.executable, "-B", "run_answer.py", str(answer_end.fileno()), self.config.file]
@@ -186,10 +186,10 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
         self, tests: list[str], key: str, files: dict[str, str], channel: socket.socket | None = None
     ) -> SandboxJob:
         config = self.config
-        descriptor = [] if channel is None else [channel.fileno()]
+        descriptors = [] if channel is None else [channel.fileno()]
         match config.runner:
             case "python":
-                command = [sys.executable, "-B", "run_tests.py", config.file, *map(str, descriptor)]
+                command = [sys.executable, "-B", "run_tests.py", config.file, *map(str, descriptors)]
                 runner = RUNNER_SCRIPT.read_text(encoding="utf-8")
                 files = files | {"run_tests.py": runner, "tests.json": json.dumps(tests), "key": key}
             case "pytest":
@@ -197,8 +197,8 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
                 command = [sys.executable, *options, "-p", "instar_report", config.tests_file]
                 plugin = PYTEST_PLUGIN.read_text(encoding="utf-8")
                 files = files | {config.tests_file: "\n".join(tests), "instar_report.py": plugin, "key": key}
-                if descriptor:
-                    files["channel"] = json.dumps([*descriptor, config.file, config.tests_file])
+                if descriptors:
+                    files["channel"] = json.dumps([*descriptors, config.file, config.tests_file])
             case _:
                 command = config.runner
                 files = files | {config.tests_file: "\n".join(tests)}

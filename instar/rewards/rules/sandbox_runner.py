@@ -1,6 +1,6 @@
-"""Runs an answer's tests inside a sandbox and reports the result in one line that starts with a key. With a
-file descriptor, the answer runs in a separate sandbox. Otherwise it runs in this process and could forge the
-report, but not just by printing one, because the key file is deleted before the answer runs."""
+"""Runs an answer's tests inside a sandbox, and reports the result in one line that starts with a secret key.
+If a file descriptor is passed, the answer runs in a separate sandbox. Otherwise it runs in this process. It
+cannot read the key file, which is deleted first, but could find the key in memory and forge a report."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def main(file: str, descriptor: str | None = None) -> None:
     counts = {"passed": 0, "total": 0}
     answer = None if descriptor is None else _connect(file, int(descriptor))
     names = _load_answer(file) if answer is None else answer.names
-    for number, test in enumerate(tests):
-        passed, total = _run_test(test, f"test {number + 1}", names, answer)
+    for number, test in enumerate(tests, 1):
+        passed, total = _run_test(test, f"test {number}", names, answer)
         counts["passed"] += passed
         counts["total"] += total
     if answer is not None:
@@ -53,44 +53,44 @@ def _load_answer(file: str) -> dict[str, Any] | None:
     module = types.ModuleType(Path(file).stem)
     sys.modules[module.__name__] = module
     source = Path(file).read_text(encoding="utf-8")
-    return module.__dict__ if _succeeds(_execute, source, file, module.__dict__) else None
+    return module.__dict__ if _try_call(_execute, source, file, module.__dict__) else None
 
 
-def _execute(source: str | ast.Module, name: str, scope: dict[str, Any]) -> None:
+def _execute(source: str | ast.Module, filename: str, scope: dict[str, Any]) -> None:
     # The code must not inherit the __future__ imports of this file.
-    exec(compile(source, name, "exec", dont_inherit=True), scope)
+    exec(compile(source, filename, "exec", dont_inherit=True), scope)
 
 
-def _run_test(test: str, name: str, names: dict[str, Any] | None, answer: Any) -> tuple[int, int]:
+def _run_test(code: str, filename: str, names: dict[str, Any] | None, answer: Any) -> tuple[int, int]:
     """Return the number of passed tests and the total. The tests are the ``test*`` functions and TestCases
-    that the code defines or, if there are none, the code itself if it checks anything. Code that raises, or
+    that the code defines. Without any, the code itself is a test if it checks anything. Code that raises, or
     an answer that could not be loaded, counts as one failed test."""
     if names is None:
         return 0, 1
-    source: str | ast.Module = test
+    source: str | ast.Module = code
     if answer is not None:
-        source, names = answer.prepare_test(test)
+        source, names = answer.prepare_test(code)
     scope = {**(names or {}), "__name__": "tests"}
-    if not _succeeds(_execute, source, name, scope):
+    if not _try_call(_execute, source, filename, scope):
         return 0, 1
     names = names or {}
-    defined: dict[str, Any] = {word: value for word, value in scope.items() if value is not names.get(word)}
+    defined: dict[str, Any] = {name: value for name, value in scope.items() if value is not names.get(name)}
     counts = [
         _run_case(value)
         for value in defined.values()
         if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == "tests"
     ]
     counts += [
-        (int(_succeeds(_call, value)), 1)
-        for word, value in defined.items()
-        if word.startswith("test") and callable(value) and not isinstance(value, type)
+        (int(_try_call(_run_function, value)), 1)
+        for name, value in defined.items()
+        if name.startswith("test") and callable(value) and not isinstance(value, type)
     ]
-    if not counts and any(_contains_check(statement) for statement in ast.parse(test).body):
+    if not counts and any(_contains_check(statement) for statement in ast.parse(code).body):
         return 1, 1
     return sum(passed for passed, _ in counts), sum(total for _, total in counts)
 
 
-def _call(function: Callable[[], Any]) -> None:
+def _run_function(function: Callable[[], Any]) -> None:
     returned = function()
     if inspect.iscoroutine(returned):
         asyncio.run(returned)
@@ -121,12 +121,12 @@ class _Result(unittest.TestResult):
 
 
 def _run_case(case: type[unittest.TestCase]) -> tuple[int, int]:
-    """Return the number of passed tests and the total in a TestCase, except tests that a decorator skips or
-    expects to fail. A test that is skipped while it runs has failed, because the answer may be the cause."""
+    """Return the number of passed tests and the total in a TestCase. Tests that a decorator skips or expects
+    to fail do not count. A test that is skipped while it runs has failed: the answer may be the cause."""
     suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
     total = suite.countTestCases()
     result = _Result()
-    if not _succeeds(suite.run, result):
+    if not _try_call(suite.run, result):
         return 0, total
     for _, trace in (*result.failures, *result.errors):
         sys.stderr.write(f"{trace}\n")
@@ -147,9 +147,9 @@ def _has_skip_decorator(test: unittest.TestCase) -> bool:
     return any(getattr(owner, "__unittest_skip__", False) for owner in (test, method))
 
 
-def _succeeds(step: Callable[..., Any], *arguments: Any) -> bool:
+def _try_call(function: Callable[..., Any], *args: Any) -> bool:
     try:
-        step(*arguments)
+        function(*args)
     except BaseException:  # noqa: BLE001 - an answer that raises SystemExit fails, too
         traceback.print_exc(limit=-1)
         return False

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from instar.async_utils import run_to_completion
 from instar.errors import ConfigError, ScoreError
 from instar.models import usable_cores
 from instar.types import Json
@@ -69,7 +70,7 @@ class CheckWorkerPool:
             return {"ok": False, "reason": f"the check took longer than {seconds:g} s"}
         finally:
             if result is None:
-                await asyncio.shield(_kill(worker))
+                await run_to_completion(_kill(worker))
             else:
                 self.idle_workers.append(worker)
         return result
@@ -109,12 +110,12 @@ class CheckWorkerPool:
             line = await asyncio.wait_for(worker.stdout.readline(), START_TIMEOUT_SECONDS)
             return worker, json.loads(line or "{}")
         except BaseException:  # including cancellation: no process may be left running
-            await asyncio.shield(_kill(worker))
+            await run_to_completion(_kill(worker))
             raise
 
 
 def build_bubblewrap_command() -> list[str]:
-    """Return a command prefix that denies writes and network access, or raise ConfigError without `bwrap`."""
+    """Return a command prefix that blocks writes and the network. Raises ConfigError if bwrap is missing."""
     program = shutil.which("bwrap")
     if program is None:
         raise ConfigError(

@@ -15,14 +15,14 @@ SandboxLimitName = Literal["time", "memory", "processes", "output", "files"]
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
     """Limits for all processes of a job together. ``memory_mb`` also limits the address space of each
-    process, and ``processes`` also counts threads. The job has a network only if ``network`` is True."""
+    process, and ``processes`` also counts threads. Network access is disabled unless ``network`` is True."""
 
     seconds: float = 10.0
     memory_mb: int = 1024
     processes: int = 64
     output_kb: int = 1024
     files_mb: int = 64
-    files: int = 10_000
+    max_files: int = 10_000
     network: bool = False
 
 
@@ -38,7 +38,7 @@ class SandboxJob:
     readable_paths: Sequence[Path] = ()
     """Paths that the job may read in addition to system folders and this Python installation."""
     channel: socket | None = None
-    """A socket that the job inherits with the same descriptor. Closed in this process once the job starts."""
+    """A socket that the job inherits as the same file descriptor. Closed here once the job starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ class SandboxResult:
 
 
 class Sandbox(ABC):
-    """Runs untrusted programs (jobs) in isolation. Several jobs may run concurrently. No process of a job is
-    left when ``run`` returns or is cancelled."""
+    """Runs untrusted programs (jobs) in isolation. Several jobs may run concurrently. All processes of a job
+    have exited when ``run`` returns or is cancelled."""
 
     name: str
 

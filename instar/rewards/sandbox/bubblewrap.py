@@ -80,7 +80,7 @@ def _build_mount_flags(job: SandboxJob, limits: SandboxLimits) -> list[str]:
 
 
 def _kill(root_pid: int) -> None:
-    # When the first process in a PID namespace exits, the kernel kills all others before bubblewrap exits.
+    # It is enough to kill the first process in the PID namespace: the kernel then kills all others.
     for pid in supervise.find_descendant_pids(root_pid)[:1] or [root_pid]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -88,7 +88,7 @@ def _kill(root_pid: int) -> None:
 
 def _measure_files(pids: list[int]) -> tuple[int, int]:
     size = count = 0
-    # Until bubblewrap has changed the root, the process still sees the machine's files.
+    # Until bubblewrap has changed the root, the process still sees the machine's files, which do not count.
     if pids and Path(f"/proc/{pids[0]}/root{MOUNTED_LAUNCHER}").exists():
         for folder in WRITABLE_FOLDERS:
             with suppress(OSError):  # the process has exited

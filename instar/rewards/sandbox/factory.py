@@ -15,7 +15,7 @@ TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """Return the first sandbox that passes a trial run. Raises ConfigError if none does."""
+    """Return the first sandbox of this kind that passes a trial run. Raises ConfigError if none does."""
     await asyncio.to_thread(remove_leftover_folders)
     problems: list[str] = []
     for name in SANDBOX_TYPES if kind == "auto" else [kind]:

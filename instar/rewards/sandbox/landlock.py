@@ -15,7 +15,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 
-from instar.async_utils import finish
+from instar.async_utils import run_to_completion
 from instar.errors import ConfigError
 from instar.rewards.sandbox import launcher, seccomp, supervise
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
@@ -54,7 +54,7 @@ class LandlockSandbox(Sandbox):
             return await supervise.supervise_job(self._build_launch(job, limits, folder, uid), job, limits)
         finally:
             try:
-                await finish(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+                await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
             finally:
                 os.close(lock_fd)
 
@@ -89,12 +89,12 @@ def get_landlock_abi() -> int:
 
 
 def _create_locked_folder() -> tuple[Path, int]:
-    """Create a folder. Return its path and a file descriptor that keeps it locked until it is closed."""
+    """Create and lock a folder. Return its path and the file descriptor that holds the lock."""
     # The folder gets its final name once it is locked, so that no other process mistakes it for a leftover.
-    created = Path(tempfile.mkdtemp(prefix="instar-new-"))
-    lock_fd = os.open(created, os.O_RDONLY | os.O_DIRECTORY)
+    folder = Path(tempfile.mkdtemp(prefix="instar-new-"))
+    lock_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     fcntl.flock(lock_fd, fcntl.LOCK_EX)
-    return created.rename(created.with_name(created.name.replace("instar-new-", FOLDER_PREFIX, 1))), lock_fd
+    return folder.rename(folder.with_name(folder.name.replace("instar-new-", FOLDER_PREFIX, 1))), lock_fd
 
 
 def remove_leftover_folders() -> None:
@@ -110,7 +110,7 @@ def remove_leftover_folders() -> None:
 
 
 def _kill(root_pid: int) -> None:
-    # The launcher kills the job's process group, which no process of the job can leave.
+    # On SIGTERM, the launcher kills the job's process group, which no process of the job can leave.
     with suppress(ProcessLookupError):
         os.kill(root_pid, signal.SIGTERM)
 

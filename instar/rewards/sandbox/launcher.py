@@ -1,7 +1,7 @@
 """Drops privileges and executes a job. The launcher runs as a script and uses only the standard library. It
-reads its settings as JSON from stdin and writes ``ready`` or an error to the file descriptor ``status``. With
-``landlock``, the launcher stays outside the sandbox as the job's parent, and kills all of the job's processes
-when the job exits or on SIGTERM."""
+reads its settings as JSON from stdin, and writes ``ready`` or an error to the pipe in the setting ``status``.
+If ``landlock`` is set, the launcher stays outside the sandbox as the job's parent, and kills all of the job's
+processes when the job exits or on SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_SECCOMP, PR_CAP_AMBIENT = 1, 8, 22, 47
 PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 36, 38
 PR_CAP_AMBIENT_RAISE, SECCOMP_MODE_FILTER = 2, 2
 CAP_DAC_READ_SEARCH, LINUX_CAPABILITY_VERSION_3 = 2, 0x20080522
-COMMAND_NOT_FOUND = 127
+EXEC_FAILED_EXIT_CODE = 127
 
 # Constants from linux/landlock.h. The system calls have the same numbers on every architecture.
 SYS_LANDLOCK_CREATE_RULESET, SYS_LANDLOCK_ADD_RULE, SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
@@ -30,8 +30,8 @@ MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
 READ_ACCESS = EXECUTE | READ_FILE | READ_DIR
 FILE_ACCESS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEVICE
 SCOPE_SOCKETS_AND_SIGNALS = 3
-SCOPE_ABI = 6
-"""The first Landlock ABI that restricts abstract Unix sockets and signals."""
+IOCTL_ABI, SCOPE_ABI = 5, 6
+"""The first Landlock ABIs that restrict device ioctls (5), and abstract Unix sockets and signals (6)."""
 
 libc = ctypes.CDLL(None, use_errno=True)
 
@@ -46,7 +46,7 @@ def main() -> NoReturn:
 
 
 def supervise(settings: dict[str, Any]) -> NoReturn:
-    """Run the job in its own process group, adopt its orphaned processes, and exit with its exit code."""
+    """Run the job in its own process group. When it exits, kill the group and exit with the same code."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     job_pid = os.fork()
@@ -57,16 +57,16 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
     if settings["channel"] is not None:
         os.close(settings["channel"])
 
-    def stop(*_: Any) -> None:
+    def kill_job(*_: Any) -> None:
         try:
             os.killpg(job_pid, signal.SIGKILL)
         except ProcessLookupError:
             os.kill(job_pid, signal.SIGKILL)  # the job has no process group yet
 
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, kill_job)
     # The job is reaped only after its group is killed, so that the group id cannot be reused.
     os.waitid(os.P_PID, job_pid, os.WEXITED | os.WNOWAIT)
-    stop()
+    kill_job()
     _, status = os.waitpid(job_pid, 0)
     while True:
         try:
@@ -78,6 +78,7 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
 
 
 def exec_job(settings: dict[str, Any]) -> NoReturn:
+    """Write the job's files, apply all restrictions, and execute the command."""
     try:
         if settings["uid"] is not None:
             change_user(settings["uid"], keep_search_access=settings["landlock"] is not None)
@@ -102,12 +103,12 @@ def exec_job(settings: dict[str, Any]) -> NoReturn:
     except OSError as error:
         sys.stderr.write(f"{settings['command'][0]}: {error.strerror}\n")
         sys.stderr.flush()
-        os._exit(COMMAND_NOT_FOUND)
+        os._exit(EXEC_FAILED_EXIT_CODE)
 
 
 def change_user(uid: int, *, keep_search_access: bool) -> None:
-    """Switch to the user ``uid``. With ``keep_search_access``, keep the capability to read all files, if this
-    process has it, because Python may be in a folder such as /root. Landlock then restricts the access."""
+    """Switch to the user ``uid``. With ``keep_search_access``, keep CAP_DAC_READ_SEARCH if this process has
+    it, because Python may be in a folder such as /root. Landlock still restricts which files it can read."""
     if keep_search_access:
         status = Path("/proc/self/status").read_text()
         permitted = next(line for line in status.splitlines() if line.startswith("CapPrm:"))
@@ -128,8 +129,8 @@ def apply_landlock(
     abi: int, read: list[str], write: list[str], devices: list[str], *, allow_execute: bool = True
 ) -> None:
     """Allow access only to the listed paths. Files under ``read`` may be executed if ``allow_execute`` is
-    True. From SCOPE_ABI on, also deny signals and abstract Unix sockets to processes outside the sandbox."""
-    all_access = (1 << {3: 15, 4: 15}.get(abi, 16)) - 1
+    True. From SCOPE_ABI on, also deny signals and abstract socket connections that leave the sandbox."""
+    all_access = 2 * IOCTL_DEVICE - 1 if abi >= IOCTL_ABI else IOCTL_DEVICE - 1
     attributes = struct.pack("=QQQ", all_access, 0, SCOPE_SOCKETS_AND_SIGNALS if abi >= SCOPE_ABI else 0)
     size = 24 if abi >= SCOPE_ABI else 8
     ruleset = check_result(libc.syscall(SYS_LANDLOCK_CREATE_RULESET, attributes, size, 0), "landlock")
@@ -157,13 +158,13 @@ def apply_seccomp(program: bytes) -> None:
 def prctl(option: int, *arguments: Any) -> None:
     padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
     padded += [ctypes.c_ulong(0)] * (4 - len(padded))
-    check_result(libc.prctl(option, *padded), f"prctl with option {option}")
+    check_result(libc.prctl(option, *padded), f"prctl({option})")
 
 
 def check_result(result: int, name: str) -> int:
     if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, f"{name}: {os.strerror(error_number)}")
     return result
 
 

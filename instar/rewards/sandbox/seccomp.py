@@ -11,7 +11,7 @@ from instar.errors import ConfigError
 
 AF_UNIX, AF_INET, AF_INET6, AF_NETLINK = 1, 2, 10, 16
 
-# Instructions, results, and offsets in struct seccomp_data.
+# Instructions, return values, and offsets in struct seccomp_data.
 _BPF_LD, _BPF_JEQ, _BPF_JGE, _BPF_JSET, _BPF_RET = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _DENY = _ERRNO | errno.EPERM
@@ -51,9 +51,9 @@ _SYSCALL_NUMBERS: dict[str, tuple[int, int]] = {  # (x86_64, aarch64); -1 if the
     # Memory that belongs to no process and therefore escapes the limits.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "msgget": (68, 186), "mq_open": (240, 180),
-    # From here on, denied only with `shares_host_processes`: calls that let a job leave its group...
+    # From here on, denied only with `shares_host_processes`: calls that let a job leave its process group...
     "setsid": (112, 157), "setpgid": (109, 154),
-    # ...affect other processes of the same user (signals: unless `allow_signals` is True)...
+    # ...affect other processes of the same user (for signals, `allow_signals` decides instead)...
     "setpriority": (141, 140), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "migrate_pages": (256, 238),
     "move_pages": (279, 239), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131),
@@ -70,11 +70,11 @@ _SIGNAL_CALLS = ("kill", "tkill", "tgkill", "rt_sigqueueinfo", "rt_tgsigqueueinf
 _SIGNAL_OWNER_COMMANDS = (8, 10, 15)
 """F_SETOWN, F_SETSIG and F_SETOWN_EX, which select the process that is signalled when a file is ready."""
 _PROCESS_CALLS = ("fork", "vfork", "execve", "execveat")
-_UNCONDITIONAL_NAMES = [
+_OTHER_CALLS = [
     name for name in _SYSCALL_NUMBERS if name not in (*_CONDITIONAL_CALLS, *_SIGNAL_CALLS, *_PROCESS_CALLS)
 ]
-_DENIED_ALWAYS = _UNCONDITIONAL_NAMES[: _UNCONDITIONAL_NAMES.index("setsid")]
-_DENIED_ON_HOST = _UNCONDITIONAL_NAMES[_UNCONDITIONAL_NAMES.index("setsid") :]
+_DENIED_ALWAYS = _OTHER_CALLS[: _OTHER_CALLS.index("setsid")]
+_DENIED_WITH_HOST_PROCESSES = _OTHER_CALLS[_OTHER_CALLS.index("setsid") :]
 
 
 def is_supported() -> bool:
@@ -106,15 +106,15 @@ def build_filter(
     denied = list(_DENIED_ALWAYS)
     conditional = {
         "socket": _match_values(_FIRST_ARGUMENT_OFFSET, socket_families, _ALLOW, _DENY),
-        "clone": _compare_bits(_NEW_NAMESPACES, if_set=_DENY, if_clear=_ALLOW),
+        "clone": _test_bits(_NEW_NAMESPACES, if_set=_DENY, if_clear=_ALLOW),
     }
     if shares_host_processes:
-        denied += _DENIED_ON_HOST
+        denied += _DENIED_WITH_HOST_PROCESSES
         only_self = _match_values(_FIRST_ARGUMENT_OFFSET, [0], _ALLOW, _DENY)
         conditional["prlimit64"] = conditional["sched_setaffinity"] = only_self
     if deny_new_processes:
         denied += _PROCESS_CALLS
-        conditional["clone"] = _compare_bits(_CLONE_THREAD, if_set=_ALLOW, if_clear=_DENY)
+        conditional["clone"] = _test_bits(_CLONE_THREAD, if_set=_ALLOW, if_clear=_DENY)
     if not allow_signals:
         denied += _SIGNAL_CALLS
         conditional["fcntl"] = _match_values(_SECOND_ARGUMENT_OFFSET, _SIGNAL_OWNER_COMMANDS, _DENY, _ALLOW)
@@ -143,7 +143,7 @@ def _match_values(offset: int, values: Iterable[int], if_equal: int, otherwise: 
     return [_pack(_BPF_LD, offset), *matches, _pack(_BPF_RET, otherwise)]
 
 
-def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
+def _test_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
     """Return BPF code that returns ``if_set`` if any bit in ``mask`` is set in a call's first argument."""
     return [
         _pack(_BPF_LD, _FIRST_ARGUMENT_OFFSET),
@@ -153,8 +153,8 @@ def _compare_bits(mask: int, *, if_set: int, if_clear: int) -> list[bytes]:
     ]
 
 
-def _return_if_equal(value: int, verdict: int) -> list[bytes]:
-    return [_pack(_BPF_JEQ, value, 0, 1), _pack(_BPF_RET, verdict)]
+def _return_if_equal(value: int, result: int) -> list[bytes]:
+    return [_pack(_BPF_JEQ, value, 0, 1), _pack(_BPF_RET, result)]
 
 
 def _pack(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from instar.async_utils import finish
+from instar.async_utils import run_to_completion
 from instar.errors import ScoreError
 from instar.rewards.sandbox.base import SandboxJob, SandboxLimitName, SandboxLimits, SandboxResult
 
@@ -28,7 +28,7 @@ LIMIT_MESSAGES: dict[SandboxLimitName, str] = {
     "memory": "used more than {memory_mb} MB of memory",
     "processes": "had more than {processes} processes and threads",
     "output": "wrote more than {output_kb} KB of output",
-    "files": "wrote more than {files_mb} MB or more than {files} files",
+    "files": "wrote more than {files_mb} MB or more than {max_files} files",
 }
 
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -51,7 +51,7 @@ class SandboxLaunch:
     kill_job: Callable[[int], None]
     """Kills all processes of the job. The argument is the id of the process that was started."""
     measure_files: Callable[[list[int]], tuple[int, int]]
-    """Returns the total bytes and the number of the job's files. The argument lists the job's process ids."""
+    """Returns the total size in bytes and the number of the job's files, given the job's process ids."""
 
 
 def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
@@ -67,7 +67,7 @@ def list_readable_paths(job: SandboxJob, limits: SandboxLimits) -> list[Path]:
 
 
 def pick_unused_uid() -> int | None:
-    """Return a random user id that is likely unused, or None if not root or if only a few ids are mapped."""
+    """Return a random, probably unused user id, or None if this process is not root or has few mapped ids."""
     # The kernel limits processes per user. A job with its own user id does not share the limit with others.
     if os.geteuid() != 0:
         return None
@@ -100,16 +100,16 @@ async def supervise_job(launch: SandboxLaunch, job: SandboxJob, limits: SandboxL
             job.channel.close()
         exceeded, output = await _watch(process, settings, launch, limits)
         try:
-            report = os.read(status_fd, 4096)
+            status = os.read(status_fd, 4096)
         except BlockingIOError:  # the launcher has written nothing
-            report = b""
+            status = b""
     finally:
         os.close(status_fd)
         if child_status_fd >= 0:
             os.close(child_status_fd)
     text = output.decode(errors="replace")
-    if report != b"ready" and exceeded != "time":
-        problem = (report.decode(errors="replace") or text).strip()
+    if status != b"ready" and exceeded != "time":
+        problem = (status.decode(errors="replace") or text).strip()
         raise ScoreError(f"the sandbox could not start the job: {problem:.500}", retryable=True)
     assert process.returncode is not None
     code = process.returncode if process.returncode >= 0 else 128 - process.returncode
@@ -129,7 +129,7 @@ def _build_settings(
         "RLIMIT_MSGQUEUE": 0,
     }
     if launch.landlock is not None and launch.uid is None:
-        requested["RLIMIT_NPROC"] += _count_user_tasks()
+        requested["RLIMIT_NPROC"] += _count_user_tasks()  # the kernel counts all tasks of this user
     rlimits: dict[str, int] = {}
     for name, value in requested.items():
         _, hard_limit = resource.getrlimit(getattr(resource, name))
@@ -171,7 +171,7 @@ async def _watch(
     try:
         exceeded = await _wait_for_exit_or_limit(process, launch, limits, output_full)
     finally:
-        await finish(_kill_and_wait(process, launch, tasks))
+        await run_to_completion(_kill_and_wait(process, launch, tasks))
     return exceeded, bytes(output)
 
 
@@ -208,10 +208,11 @@ def _find_exceeded_limit(pid: int, launch: SandboxLaunch, limits: SandboxLimits)
     # Up to two tasks belong to the launcher and bubblewrap, which do not count towards the limit.
     if task_count > limits.processes + 2:
         return "processes"
+    # PSS is slow to read, so it is read only if RSS exceeds the limit.
     if all(_measure_memory(pids, metric) > limits.memory_mb * MB for metric in ("rss", "pss")):
         return "memory"
     size, count = launch.measure_files(pids)
-    return "files" if size > limits.files_mb * MB or count > limits.files else None
+    return "files" if size > limits.files_mb * MB or count > limits.max_files else None
 
 
 async def _kill_and_wait(
@@ -250,7 +251,7 @@ async def _read_output(
 
 
 def find_descendant_pids(root_pid: int) -> list[int]:
-    """Return the ids of all descendants of a process, including orphans, which the sandbox adopts."""
+    """Return the ids of all descendants of a process. Orphans count, because the sandbox adopts them."""
     descendants: list[int] = []
     unvisited = [root_pid]
     while unvisited:
@@ -271,8 +272,7 @@ def _list_folder(folder: str) -> list[str]:
 
 
 def _measure_memory(pids: Iterable[int], metric: str) -> int:
-    """Return the memory of the processes in bytes. ``rss`` is fast to read but counts shared pages once per
-    process. ``pss`` divides shared pages between the processes that share them."""
+    """Return the memory of the processes in bytes. Unlike ``rss``, ``pss`` counts shared pages only once."""
     total = 0
     for pid in pids:
         with suppress(OSError, StopIteration, ValueError):  # the process has exited

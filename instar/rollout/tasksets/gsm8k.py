@@ -21,11 +21,11 @@ def gsm8k_tasks(config: Gsm8kTasksConfig) -> TaskSet:
 
 def score(task: Task, text: str) -> float:
     """Return 1 if the final number in the text equals the task's final number, else 0."""
-    number = final_number(text)
+    number = find_final_number(text)
     return float(number is not None and abs(number - float(task.data["final"])) < 1e-6)
 
 
-def final_number(text: str) -> float | None:
+def find_final_number(text: str) -> float | None:
     """Return the first number after the last `####`, or else the last number in the text, if any."""
     before, marker, after = text.rpartition(ANSWER_MARKER)
     if marker and (match := NUMBER.search(after)):

@@ -22,13 +22,13 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
     names = [part.dataset for part in parts]
     if len({*names}) < len(names):  # a dataset may be listed twice with different settings
         names = [f"{index}-{name}" for index, name in enumerate(names)]
-    origins: dict[str, tuple[int, int]] = {}
+    origins: dict[str, tuple[int, int]] = {}  # the part and the index in its dataset, by task id
     tasks: list[Task] = []
     counts = [0] * len(parts)
     for part_index in order:
-        count = counts[part_index]
-        task = Task(f"{names[part_index]}-{count}", to_json(datasets[part_index][count]))
-        origins[task.task_id] = (part_index, count)
+        index = counts[part_index]
+        task = Task(f"{names[part_index]}-{index}", to_json(datasets[part_index][index]))
+        origins[task.task_id] = (part_index, index)
         tasks.append(task)
         counts[part_index] += 1
     return TaskSet(tasks, ReasoningGymScorer(config, parts, sizes, datasets, origins))

@@ -38,13 +38,13 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
 def load_environment(name: str, args: Json) -> Any:
     """Return the environment, which all sessions share. Raises ConfigError if it cannot be loaded or requires
     group rollouts."""
-    return _load(name, msgspec.json.encode(args))
+    return _load_cached(name, msgspec.json.encode(args))
 
 
 @lru_cache
-def _load(name: str, args: bytes) -> Any:
+def _load_cached(name: str, args_json: bytes) -> Any:
     verifiers = import_package("verifiers", "verifiers")
-    settings: Json = msgspec.json.decode(args)
+    settings: Json = msgspec.json.decode(args_json)
     try:
         with _preserve_signal_handlers():
             if ":" in name:

@@ -1,6 +1,7 @@
 """A server that sends scripted replies to an agent and captures its requests.
 
-It does not use Instar. It supports Chat Completions, Responses and Messages, with and without streaming.
+It supports the Chat Completions, Responses and Messages APIs, with and without streaming, and does not use
+Instar.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 Json = dict[str, Any]
+Events = Iterator[tuple[str | None, Json | str]]
+"""The name, if any, and the data of each server-sent event."""
 DIALECTS = {"/chat/completions": "chat", "/responses": "responses", "/messages": "messages"}
 SECRET_HEADERS = {"authorization", "x-api-key", "cookie"}
 
@@ -73,9 +76,9 @@ class CaptureServer:
         number = len(self.exchanges)
         headers = {key: value for key, value in request.headers.items() if key not in SECRET_HEADERS}
         if reply.status != 200:
-            failure = {"type": "error", "error": {"type": "api_error", "message": "try again"}}
-            self.exchanges.append(CapturedExchange(path, headers, body, failure))
-            return JSONResponse(failure, reply.status)
+            error_body = {"type": "error", "error": {"type": "api_error", "message": "try again"}}
+            self.exchanges.append(CapturedExchange(path, headers, body, error_body))
+            return JSONResponse(error_body, reply.status)
         response_body, events = {
             "chat": _encode_chat,
             "responses": _encode_responses,
@@ -87,13 +90,10 @@ class CaptureServer:
         return JSONResponse(response_body)
 
 
-async def _format_events(events: Iterator[tuple[str | None, Json | str]]) -> AsyncIterator[bytes]:
+async def _format_events(events: Events) -> AsyncIterator[bytes]:
     for name, data in events:
         text = data if isinstance(data, str) else json.dumps(data)
         yield f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
-
-
-Events = Iterator[tuple[str | None, Json | str]]
 
 
 def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, Events]:
@@ -110,15 +110,15 @@ def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, E
         "completion_tokens": 20,
         "total_tokens": reply.prompt_tokens + 20,
     }
-    head = {"id": f"chatcmpl-{number:04d}", "created": 1, "model": model}
+    common_fields = {"id": f"chatcmpl-{number:04d}", "created": 1, "model": model}
     finish = "tool_calls" if calls else "stop"
     message = {"role": "assistant", "content": reply.text or None, **({"tool_calls": calls} if calls else {})}
     choice = {"index": 0, "message": message, "finish_reason": finish}
-    response_body = {**head, "object": "chat.completion", "choices": [choice], "usage": usage}
+    response_body = {**common_fields, "object": "chat.completion", "choices": [choice], "usage": usage}
 
     def make_chunk(delta: Json, finish: str | None = None) -> Json:
         return {
-            **head,
+            **common_fields,
             "object": "chat.completion.chunk",
             "choices": [{"index": 0, "delta": delta, "finish_reason": finish}],
         }
@@ -130,7 +130,7 @@ def _encode_chat(reply: ScriptedReply, number: int, model: str) -> tuple[Json, E
         for index, call in enumerate(calls):
             yield None, make_chunk({"tool_calls": [{"index": index, **call}]})
         yield None, make_chunk({}, finish)
-        yield None, {**head, "object": "chat.completion.chunk", "choices": [], "usage": usage}
+        yield None, {**common_fields, "object": "chat.completion.chunk", "choices": [], "usage": usage}
         yield None, "[DONE]"
 
     return response_body, make_events()
@@ -159,14 +159,14 @@ def _encode_messages(reply: ScriptedReply, number: int, model: str) -> tuple[Jso
         yield "message_start", {"type": "message_start", "message": start}
         for index, block in enumerate(blocks):
             if block["type"] == "text":
-                empty: Json = {"type": "text", "text": ""}
+                initial_block: Json = {"type": "text", "text": ""}
                 delta: Json = {"type": "text_delta", "text": block["text"]}
             else:
-                empty = {**block, "input": {}}
+                initial_block = {**block, "input": {}}
                 delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
             yield (
                 "content_block_start",
-                {"type": "content_block_start", "index": index, "content_block": empty},
+                {"type": "content_block_start", "index": index, "content_block": initial_block},
             )
             yield "content_block_delta", {"type": "content_block_delta", "index": index, "delta": delta}
             yield "content_block_stop", {"type": "content_block_stop", "index": index}
@@ -219,18 +219,18 @@ def _encode_responses(reply: ScriptedReply, number: int, model: str) -> tuple[Js
     }
 
     def make_unnumbered_events() -> Iterator[Json]:
-        started = {**response_body, "status": "in_progress", "output": [], "usage": None}
-        yield {"type": "response.created", "response": started}
+        initial_response = {**response_body, "status": "in_progress", "output": [], "usage": None}
+        yield {"type": "response.created", "response": initial_response}
         for index, item in enumerate(items):
             position = {"output_index": index, "item_id": item["id"]}
             if item["type"] == "message":
-                opened = {**item, "content": [], "status": "in_progress"}
-                yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+                initial_item = {**item, "content": [], "status": "in_progress"}
+                yield {"type": "response.output_item.added", "output_index": index, "item": initial_item}
                 event = {"type": "response.output_text.delta", "content_index": 0, "delta": reply.text}
                 yield {**event, **position}
             else:
-                opened = {**item, "arguments": "", "status": "in_progress"}
-                yield {"type": "response.output_item.added", "output_index": index, "item": opened}
+                initial_item = {**item, "arguments": "", "status": "in_progress"}
+                yield {"type": "response.output_item.added", "output_index": index, "item": initial_item}
                 delta = item["arguments"]
                 yield {"type": "response.function_call_arguments.delta", "delta": delta, **position}
             yield {"type": "response.output_item.done", "output_index": index, "item": item}

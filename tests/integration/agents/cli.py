@@ -15,7 +15,7 @@ from tests.cached_folders import create_folder_once
 
 CACHE = Path(__file__).parents[3] / ".cache" / "agents"
 NODE_VERSION = "24.21.0"
-"""OpenClaw requires at least 24.16. The other agents work with it too."""
+"""OpenClaw requires at least 24.16. The other agents also run with this version."""
 INSTALL_TIMEOUT_SECONDS = 540
 RUN_TIMEOUT_SECONDS = 120
 
@@ -48,7 +48,7 @@ class CliAgent:
     package: str
     version: str
     prepare: Callable[[Path, ServerTarget, str], AgentCommand]
-    """Returns the command for a HOME, server and task. May write settings to HOME."""
+    """Returns the command for a home folder, server and task. May write settings to the home folder."""
 
     @property
     def folder(self) -> Path:
@@ -192,11 +192,11 @@ def _prepare_opencode(home: Path, target: ServerTarget, task: str) -> AgentComma
     return AgentCommand(["opencode", "run", task], {"OPENCODE_DISABLE_MODELS_FETCH": "1"})
 
 
-def prepare_openclaw_with_all_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    """Return the command for OpenClaw with its default tools.
+def prepare_openclaw_with_default_tools(home: Path, target: ServerTarget, task: str) -> AgentCommand:
+    """Write settings that leave OpenClaw's default tools enabled, and return the command.
 
-    With its default tools, OpenClaw adds a note about running programs and sub-agents after the last message
-    and removes the note in the next request, so no request extends an earlier one.
+    With these tools, OpenClaw ends each request with a note about running programs and sub-agents, and omits
+    the note from the next request. So no request extends an earlier one.
     """
     settings_path = home / ".openclaw" / "openclaw.json"
     settings_path.parent.mkdir(exist_ok=True)
@@ -223,7 +223,7 @@ def prepare_openclaw_with_all_tools(home: Path, target: ServerTarget, task: str)
 
 
 def _prepare_openclaw(home: Path, target: ServerTarget, task: str) -> AgentCommand:
-    command = prepare_openclaw_with_all_tools(home, target, task)
+    command = prepare_openclaw_with_default_tools(home, target, task)
     settings_path = home / ".openclaw" / "openclaw.json"
     denied_tools = {"tools": {"deny": ["process", "sessions_spawn"]}}
     settings_path.write_text(json.dumps({**json.loads(settings_path.read_text()), **denied_tools}))

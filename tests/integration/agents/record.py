@@ -2,8 +2,8 @@
 
 Each agent runs against a server that follows a scenario. Its requests and the responses are written to
 ``tests/unit/record/fixtures/traffic/<agent>-<scenario>.json.gz`` as a list of
-``{path, headers, body, reply}``, without the paths, names and ids of this machine. Long texts are truncated
-and get a digest, so that equal texts stay equal.
+``{path, headers, body, reply}``, without the paths, names and ids of this machine. Long texts are truncated,
+with a digest at the end so that different texts stay different.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 from instar.gateway.serve import bind, serve
 from tests.integration.agents.agent_tools import EDITED_TEXT, FILE_NAME, ORIGINAL_TEXT, make_task
 from tests.integration.agents.capture import CapturedExchange, CaptureServer
-from tests.integration.agents.cli import AGENTS, CliAgent, ServerTarget, prepare_openclaw_with_all_tools
+from tests.integration.agents.cli import AGENTS, CliAgent, ServerTarget, prepare_openclaw_with_default_tools
 from tests.integration.agents.scenarios import SCENARIOS, SUMMARY
 
 FIXTURES = Path(__file__).parents[2] / "unit" / "record" / "fixtures" / "traffic"
 MAX_TEXT_LENGTH = 300
-"""Longer texts are truncated to half of this length and get a digest."""
-KEPT_HEADERS = re.compile(
+"""Longer texts, except JSON objects, are truncated to half of this length, and a digest is appended."""
+KEPT_HEADER_PATTERN = re.compile(
     r"session|thread|agent|window|affinity|request-id|retry|idempotency|anthropic|metadata"
 )
 RECORDED_SCENARIOS = {
@@ -45,8 +45,8 @@ RECORDED_SCENARIOS = {
 async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[CapturedExchange]:
     """Run the agent in the scenario and return its traffic.
 
-    Raises RuntimeError if the agent does not complete its task, or does not compact its context although it
-    should.
+    Raises RuntimeError if the agent does not complete its task, or if it does not compact its context in the
+    `compaction` scenario.
     """
     work_folder, home = folder / "project", folder / "home"
     work_folder.mkdir()
@@ -55,13 +55,13 @@ async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[Cap
     capture = CaptureServer(SCENARIOS[scenario](agent.name, str(path)).make_script())
     listener = bind("127.0.0.1", 0)
     stop = asyncio.Event()
-    server = asyncio.create_task(serve(capture.create_app(), listener, stop=stop, grace=1))
+    server_task = asyncio.create_task(serve(capture.create_app(), listener, stop=stop, grace=1))
     target = ServerTarget(f"http://127.0.0.1:{listener.getsockname()[1]}", "sk-recorded")
     try:
         output = await asyncio.to_thread(agent.run, home, work_folder, target, make_task(str(path)))
     finally:
         stop.set()
-        await server
+        await server_task
     if path.read_text() != EDITED_TEXT:
         raise RuntimeError(
             f"{agent.name} did not complete its task in the scenario {scenario}: {output[-2000:]}"
@@ -74,7 +74,10 @@ async def run_scenario(agent: CliAgent, scenario: str, folder: Path) -> list[Cap
 
 
 def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str, Any]]:
-    """Remove the details of this machine and headers that identify neither a session nor a request."""
+    """Return the traffic without details of this machine, and with long texts truncated.
+
+    Only headers about sessions, agents, requests and retries are kept.
+    """
     replacements = {
         str(folder): "/home/user",
         platform.release(): "6.1.0",
@@ -86,7 +89,7 @@ def anonymize(exchanges: list[CapturedExchange], folder: Path) -> list[dict[str,
             "headers": {
                 key: _anonymize_value(value, replacements)
                 for key, value in exchange.headers.items()
-                if KEPT_HEADERS.search(key)
+                if KEPT_HEADER_PATTERN.search(key)
             },
             "body": _anonymize_value(exchange.body, replacements),
             "reply": _anonymize_value(exchange.reply, replacements),
@@ -113,8 +116,8 @@ def _anonymize_value(value: Any, replacements: dict[str, str]) -> Any:
 
 def record(agent: CliAgent, scenario: str) -> Path:
     agent.install()
-    if scenario == "rewriting":
-        agent = replace(agent, prepare=prepare_openclaw_with_all_tools)
+    if scenario == "rewriting":  # with its default tools, OpenClaw rewrites its history
+        agent = replace(agent, prepare=prepare_openclaw_with_default_tools)
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         traffic = anonymize(asyncio.run(run_scenario(agent, scenario, folder)), folder)

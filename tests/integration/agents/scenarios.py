@@ -17,6 +17,7 @@ from tests.integration.agents.agent_tools import (
 from tests.integration.agents.capture import Json, Script, ScriptedReply
 
 Step = ScriptedReply | Callable[[Json], ScriptedReply]
+"""A reply, or a function that makes it from the request body."""
 FULL_CONTEXT_TOKENS = 1_000_000
 """More tokens than fit into any agent's context, so that the agent compacts it."""
 SUMMARY = "The user wants world changed to moon in greeting.txt. It says hello world. Next: edit it."
@@ -24,13 +25,13 @@ SUMMARY = "The user wants world changed to moon in greeting.txt. It says hello w
 
 @dataclass
 class Scenario:
-    """The replies to the main conversation and to each sub-agent, in order."""
+    """The replies to the main conversation and to each sub-agent, in order. The last reply is repeated."""
 
     main_steps: list[Step]
     subagent_steps: list[Step] = field(default_factory=list[Step])
 
     def make_script(self) -> Script:
-        turns: dict[str, int] = {}
+        turn_counts: dict[str, int] = {}
         is_context_full = False
 
         def reply_to(dialect: str, body: Json) -> ScriptedReply:
@@ -45,8 +46,8 @@ class Scenario:
             is_subagent = task_match is not None and not any("Change the word" in text for text in user_texts)
             conversation = task_match.group() if task_match and is_subagent else "main"
             steps = self.subagent_steps if is_subagent else self.main_steps
-            turn = turns.get(conversation, 0)
-            turns[conversation] = turn + 1
+            turn = turn_counts.get(conversation, 0)
+            turn_counts[conversation] = turn + 1
             step = steps[min(turn, len(steps) - 1)]
             reply = step if isinstance(step, ScriptedReply) else step(body)
             is_context_full = is_context_full or reply.prompt_tokens == FULL_CONTEXT_TOKENS

@@ -18,16 +18,16 @@ from tests.integration.agents.agent_tools import (
     make_codex_wait_call,
 )
 
-TASK = re.compile(r"(?:moon in|Look into) (/\S+?greeting\.txt)( with helpers)?")
+TASK_PATTERN = re.compile(r"(?:moon in|Look into) (/\S+?greeting\.txt)( with helpers)?")
 REPLY_START = "<|im_start|>assistant\n"
 
 
 def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
     def reply(prompt: str, seed: int | None) -> str:
-        task_match = TASK.search(prompt)
+        task_match = TASK_PATTERN.search(prompt)
         if task_match is None or not re.search(rf"^{tools.edit[0]}\(", prompt, re.M):
             return "A title"
-        path, helpers = task_match.groups()
+        path, helpers_suffix = task_match.groups()
         turn = prompt.count(REPLY_START) - 1
         if SUBAGENT_TASK_PREFIX in task_match.group():
             steps = [_format_reply("I look.", tools.make_read_call(path)), "It says hello world."]
@@ -37,7 +37,7 @@ def make_script(tools: AgentTools) -> Callable[[str, int | None], str]:
                 _format_reply("", tools.make_edit_call(path)),
                 "Done.",
             ]
-            if helpers:
+            if helpers_suffix:
                 calls = tools.make_delegate_call(path, "words"), tools.make_delegate_call(path, "length")
                 steps.insert(0, _format_reply("I ask two helpers.", *calls))
                 if tools is AGENT_TOOLS["codex"]:

@@ -1,4 +1,5 @@
-"""Unmodified npm command-line agents edit a file through a live gateway, which records every call."""
+"""Tests in which unmodified npm command-line agents edit a file through a gateway, which must record every
+call exactly."""
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ from tests.serving import ADMIN_KEY, running_gateway
 
 TASK_PATTERN = re.compile(r"Change the word|Look into .*\.")
 AGENTS_WITH_SUBAGENT_SESSIONS = {"opencode", "qwen-code"}
-"""Agents whose sub-agents send their own session id or none. Each sub-agent is recorded in its own
-session, unless one was opened for the run."""
+"""Agents whose sub-agents send a session id of their own or none. Each sub-agent is recorded in a separate
+session, unless a session was opened for the run."""
 
 
 @dataclass
@@ -37,7 +38,7 @@ class AgentRun:
     output: str
     sessions: list[Session]
     calls: list[Call]
-    """The calls of each session in the order in which they were recorded."""
+    """The calls of all sessions. Those of one session are in the order in which they were recorded."""
 
 
 @pytest.fixture(params=AGENTS)
@@ -46,6 +47,7 @@ def agent(request: pytest.FixtureRequest) -> CliAgent:
 
 
 def install_agent(name: str) -> CliAgent:
+    """Install the agent. Skip the test if that fails."""
     agent = AGENTS[name]
     try:
         agent.install()
@@ -56,12 +58,13 @@ def install_agent(name: str) -> CliAgent:
 
 
 async def run_agent(
-    agent: CliAgent, folder: Path, *, helpers: bool = False, opened: bool = False
+    agent: CliAgent, folder: Path, *, asks_for_helpers: bool = False, in_opened_session: bool = False
 ) -> AgentRun:
     """Run the agent with its own gateway.
 
-    With ``helpers``, the task asks for sub-agents. With ``opened``, the agent gets the URL and key of an open
-    session. Otherwise its key belongs to no session, and the gateway has to group its calls.
+    If ``asks_for_helpers`` is True, the task asks for sub-agents. If ``in_opened_session`` is True, the agent
+    gets the URL and key of an open session. Otherwise its key belongs to no session, and the gateway has to
+    group its calls into sessions.
     """
     model = ModelConfig(name=str(resolve_model(DEFAULT_MODEL)), max_context=200_000)
     script = f"tests.integration.agents.script:{agent.name.replace('-', '_')}"
@@ -71,9 +74,9 @@ async def run_agent(
     work_folder.mkdir()
     path = work_folder / FILE_NAME
     path.write_text(ORIGINAL_TEXT)
-    task = make_task(str(path)) + (" with helpers" if helpers else "")
+    task = make_task(str(path)) + (" with helpers" if asks_for_helpers else "")
     async with running_gateway(RunConfig(name="agents", model=model), store, engine) as url:
-        target = await open_session(url) if opened else ServerTarget(url, ADMIN_KEY)
+        target = await open_session(url) if in_opened_session else ServerTarget(url, ADMIN_KEY)
         output = await asyncio.to_thread(agent.run, folder / "home", work_folder, target, task)
     sessions = [row.session for row in await store.sessions("agents")]
     calls = [call for session in sessions for call in await store.calls(session.session_id)]
@@ -91,12 +94,12 @@ async def open_session(url: str) -> ServerTarget:
 
 def group_by_task(calls: Sequence[Call]) -> dict[str, list[Call]]:
     """Group the calls by the task of the agent or sub-agent. Calls without tools (titles) are left out."""
-    by_task: dict[str, list[Call]] = {}
+    calls_by_task: dict[str, list[Call]] = {}
     for call in calls:
         user_text = "\n".join(message["content"] for message in call.messages if message["role"] == "user")
         if call.tools and (task_match := TASK_PATTERN.search(user_text)):
-            by_task.setdefault(task_match.group(), []).append(call)
-    return by_task
+            calls_by_task.setdefault(task_match.group(), []).append(call)
+    return calls_by_task
 
 
 def check_exact(calls: Sequence[Call]) -> None:
@@ -109,11 +112,11 @@ def check_exact(calls: Sequence[Call]) -> None:
         assert call.prompt_ids.tolist()[: len(previous_tokens)] == previous_tokens
 
 
-@pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
+@pytest.mark.parametrize("in_opened_session", [False, True], ids=["live", "opened"])
 async def test_cli_agent_edits_file_and_is_recorded_exactly(
-    agent: CliAgent, opened: bool, tmp_path: Path
+    agent: CliAgent, in_opened_session: bool, tmp_path: Path
 ) -> None:
-    run = await run_agent(agent, tmp_path, opened=opened)
+    run = await run_agent(agent, tmp_path, in_opened_session=in_opened_session)
     assert run.file_text == EDITED_TEXT, run.output
     assert len(run.sessions) == 1
     assert all(call.status is CallStatus.OK for call in run.calls)
@@ -123,15 +126,17 @@ async def test_cli_agent_edits_file_and_is_recorded_exactly(
 
 
 @pytest.mark.parametrize("name", ["claude-code", "codex", "qwen-code", "opencode"])
-@pytest.mark.parametrize("opened", [False, True], ids=["live", "opened"])
+@pytest.mark.parametrize("in_opened_session", [False, True], ids=["live", "opened"])
 async def test_sub_agents_are_recorded_as_separate_conversations(
-    name: str, opened: bool, tmp_path: Path
+    name: str, in_opened_session: bool, tmp_path: Path
 ) -> None:
-    run = await run_agent(install_agent(name), tmp_path, helpers=True, opened=opened)
+    run = await run_agent(
+        install_agent(name), tmp_path, asks_for_helpers=True, in_opened_session=in_opened_session
+    )
     assert run.file_text == EDITED_TEXT, run.output
-    by_task = group_by_task(run.calls)
-    assert len(by_task) == 3, list(by_task)
-    for calls in by_task.values():
+    calls_by_task = group_by_task(run.calls)
+    assert len(calls_by_task) == 3, list(calls_by_task)
+    for calls in calls_by_task.values():
         assert len(calls) >= 2
         check_exact(calls)
-    assert len(run.sessions) == (1 if opened or name not in AGENTS_WITH_SUBAGENT_SESSIONS else 3)
+    assert len(run.sessions) == (1 if in_opened_session or name not in AGENTS_WITH_SUBAGENT_SESSIONS else 3)

@@ -18,6 +18,7 @@ from tests.integration.backends.environments import ROOT, get_interpreter
 from tests.torture.run_process import RunProcess
 
 PROTOCOLS = {"tinker": "tinker", "mint": "tinker", "weaver": "weaver"}
+"""The protocol of each service."""
 INSTAR = (sys.executable, "-m", "instar.cli.main")
 START_TIMEOUT_SECONDS = 120
 STOP_TIMEOUT_SECONDS = 30
@@ -26,7 +27,7 @@ TRAIN_TIMEOUT_SECONDS = 300
 
 @dataclass(frozen=True)
 class RunningService:
-    """A training service served by `instar backends serve`, and the settings of runs that use it."""
+    """A running `instar backends serve` that replaces a training service, and the settings to use it."""
 
     name: str
     url: str
@@ -45,7 +46,10 @@ class RunningService:
 
 @contextmanager
 def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[RunningService]:
-    """Run `instar backends serve`. It must start in time and exit with status 0 when it is terminated."""
+    """Run `instar backends serve` in place of the named service.
+
+    Checks that it starts in time and that it exits with status 0 when it is terminated.
+    """
     command = [*INSTAR, "backends", "serve", "--json", "--protocol", PROTOCOLS[name], "--model", model]
     command += ["--dir", str(folder / "served"), *options]
     with (folder / "serve.log").open("wb") as log:
@@ -57,8 +61,8 @@ def run_server(name: str, model: str, folder: Path, *options: str) -> Generator[
         line = server.stdout.readline()
         start_timer.cancel()
         assert line, (folder / "serve.log").read_text()
-        address = json.loads(line)
-        yield RunningService(name, address["url"], address["api_key"])
+        connection_info = json.loads(line)
+        yield RunningService(name, connection_info["url"], connection_info["api_key"])
     finally:
         start_timer.cancel()
         server.terminate()

@@ -53,15 +53,18 @@ def get_interpreter(name: str) -> Path:
 def create_environment(folder: Path, *requirements: str) -> None:
     """Create a virtual environment with uv, which caches unpacked packages for later environments.
 
-    The folder is moved afterwards, so use only its interpreter, not its scripts.
+    The caller moves the folder afterwards, which breaks its scripts, so use only its interpreter.
     """
     _run_uv("venv", "--python", sys.executable, str(folder))
     _run_uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
 
 
 def _fix_vllm_packages(folder: Path) -> None:
-    """Remove packages that cannot be loaded because they are built for CUDA, and add metadata for the package
-    name vllm, which vLLM looks up."""
+    """Make the CPU build of vLLM usable.
+
+    Packages built for CUDA are removed, because they cannot be loaded. Metadata for the name `vllm` is added,
+    because vLLM looks itself up by this name.
+    """
     _run_uv(
         "pip",
         "uninstall",
@@ -81,8 +84,8 @@ def _run_uv(*arguments: str) -> None:
     # Make uv search for packages where pip does, for example for a torch build without CUDA.
     env = {"UV_FIND_LINKS": os.environ.get("PIP_FIND_LINKS", ""), "UV_SYSTEM_CERTS": "1", **os.environ}
     command = [sys.executable, "-m", "uv", *arguments[:1], "--quiet", *arguments[1:]]
-    process = subprocess.run(
+    completed = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_SECONDS
     )
-    if process.returncode:
-        raise RuntimeError(f"uv {' '.join(arguments)} failed: {process.stderr[-1000:]}")
+    if completed.returncode:
+        raise RuntimeError(f"uv {' '.join(arguments)} failed: {completed.stderr[-1000:]}")

@@ -36,8 +36,8 @@ from tests.integration.backends.faulty_proxy import ANY_ENDPOINT, FAULTS, PERMAN
 ADAM = AdamConfig(lr=0.01)
 CONCURRENCY = 8
 CALL_TIMEOUT_SECONDS, SHORT_CALL_TIMEOUT_SECONDS = 150.0, 8.0
-"""Values of the setting `deadline`. The short one is for permanent faults and for faults without a response;
-the SDKs themselves wait for up to 90 s."""
+"""Values of the `deadline` setting. The long one exceeds the SDKs' own timeouts of up to 90 s. The short one
+is for permanent faults and faults without a response, which would otherwise take that long."""
 IDLE_SECONDS = 5.0
 """A pause after which the service has expired the session."""
 MAX_ERRORS = 6
@@ -56,14 +56,14 @@ def make_batch(step: int) -> list[Sample]:
 
 
 class TrainingScenario:
-    """The actions of every run, in order. After an error, the run continues from the last saved state, as the
-    trainer does."""
+    """The actions that each run performs, in order, with or without faults. After an error, the run continues
+    from the last saved state, as the trainer does."""
 
     def __init__(self, backend: Backend, engine: Engine, folder: Path) -> None:
         self.backend = backend
         self.engine = engine
         self.folder = folder
-        self.saved_state: Path | None = None
+        self.saved_state_path: Path | None = None
         self.resume_at = 0
         self.results: dict[str, Any] = {}
         self.actions: list[tuple[str, Callable[[], Awaitable[None]]]] = [
@@ -99,7 +99,7 @@ class TrainingScenario:
 
     async def save(self, name: str, resume_at: int) -> None:
         await self.backend.save_state(self.folder / name)
-        self.saved_state, self.resume_at = self.folder / name, resume_at
+        self.saved_state_path, self.resume_at = self.folder / name, resume_at
 
     async def publish(self) -> None:
         self.artifact = await self.backend.publish(self.folder / "v000001")
@@ -124,10 +124,10 @@ class TrainingScenario:
 
     async def restore_state(self) -> int:
         """Load the last saved state and return the index of the next action."""
-        if self.saved_state is None:
+        if self.saved_state_path is None:
             await self.backend.start()
             return 1
-        await self.backend.load_state(self.saved_state)
+        await self.backend.load_state(self.saved_state_path)
         return self.resume_at
 
 
@@ -136,7 +136,7 @@ async def run_actions(
 ) -> list[dict[str, Any]]:
     """Run all actions and return the errors. After an error, the fault is disabled and the state restored.
 
-    With ``idle_before``, pause before the action with this index. Give up after too many errors.
+    With ``idle_before``, pause before the action with this index. Stop after more than ``MAX_ERRORS`` errors.
     """
     errors: list[dict[str, Any]] = []
     index, must_restore = 0, False
@@ -191,14 +191,14 @@ class StallMonitor:
 
     async def __aenter__(self) -> StallMonitor:
         threading.Thread(target=self._count_ticks, daemon=True).start()
-        self._task = asyncio.create_task(self._tick())
+        self._task = asyncio.create_task(self._measure_stalls())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         self._stopped.set()
         self._task.cancel()
 
-    async def _tick(self) -> None:
+    async def _measure_stalls(self) -> None:
         previous = self._ticks
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -228,8 +228,8 @@ class FaultRunner:
         settings = {"type": self.service, "base_url": proxy.url, "rank": 4, "deadline": timeout_seconds}
         section = TypeAdapter[Any](BackendConfig).validate_python(settings)
         backend: Backend = resolve_section("backends", section)(self.model, section, seed=7)
-        sampler: Any = load_object(SAMPLERS[self.service])
-        engine: Engine = sampler(self.model, section, CloudEngineConfig())
+        engine_class: Any = load_object(SAMPLERS[self.service])
+        engine: Engine = engine_class(self.model, section, CloudEngineConfig())
         folder = self.folder / name
         folder.mkdir()
         scenario = TrainingScenario(backend, engine, folder)
@@ -245,31 +245,35 @@ class FaultRunner:
             "close_seconds": time.monotonic() - finished_at,
         }
 
-    async def run_with_fault(self, number: int, endpoint: str, count: int, fault: Fault) -> dict[str, Any]:
-        """Return the result of a run with a fault after half of the endpoint's ``count`` requests."""
-        proxy = FaultyProxy(self.url, endpoint, fault, after=count // 2)
+    async def run_with_fault(
+        self, number: int, endpoint: str, request_count: int, fault: Fault
+    ) -> dict[str, Any]:
+        """Run the scenario with a fault after half of the ``request_count`` requests that it sends to the
+        endpoint."""
+        proxy = FaultyProxy(self.url, endpoint, fault, after=request_count // 2)
         is_permanent = fault in PERMANENT_FAULTS
         timeout_seconds = SHORT_CALL_TIMEOUT_SECONDS if fault.hangs or is_permanent else CALL_TIMEOUT_SECONDS
         async with self.slots, proxy.serve():
             result = await self.run(proxy, str(number), timeout_seconds)
         return {"endpoint": endpoint, "fault": fault.name, "is_permanent": is_permanent, **result}
 
-    async def run_with_pause(self, action: int) -> dict[str, Any]:
+    async def run_with_pause(self, action_index: int) -> dict[str, Any]:
         async with self.slots, FaultyProxy(self.url).serve() as proxy:
-            return await self.run(proxy, str(action), idle_before=action)
+            return await self.run(proxy, str(action_index), idle_before=action_index)
 
     async def run_cases(self, selection: str) -> dict[str, Any]:
         """Run the scenario without faults and then all selected cases, several at a time."""
         async with FaultyProxy(self.url).serve() as proxy:
             baseline = await self.run(proxy, "baseline")
         assert not baseline["errors"], baseline["errors"]
-        counts = {name: count for name, count in proxy.request_counts.items() if "finish" not in name}
+        # `close` sends the `finish` request and ignores its errors, so it gets no fault.
+        request_counts = {name: count for name, count in proxy.request_counts.items() if "finish" not in name}
         if selection == "idle":
-            cases = [self.run_with_pause(action) for action in range(1, ACTION_COUNT)]
+            cases = [self.run_with_pause(index) for index in range(1, ACTION_COUNT)]
         else:
             selected = [
                 (endpoint, count, fault)
-                for index, (endpoint, count) in enumerate(counts.items())
+                for index, (endpoint, count) in enumerate(request_counts.items())
                 for number, fault in enumerate(FAULTS)
                 if selection == "faults" or ("even", "odd")[(index + number) % 2] == selection
             ]
@@ -279,7 +283,7 @@ class FaultRunner:
             case_results = await asyncio.gather(*cases)
         return {
             "baseline": baseline["results"],
-            "endpoints": list(counts),
+            "endpoints": list(request_counts),
             "cases": case_results,
             "longest_stall_seconds": monitor.longest_seconds,
         }

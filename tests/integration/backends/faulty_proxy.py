@@ -24,7 +24,7 @@ class Fault:
     request_count: float = 1
     """The number of consecutive requests that have this fault."""
     status: int | None = None
-    """The status of the response, if the proxy responds instead of the service."""
+    """The status of the response if the proxy responds instead of the service, with this ``body``."""
     body: bytes = b""
     content_type: str = "application/json"
     forwards: bool = False
@@ -32,7 +32,8 @@ class Fault:
     truncates: bool = False
     """True if the client receives only the first half of the response's body."""
     hangs: bool = False
-    """True if the connection stays open without a response, False if the proxy closes it."""
+    """True if the connection stays open without a response. If there is no response and this is False, the
+    proxy closes the connection."""
 
 
 FAULTS = [
@@ -77,13 +78,13 @@ class FaultyProxy:
         self._endpoint = endpoint
         self._fault = fault
         self._after = after
-        self._remaining = fault.request_count if fault else 0.0
+        self._remaining_faults = fault.request_count if fault else 0.0
         self.request_counts: Counter[str] = Counter()
         self.fault_count = 0
         self.url = ""
 
     def disable_fault(self) -> None:
-        self._remaining = 0
+        self._remaining_faults = 0
 
     @asynccontextmanager
     async def serve(self) -> AsyncGenerator[FaultyProxy]:
@@ -102,7 +103,7 @@ class FaultyProxy:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        fault = self._next_fault(_get_endpoint_name(request))
+        fault = self._count_request_and_get_fault(_get_endpoint_name(request))
         if fault is None:
             return await self._forward(request, body)
         self.fault_count += 1
@@ -120,13 +121,18 @@ class FaultyProxy:
         request.transport.abort()
         return web.Response()
 
-    def _next_fault(self, endpoint: str) -> Fault | None:
+    def _count_request_and_get_fault(self, endpoint: str) -> Fault | None:
+        """Count the request, and return the fault to inject into it, if any."""
         self.request_counts[endpoint] += 1
         counts = self.request_counts
         count = counts.total() if self._endpoint == ANY_ENDPOINT else counts[endpoint]
-        if self._endpoint not in (endpoint, ANY_ENDPOINT) or count <= self._after or self._remaining <= 0:
+        if (
+            self._endpoint not in (endpoint, ANY_ENDPOINT)
+            or count <= self._after
+            or self._remaining_faults <= 0
+        ):
             return None
-        self._remaining -= 1
+        self._remaining_faults -= 1
         return self._fault
 
     async def _forward(self, request: web.Request, body: bytes) -> web.Response:

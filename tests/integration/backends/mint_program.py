@@ -1,6 +1,6 @@
 """Train, save, load, publish and sample through the MinT adapters, and print the results as JSON.
 
-It runs in its own environment, because MinT and the tests require different versions of tinker. Its arguments
+Runs in its own environment, because MinT and the tests require different versions of tinker. Its arguments
 are the service's URL, the model folder and an output folder. The API key is read from MINT_API_KEY.
 """
 
@@ -27,7 +27,7 @@ PROMPT = [5, 6, 7, 8, 9]
 
 
 def make_batch() -> list[Sample]:
-    """Return samples of the same length, because SkyRL compiles for each length."""
+    """Return samples of equal length, because SkyRL recompiles for each new length."""
     rng = np.random.default_rng(0)
     return [make_sample(f"s{i}", rng.integers(3, 300, 30).tolist(), 12 + i, i) for i in range(4)]
 
@@ -36,9 +36,9 @@ def to_json_lists(arrays: list[Floats]) -> list[list[float | None]]:
     return [[None if np.isnan(x) else float(x) for x in array] for array in arrays]
 
 
-async def main(url: str, folder: str, scratch: Path) -> dict[str, Any]:
+async def main(url: str, model_folder: str, scratch: Path) -> dict[str, Any]:
     environment = {name: os.environ.get(name) for name in ("TINKER_API_KEY", "TINKER_BASE_URL")}
-    model = ModelConfig(name=folder, dtype="fp32", device="cpu", max_context=256)
+    model = ModelConfig(name=model_folder, dtype="fp32", device="cpu", max_context=256)
     config = MintBackendConfig(base_url=url, rank=8, deadline=120)
     backend = MintBackend(model, config, seed=5)
     samples, loss = make_batch(), LossConfig(name="importance_sampling")
@@ -73,10 +73,10 @@ async def main(url: str, folder: str, scratch: Path) -> dict[str, Any]:
         "ids": chunk.token_ids,
         "logprobs": chunk.logprobs,
         "versions": chunk.versions,
-        "trained": [float(x) for x in logprobs[len(PROMPT) :]],
-        "scored": [float(x) for x in (await sampler.logprobs(ids))[len(PROMPT) :]],
+        "backend_logprobs": [float(x) for x in logprobs[len(PROMPT) :]],
+        "scored_logprobs": [float(x) for x in (await sampler.logprobs(ids))[len(PROMPT) :]],
     }
-    results["environment_kept"] = environment == {name: os.environ.get(name) for name in environment}
+    results["is_environment_unchanged"] = environment == {name: os.environ.get(name) for name in environment}
     await sampler.close()
     await backend.close()
     return results

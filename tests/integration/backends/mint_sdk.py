@@ -1,6 +1,6 @@
 """Train and sample with MinT's SDK, and print the results as JSON.
 
-It runs in an environment that has MinT. The service's URL and key are read from MINT_BASE_URL and
+Runs in an environment with MinT installed. The service's URL and key are read from MINT_BASE_URL and
 MINT_API_KEY. The argument is the name of the base model.
 """
 
@@ -10,7 +10,7 @@ import json
 import sys
 from typing import Any
 
-import mint  # pyright: ignore[reportMissingImports] - installed only in that environment
+import mint  # pyright: ignore[reportMissingImports] - installed only in the MinT environment
 import torch
 from mint import types  # pyright: ignore[reportMissingImports]
 
@@ -27,21 +27,21 @@ def make_datum(**tensors: list[float]) -> Any:
     )
 
 
-def step(training: Any) -> float:
-    future = training.forward_backward([make_datum()], "cross_entropy")
-    training.optim_step(ADAM).result()
+def step(training_client: Any) -> float:
+    future = training_client.forward_backward([make_datum()], "cross_entropy")
+    training_client.optim_step(ADAM).result()
     return future.result().metrics["loss:sum"]
 
 
-def run_in_protobuf_and_json(service: Any, training: Any) -> list[list[float]]:
-    """Return the results of the same pass, sent as protobuf (which the server prefers) and as JSON."""
+def run_pass_with_both_encodings(service: Any, training_client: Any) -> list[list[float]]:
+    """Return the results of the same pass, sent as protobuf, which the server prefers, and as JSON."""
     results: list[list[float]] = []
     server_config = service.holder.get_client_config()
     assert server_config.proto_write_fwdbwd
     for config in (server_config, server_config.model_copy(update={"proto_write_fwdbwd": False})):
         service.holder._client_config = config
         data = [make_datum(weights=[0.5, 0.25, 1.0, 1.0, 2.0])]
-        output = training.forward_backward(data, "cross_entropy").result()
+        output = training_client.forward_backward(data, "cross_entropy").result()
         results.append([output.metrics["loss:sum"], *output.loss_fn_outputs[0]["logprobs"].data])
     service.holder._client_config = server_config
     return results
@@ -51,39 +51,41 @@ def compute_custom_loss(data: Any, logprobs: list[torch.Tensor]) -> tuple[torch.
     return -torch.cat(logprobs).sum(), {"mine": 1.0}
 
 
-def main(name: str) -> dict[str, Any]:
+def main(base_model: str) -> dict[str, Any]:
     service = mint.ServiceClient()
-    training = service.create_lora_training_client(base_model=name, rank=4, seed=3)
+    training_client = service.create_lora_training_client(base_model=base_model, rank=4, seed=3)
     results: dict[str, Any] = {"model_name": service.get_server_capabilities().supported_models[0].model_name}
-    output = training.forward([make_datum()], "cross_entropy").result()
+    output = training_client.forward([make_datum()], "cross_entropy").result()
     results["forward"] = list(output.loss_fn_outputs[0]["logprobs"].data)
-    results["losses"] = [step(training) for _ in range(3)]
-    path = training.save_state("three").result().path
-    results["uninterrupted"] = [step(training), step(training)]
+    results["losses"] = [step(training_client) for _ in range(3)]
+    path = training_client.save_state("three").result().path
+    results["uninterrupted"] = [step(training_client), step(training_client)]
     resumed = service.create_training_client_from_state_with_optimizer(path)
     results["resumed"] = [step(resumed), step(resumed)]
-    results["protobuf_and_json"] = run_in_protobuf_and_json(service, training)
-    training.optim_step(ADAM).result()
+    results["protobuf_and_json"] = run_pass_with_both_encodings(service, training_client)
+    training_client.optim_step(ADAM).result()
     results["custom"] = (
-        training.forward_backward_custom([make_datum()], compute_custom_loss).result().metrics["mine"]
+        training_client.forward_backward_custom([make_datum()], compute_custom_loss).result().metrics["mine"]
     )
-    training.optim_step(ADAM).result()
-    logprobs = training.forward([make_datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    training_client.optim_step(ADAM).result()
+    logprobs = (
+        training_client.forward([make_datum()], "cross_entropy").result().loss_fn_outputs[0]["logprobs"]
+    )
     results["policy"] = list(logprobs.data)
     ppo_data = [make_datum(logprobs=list(logprobs.data), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
-    results["ppo"] = training.forward_backward(ppo_data, "ppo").result().metrics["loss:sum"]
-    sampling = training.save_weights_and_get_sampling_client()
-    results["scored"] = sampling.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
+    results["ppo"] = training_client.forward_backward(ppo_data, "ppo").result().metrics["loss:sum"]
+    sampling_client = training_client.save_weights_and_get_sampling_client()
+    results["scored"] = sampling_client.compute_logprobs(types.ModelInput.from_ints(TOKENS)).result()
     params = types.SamplingParams(max_tokens=4, seed=1)
-    reply = sampling.sample(types.ModelInput.from_ints(TOKENS), 2, params).result()
+    reply = sampling_client.sample(types.ModelInput.from_ints(TOKENS), 2, params).result()
     results["sampled"] = [[len(s.tokens), len(s.logprobs or [])] for s in reply.sequences]
-    results["text"] = training.get_tokenizer().decode(training.get_tokenizer().encode("hello"))
+    results["text"] = training_client.get_tokenizer().decode(training_client.get_tokenizer().encode("hello"))
     rest_client = service.create_rest_client()
     results["checkpoints"] = [
-        c.checkpoint_id for c in rest_client.list_checkpoints(training.model_id).result().checkpoints
+        c.checkpoint_id for c in rest_client.list_checkpoints(training_client.model_id).result().checkpoints
     ]
     try:
-        training.forward_backward([make_datum(mask=[1.0] * 5)], "cross_entropy").result()
+        training_client.forward_backward([make_datum(mask=[1.0] * 5)], "cross_entropy").result()
     except mint.RequestFailedError as error:
         results["error"] = str(error)
     return results

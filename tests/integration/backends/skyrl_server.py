@@ -4,8 +4,8 @@
     python skyrl_server.py engine ARGUMENTS          the engine, which the HTTP server starts
 
 SkyRL expects Python 3.12 and starts its engine with `uv run`. On Python 3.11, pydantic requires the TypedDict
-from typing_extensions, so this script replaces the one in `typing`. It also starts the engine with itself
-instead of `uv run`, to stay in the same environment.
+from typing_extensions, so this script replaces the one in `typing`. It also starts the engine by running
+itself instead of `uv run`, to stay in the same environment.
 """
 
 from __future__ import annotations

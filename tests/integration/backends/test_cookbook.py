@@ -1,4 +1,4 @@
-"""The unmodified RL recipe of tinker-cookbook trains on Instar's Tinker server."""
+"""Test that the unmodified RL recipe of tinker-cookbook trains on Instar's Tinker server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REWARD_METRIC = "env/all/reward/total"
 def run_recipe(
     service: RunningService, model: str, log_folder: Path, **settings: object
 ) -> list[dict[str, Any]]:
-    """Train on additions with short replies, and return the metrics logged for each step."""
+    """Train on addition problems with short replies, and return the metrics logged for each step."""
     settings = {
         "env": "arithmetic",
         "model_name": model,
@@ -43,7 +43,7 @@ def run_recipe(
     command += [f"{name}={value}" for name, value in settings.items()]
     # The test must fail rather than wait for a download.
     env = {**os.environ, **service.environment, "TINKER_TELEMETRY": "0", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.run(
+    completed = subprocess.run(
         command,
         capture_output=True,
         text=True,
@@ -51,7 +51,7 @@ def run_recipe(
         env=env,
         cwd=log_folder.parent,
     )
-    assert process.returncode == 0, (process.stdout + process.stderr)[-4000:]
+    assert completed.returncode == 0, (completed.stdout + completed.stderr)[-4000:]
     return [json.loads(line) for line in (log_folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -70,7 +70,7 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     assert [step["progress/batch"] for step in metrics] == list(range(6))
     assert all(math.isfinite(step["grad_norm"]) for step in metrics)
     assert first_metrics[0]["grad_norm"] > 0
-    # The replies are sampled from the trained policy.
+    # The KL is this small only if the replies are sampled from the policy that is trained.
     assert all(abs(step["optim/kl_sample_train_v2"]) < 1e-5 for step in first_metrics)
     assert mean(step[REWARD_METRIC] for step in metrics[-2:]) > metrics[0][REWARD_METRIC] + 0.01
     checkpoints = [json.loads(line) for line in (log_folder / "checkpoints.jsonl").read_text().splitlines()]
@@ -84,10 +84,10 @@ def test_cookbook_rl_loop_trains_and_resumes(tmp_path: Path) -> None:
     adapter_folder = (
         tmp_path / "served" / checkpoints[-1]["sampler_path"].removeprefix("tinker://") / "adapter"
     )
-    is_nonzero = [
+    nonzero = [
         value.any()
         for name, value in load_file(adapter_folder / "adapter_model.safetensors").items()
         if ".lora_B." in name
     ]
-    assert len(is_nonzero) > 100
-    assert all(is_nonzero), "lora_B starts at zero, so training must have changed it"
+    assert len(nonzero) > 100
+    assert all(nonzero), "lora_B starts at zero, so training must have changed it"

@@ -29,17 +29,17 @@ from tests.torture.service_run import ServiceProcess
 pytestmark = pytest.mark.alone
 PROGRAM_TIMEOUT_SECONDS = 400
 SLACK_SECONDS = 4.0
-"""How long a call may exceed its timeout on a busy machine."""
+"""The time by which a call may exceed its timeout on a busy machine."""
 MAX_STALL_SECONDS = 1.0
 SESSION_TTL_SECONDS = 2.5
 SELECTIONS = {"tinker": "even", "mint": "odd", "weaver": "faults"}
-"""The faults for each service. Tinker and MinT share a backend, so each gets one half."""
+"""The faults for each service. Tinker and MinT share a backend, so each gets half of the faults."""
 ENDPOINTS = {
     "tinker": ("forward_backward", "optim_step", "save_weights", "load_weights", "asample", "create_model"),
     "mint": ("forward", "forward_backward", "optim_step", "save_weights", "load_weights", "asample"),
     "weaver": ("forward-passes", "forward-backward-passes", "optimizer-steps", "export-sampler", "load"),
 }
-"""Some of the endpoints that must get faults."""
+"""Endpoints that must be among those with faults."""
 
 
 @pytest.fixture(scope="module")

@@ -39,20 +39,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 def run_program(url: str, key: str, model: ModelConfig, scratch: Path) -> dict[str, Any]:
     command = [str(get_interpreter("mint")), str(HERE / "mint_program.py"), url, model.name, str(scratch)]
     env = {**os.environ, "MINT_API_KEY": key, "TINKER_BASE_URL": "http://unchanged.invalid"}
-    process = subprocess.run(
+    completed = subprocess.run(
         command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_SECONDS, env=env
     )
-    assert process.returncode == 0, process.stderr[-3000:]
-    assert key not in process.stdout + process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert key not in completed.stdout + completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def parse_floats(arrays: list[list[float | None]]) -> list[Floats]:
     return [np.asarray([np.nan if x is None else x for x in array], np.float32) for array in arrays]
 
 
-def check_common_results(results: dict[str, Any]) -> None:
-    assert results["environment_kept"]
+def check_results(results: dict[str, Any]) -> None:
+    assert results["is_environment_unchanged"]
     losses = [*results["losses"], results["cross_entropy"], *results["uninterrupted"]]
     assert all(map(np.isfinite, losses))
     assert results["losses"][-1] < results["losses"][0] - 0.01
@@ -61,8 +61,8 @@ def check_common_results(results: dict[str, Any]) -> None:
     assert len(sampled["ids"]) == 8
     assert set(results["base_versions"]) == {0}
     assert set(sampled["versions"]) == {1}
-    np.testing.assert_allclose(sampled["logprobs"], sampled["trained"], atol=1e-3)
-    np.testing.assert_allclose(sampled["scored"], sampled["trained"], atol=1e-3)
+    np.testing.assert_allclose(sampled["logprobs"], sampled["backend_logprobs"], atol=1e-3)
+    np.testing.assert_allclose(sampled["scored_logprobs"], sampled["backend_logprobs"], atol=1e-3)
 
 
 async def run_local_backend(model: ModelConfig) -> tuple[list[Floats], list[float]]:
@@ -127,7 +127,7 @@ async def test_mint_trains_and_samples_with_a_skyrl_server(model: ModelConfig, t
     (tmp_path / "skyrl").mkdir()
     with run_skyrl_server(model, tmp_path / "skyrl") as url:
         results = run_program(url, "tml-test-key", model, tmp_path)
-    check_common_results(results)
+    check_results(results)
     logprobs, losses = await run_local_backend(model)
     assert results["losses"][0] == pytest.approx(losses[0], rel=1e-3)
     for name in ("forward", "reference"):

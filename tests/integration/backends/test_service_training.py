@@ -1,4 +1,4 @@
-"""Tests for complete runs of `instar train` through each service's SDK, on a server with its protocol, and
+"""Tests for complete runs of `instar train` with each service's SDK and a local server for its protocol, and
 for the MinT recipe."""
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ COMPARED_STEPS = 6
 
 
 @pytest.fixture(params=[*PROTOCOLS])
-def name(request: pytest.FixtureRequest) -> str:
+def service_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.mark.timeout(1200)
-def test_random_model_learns_through_the_service(name: str, tmp_path: Path) -> None:
+def test_random_model_learns_through_the_service(service_name: str, tmp_path: Path) -> None:
     """Uses the task, model and expected reward of tests/unit/test_learning.py."""
     model = make_tiny_model(tmp_path / "model", seed=0, std=0.2)
     settings = make_config(tmp_path, seed=0).model_dump(mode="json", exclude={"engine", "backend", "dir"})
     settings["trainer"]["steps"] = STEPS
-    with run_server(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
+    with run_server(service_name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
         steps = run_training(
             {**settings, "backend": service.make_backend_section(RANK)}, tmp_path / "run", service
         )
@@ -63,9 +63,9 @@ def local_steps(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[d
 
 @pytest.mark.timeout(1200)
 def test_losses_through_the_service_match_the_local_backend(
-    name: str, model: Path, local_steps: list[dict[str, Any]], tmp_path: Path
+    service_name: str, model: Path, local_steps: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    with run_server(name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
+    with run_server(service_name, str(model), tmp_path, "--dtype", "fp32", "--threads", "1") as service:
         steps = run_training(
             make_scripted_config(model, tmp_path, service.make_backend_section(RANK)), tmp_path, service
         )
@@ -78,8 +78,8 @@ def test_losses_through_the_service_match_the_local_backend(
 
 def test_mint_recipe_passes_config_check_in_the_mint_environment() -> None:
     """The other recipes are checked in tests/unit/cli/test_recipes.py."""
-    python = f"backend.python={get_interpreter('mint')}"
-    command = [*INSTAR, "config", "check", str(ROOT / "recipes" / "mint.yaml"), "--set", python]
+    python_setting = f"backend.python={get_interpreter('mint')}"
+    command = [*INSTAR, "config", "check", str(ROOT / "recipes" / "mint.yaml"), "--set", python_setting]
     env = {**os.environ, "MINT_API_KEY": "sk-mint-test-key"}
-    process = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
-    assert process.returncode == 0, process.stderr
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+    assert completed.returncode == 0, completed.stderr

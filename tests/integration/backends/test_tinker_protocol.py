@@ -60,6 +60,7 @@ def parse_port(url: str) -> int:
 
 def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Path) -> None:
     with run_server(model, tmp_path) as (url, process), RawTinkerClient(url, KEY) as raw:
+        # Request 2 waits for request 1, which is never sent.
         request_id = raw.submit(
             "forward_backward", make_pass_request(raw.create_model(raw.create_session(), str(model)), 2)
         )
@@ -84,12 +85,12 @@ def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_
         expected = run_step(training)
         # Send a single request, because the SDK hangs forever if the first of several cannot be sent.
         long_batch = [make_next_token_datum([3 + (i + j) % 300 for j in range(200)]) for i in range(900)]
-        in_flight = training.forward_backward(long_batch, "cross_entropy")
+        pending_pass = training.forward_backward(long_batch, "cross_entropy")
         time.sleep(0.5)
         process.send_signal(signal.SIGKILL)
         with run_server(model, tmp_path, parse_port(url)) as (url, _):
             with pytest.raises((RetryableException, tinker.NotFoundError)):
-                in_flight.result(60)
+                pending_pass.result(60)
             with pytest.raises(tinker.NotFoundError):
                 training.forward_backward([make_next_token_datum()], "cross_entropy").result(30)
             new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
@@ -119,11 +120,11 @@ def test_mint_sdk_trains_and_samples_on_the_server(model: Path, tmp_path: Path) 
     assert results_with_tinker_key["losses"] == pytest.approx(results["losses"], rel=1e-6)
 
 
-def run_mint_program(url: str, key: str, name: str) -> dict[str, Any]:
+def run_mint_program(url: str, key: str, base_model: str) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TINKER_", "MINT_"))}
     program = Path(__file__).with_name("mint_sdk.py")
     completed = subprocess.run(
-        [str(get_interpreter("mint")), str(program), name],
+        [str(get_interpreter("mint")), str(program), base_model],
         env=env | {"MINT_BASE_URL": url, "MINT_API_KEY": key},
         capture_output=True,
         text=True,

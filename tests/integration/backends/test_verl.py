@@ -80,7 +80,6 @@ def read_trained_claims(run: RunProcess) -> list[Any]:
 
 def load_published_weights(run: RunProcess) -> dict[str, np.ndarray]:
     """Return the weights of the last published policy."""
-    (path,) = run.query("SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC")[
-        0
-    ]
+    query = "SELECT artifact_path FROM policies WHERE state = 'published' ORDER BY version DESC"
+    (path,) = run.query(query)[0]
     return load_file(Path(path) / "adapter_model.safetensors")

@@ -1,7 +1,7 @@
 """Check the verl backend with two FSDP ranks on the CPU, in an environment that has verl.
 
-The program runs the cases of `instar.conformance` on the local backend and on verl and compares the results.
-Further checks follow. It prints one line for each check and exits with 1 if a check failed.
+The program runs the cases of `instar.conformance` on the local backend and on verl, compares the results,
+and then runs further checks. It prints one line for each check and exits with 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ LORA = {"rank": 4, "alpha": 8.0}
 
 class CheckReport:
     def __init__(self) -> None:
-        self.failed = 0
+        self.failed_count = 0
 
     def add(self, check: CheckResult) -> None:
-        self.failed += not check.passed
+        self.failed_count += not check.passed
         print(f"{'ok  ' if check.passed else 'FAIL'} {check.name}  {check.detail}", flush=True)
 
     def check(self, name: str, passed: bool, detail: str = "") -> None:
@@ -59,9 +59,11 @@ async def check_against_local(checks: CheckReport, model: ModelConfig, folder: P
     adapters: list[dict[str, np.ndarray]] = []
     for section in ({"type": "local", "lora": LORA}, {"type": "verl", "lora": LORA, "ranks": 2}):
         config = RunConfig.model_validate(build_job(model, section, seed=3))
-        case_folder = folder / section["type"]
-        case_folder.mkdir()
-        result, arrays = await run_cases(config, case_folder, lambda name: print(f"     {name}", flush=True))
+        backend_folder = folder / section["type"]
+        backend_folder.mkdir()
+        result, arrays = await run_cases(
+            config, backend_folder, lambda name: print(f"     {name}", flush=True)
+        )
         adapters.append(load_file(Path(result.artifacts[FIVE_STEPS].path) / "adapter_model.safetensors"))
         records.append(BackendRecord(result, arrays, None))
     for check in compare(*records, CONTEXT, TOLERANCE):
@@ -85,7 +87,7 @@ def check_listeners(checks: CheckReport) -> None:
     checks.check(
         "Ray and its workers listen on loopback",
         bool(addresses) and not exposed,
-        f"{len(addresses)} {exposed}",
+        f"{len(addresses)} listeners, exposed on: {', '.join(sorted(exposed)) or 'none'}",
     )
 
 
@@ -108,10 +110,10 @@ async def check_training(checks: CheckReport, backend: VerlBackend, folder: Path
 
     far = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     norms: list[float] = []
-    for with_non_finite in (False, True):
+    for adds_non_finite_loss in (False, True):
         await backend.load_state(folder / "two")
         await backend.forward_backward(make_tree_samples(), LossConfig())
-        if with_non_finite:
+        if adds_non_finite_loss:
             error = await catch(
                 NonFiniteError, backend.forward_backward([*make_tree_samples(1), far], LossConfig())
             )
@@ -142,15 +144,14 @@ async def check_training(checks: CheckReport, backend: VerlBackend, folder: Path
 
 
 async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: Path) -> None:
-    """Check that a call raises BackendLost when a rank is killed, and that loading a state starts new
-    ranks."""
+    """Check that calls raise BackendLost after a rank is killed, and that loading a state replaces it."""
     expected = await backend.forward(make_tree_samples())
     await backend.save_state(folder / "alive")
-    training = asyncio.create_task(train_repeatedly(backend))
+    training_task = asyncio.create_task(train_repeatedly(backend))
     await asyncio.sleep(1.0)
     killed_at = time.monotonic()
     os.kill(list_rank_pids()[-1], signal.SIGKILL)
-    error = await catch(BackendLost, training)
+    error = await catch(BackendLost, training_task)
     seconds = time.monotonic() - killed_at
     checks.check("a killed rank raises BackendLost", error is not None, f"{seconds:.1f} s: {error}")
     checks.check(
@@ -172,7 +173,7 @@ async def train_repeatedly(backend: VerlBackend) -> None:
 
 async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
     await backend.close()
-    await backend.close()
+    await backend.close()  # closing a closed backend must succeed
     checks.check(
         "a closed backend raises BackendError",
         "closed" in str(await catch(BackendError, backend.forward([]))),
@@ -185,8 +186,8 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
     from instar.backends.local.backend import LocalBackend
     from instar.config import LocalBackendConfig
 
-    forwards: list[np.ndarray] = []
-    weights: list[dict[str, np.ndarray]] = []
+    final_logprobs: list[np.ndarray] = []
+    published_weights: list[dict[str, np.ndarray]] = []
     micro_batches = 0.0
     tensors_match = True
     for name, backend in {
@@ -201,25 +202,28 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
                 # The weights gathered for this forward pass must not be used after the step.
                 await backend.forward(make_tree_samples(number))
                 await backend.optim_step(ADAM)
-            forwards.append(np.concatenate(await backend.forward(make_tree_samples())))
+            final_logprobs.append(np.concatenate(await backend.forward(make_tree_samples())))
             artifact = await backend.publish(folder / f"full-{name}")
             assert artifact.kind == "weights"
-            weights.append(load_file(Path(artifact.path) / "model.safetensors"))
+            published_weights.append(load_file(Path(artifact.path) / "model.safetensors"))
             live = {key: tensor.numpy() async for key, tensor in backend.tensors()}
-            tensors_match &= live.keys() == weights[-1].keys()
-            tensors_match &= all(np.array_equal(live[key], weights[-1][key]) for key in live)
+            tensors_match &= live.keys() == published_weights[-1].keys()
+            tensors_match &= all(np.array_equal(live[key], published_weights[-1][key]) for key in live)
         finally:
             await backend.close()
-    checks.check("all weights: tensors() equals the published weights", tensors_match, "")
-    checks.check("all weights: several micro batches", micro_batches > 3, f"{micro_batches:.0f}")
-    gap = compute_difference(forwards[0], forwards[1])
-    checks.check("all weights: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
-    checks.check("all weights: the same tensors are published", weights[0].keys() == weights[1].keys())
-    gap = max(
-        compute_difference(weights[0][name], weights[1][name])
-        for name in weights[0].keys() & weights[1].keys()
+    checks.check("full fine-tuning: tensors() equals the published weights", tensors_match, "")
+    checks.check("full fine-tuning: several micro batches", micro_batches > 3, f"{micro_batches:.0f}")
+    gap = compute_difference(final_logprobs[0], final_logprobs[1])
+    checks.check("full fine-tuning: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
+    checks.check(
+        "full fine-tuning: the same tensors are published",
+        published_weights[0].keys() == published_weights[1].keys(),
     )
-    checks.check("all weights: equal to those of the local backend", gap < 1e-4, f"{gap:.1e}")
+    gap = max(
+        compute_difference(published_weights[0][name], published_weights[1][name])
+        for name in published_weights[0].keys() & published_weights[1].keys()
+    )
+    checks.check("full fine-tuning: the weights equal those of the local backend", gap < 1e-4, f"{gap:.1e}")
 
 
 async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
@@ -253,7 +257,7 @@ def list_rank_pids() -> list[int]:
     for entry in Path("/proc").iterdir():
         try:
             title = (entry / "cmdline").read_bytes()
-        except (OSError, NotADirectoryError):
+        except OSError:
             continue
         if entry.name.isdigit() and title.startswith(b"ray::InstarWorker"):
             pids.append(int(entry.name))
@@ -274,7 +278,7 @@ async def main() -> int:
             {"name": str(path), "dtype": "fp32", "device": "cpu", "max_context": CONTEXT}
         )
         await check_against_local(checks, model, folder)
-        print(f"{time.monotonic() - started_at:.0f} s", flush=True)
+        print(f"{time.monotonic() - started_at:.0f} s elapsed", flush=True)
         backend = make_backend(model)
         try:
             await check_training(checks, backend, folder)
@@ -282,10 +286,10 @@ async def main() -> int:
             await check_killed_rank(checks, backend, folder)
         finally:
             await check_close(checks, backend)
-        print(f"{time.monotonic() - started_at:.0f} s", flush=True)
+        print(f"{time.monotonic() - started_at:.0f} s elapsed", flush=True)
         await check_full_finetuning(checks, model, folder)
-    print(f"{checks.failed} checks failed, {time.monotonic() - started_at:.0f} s")
-    return int(checks.failed > 0)
+    print(f"{checks.failed_count} checks failed, {time.monotonic() - started_at:.0f} s")
+    return int(checks.failed_count > 0)
 
 
 if __name__ == "__main__":

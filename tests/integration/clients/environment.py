@@ -34,6 +34,8 @@ class ClientJob:
 
 @dataclass(frozen=True)
 class ClientResult:
+    """The result of a job, with the fields of `JobResult` in `programs/job.py`."""
+
     answers: list[Any]
     usage: list[tuple[int, int]]
     error: str
@@ -55,7 +57,7 @@ def install_clients() -> Path:
 async def run_client(
     name: str, jobs: Sequence[ClientJob], home: Path, timeout_seconds: float = RUN_TIMEOUT_SECONDS
 ) -> list[ClientResult]:
-    """Run all jobs concurrently in one process of ``programs/run_<name>.py``; ``home`` is its HOME.
+    """Run all jobs concurrently in one process of ``programs/run_<name>.py``, with ``home`` as its HOME.
 
     Raises TimeoutError if the process does not exit in time, and RuntimeError if it fails.
     """
@@ -69,9 +71,9 @@ async def run_client(
         env={"HOME": str(home), "PATH": os.environ["PATH"], "LANG": "C.UTF-8", "PYTHONWARNINGS": "ignore"},
         cwd=home,
     )
-    job_list = json.dumps([asdict(job) for job in jobs]).encode()
+    jobs_json = json.dumps([asdict(job) for job in jobs]).encode()
     try:
-        stdout, stderr = await asyncio.wait_for(process.communicate(job_list), timeout_seconds)
+        stdout, stderr = await asyncio.wait_for(process.communicate(jobs_json), timeout_seconds)
     except TimeoutError:
         process.kill()
         await process.wait()
@@ -80,7 +82,9 @@ async def run_client(
         raise RuntimeError(f"{name} exited with code {process.returncode}: {stderr.decode()[-2000:]}")
     results = json.loads(stdout.decode().splitlines()[-1])
     return [
-        ClientResult(result["answers"], [(a, b) for a, b in result["usage"]], result["error"])
+        ClientResult(
+            result["answers"], [(prompt, sampled) for prompt, sampled in result["usage"]], result["error"]
+        )
         for result in results
     ]
 

@@ -22,8 +22,8 @@ class RecordedSession:
 
 
 async def load_recorded_sessions(store: Store, run_id: str) -> list[RecordedSession]:
-    rows = [row.session for row in await store.sessions(run_id)]
-    return [RecordedSession(session, await store.calls(session.session_id)) for session in rows]
+    sessions = [row.session for row in await store.sessions(run_id)]
+    return [RecordedSession(session, await store.calls(session.session_id)) for session in sessions]
 
 
 def select_calls_with_question(
@@ -60,8 +60,8 @@ def find_continued_call(call: Call, earlier_calls: Sequence[Call]) -> Call | Non
 def is_exact(call: Call, previous: Call) -> bool:
     """True if the call extends an earlier call and its prompt starts with all tokens of ``previous``.
 
-    ``previous`` need not be the recorded parent, because an agent that fills in defaults may extend a later
-    call than its messages suggest.
+    ``previous`` need not be the recorded parent: if an agent adds default values to its tool calls, comparing
+    messages may find an earlier call than the one that the gateway recorded as the parent.
     """
     sequence = previous.sequence
     return call.link is Link.EXTENDS and np.array_equal(call.prompt_ids[: len(sequence)], sequence)

@@ -18,6 +18,7 @@ THINKING = "<think>\nLet me think.\n</think>\n\n"
 MALFORMED = "I call <tool_call>{'name': calc}</tool_call>"
 
 WriteCall = Callable[[str, dict[str, object]], str]
+"""Formats a tool call from its name and arguments, as the model family writes it."""
 
 
 def make_question(number: int, style: str = "stepwise") -> str:
@@ -33,9 +34,9 @@ def reply(prompt: str, write_call: WriteCall) -> str:
     """Return the next reply to the last question in the prompt, in the style that it selects:
 
     stepwise      call the calc tool twice, then give the answer as text
-    handoff       hand over to a second agent first
-    typed         give the answer with the tool final_result
-    final_answer  give the answer with the tool final_answer
+    handoff       like stepwise, after a handoff to a second agent
+    typed         like stepwise, but give the answer with the tool final_result
+    final_answer  like stepwise, but give the answer with the tool final_answer
     code          write Python code that calls calc
     bash          run commands with the tool bash
     bash_block    run commands in a Markdown code block

@@ -59,7 +59,7 @@ CLIENTS = [
     Client("mini_swe", {"chat": "bash", "responses": "bash", "messages": "bash", "chat-text": "bash_block"}),
 ]
 CALL_COUNTS = {"handoff": 5, "bash": 3, "bash_block": 3, "plain": 2, "malformed": 2}
-"""The number of calls in a conversation by style. Styles that are not listed take 4."""
+"""The number of calls in a conversation by style. Other styles take 4 calls."""
 
 
 def get_expected_answers(number: int, style: str) -> list[object]:

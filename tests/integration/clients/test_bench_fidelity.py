@@ -23,12 +23,12 @@ def test_bench_fidelity_with_two_clients_reports_full_fidelity() -> None:
         "--families",
         "SmolLM2",
     ]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=580)
-    assert run.returncode == 0, run.stdout + run.stderr
-    metrics = json.loads(run.stdout.splitlines()[-1])
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=580)
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    metrics = json.loads(completed.stdout.splitlines()[-1])
     assert [metrics[name] for name in ("linked", "exact_prefix", "trained")] == [1, 1, 1]
-    dialects = [(row["client"], row["dialect"]) for row in metrics["rows"]]
-    assert dialects == [
+    measured_dialects = [(row["client"], row["dialect"]) for row in metrics["rows"]]
+    assert measured_dialects == [
         ("anthropic", "messages"),
         *(("mini_swe", d) for d in ("chat", "responses", "messages")),
     ]

@@ -37,7 +37,7 @@ from tests.integration.clients.supported_clients import CALL_COUNTS, CLIENTS, Cl
 from tests.serving import ADMIN_KEY, running_gateway
 
 pytestmark = pytest.mark.timeout(600)  # the clients may have to be installed first
-RUN = "clients"
+RUN_NAME = "clients"
 
 
 MALFORMED_CALL_VARIANTS = {
@@ -57,7 +57,7 @@ class ClientHarness:
     store: SqliteStore
     home: Path
     decode: Callable[[list[int]], str]
-    _keys: dict[str, str] = field(default_factory=dict[str, str])
+    _agent_keys: dict[str, str] = field(default_factory=dict[str, str])
 
     async def make_session_job(self, variant: str, question: str) -> ClientJob:
         """Open a session and return a job that uses it."""
@@ -68,19 +68,19 @@ class ClientHarness:
 
     async def make_live_job(self, variant: str, question: str, agent: str) -> ClientJob:
         """Return a job with an agent's key. The gateway has to group its calls into sessions."""
-        if agent not in self._keys:
-            self._keys[agent] = await create_key(self.store, "agent", agent, agent)
-        return ClientJob(self.url, self._keys[agent], variant, question, THANKS)
+        if agent not in self._agent_keys:
+            self._agent_keys[agent] = await create_key(self.store, "agent", agent, agent)
+        return ClientJob(self.url, self._agent_keys[agent], variant, question, THANKS)
 
-    async def converse(
-        self, name: str, variants: Mapping[str, str], jobs: Sequence[ClientJob]
+    async def run_and_check_jobs(
+        self, name: str, style_by_variant: Mapping[str, str], jobs: Sequence[ClientJob]
     ) -> dict[str, Counter[tuple[int, int]]]:
         """Run all jobs concurrently, check their answers, and return the usage by question."""
         usage_by_question: dict[str, Counter[tuple[int, int]]] = {}
         for job, result in zip(jobs, await run_client(name, jobs, self.home), strict=True):
             assert not result.error, f"{job.variant}: {result.error}"
             assert result.answers == get_expected_answers(
-                parse_question_number(job), variants[job.variant]
+                parse_question_number(job), style_by_variant[job.variant]
             ), job.variant
             usage_by_question.setdefault(job.question, Counter()).update(result.usage)
         return usage_by_question
@@ -96,15 +96,15 @@ async def harness(tmp_path: Path) -> AsyncIterator[ClientHarness]:
     script = ScriptedEngineConfig(function="tests.integration.clients.script:smollm2")
     engine, store = ScriptedEngine(model, script), SqliteStore(tmp_path / "store.db")
     decode = load_tokenizer(Path(model.name)).decode
-    async with running_gateway(RunConfig(name=RUN, model=model), store, engine) as url:
+    async with running_gateway(RunConfig(name=RUN_NAME, model=model), store, engine) as url:
         yield ClientHarness(url, store, tmp_path, decode)
     await engine.close()
     await store.close()
 
 
 def check_exact(recorded: RecordedSession, *, rewrites_replies: bool) -> None:
-    """Check that every call that continues an earlier call starts with its tokens, and that every sampled
-    token is trained.
+    """Check that every call that continues an earlier call starts with that call's tokens, and that every
+    sampled token is trained.
 
     If the client rewrites replies, no call may continue an earlier one. Otherwise all must, except the first
     call and the first after a handoff.
@@ -130,9 +130,9 @@ async def test_client_conversations_are_answered_and_recorded_exactly(
 ) -> None:
     """Each variant runs four times concurrently with equal messages: in two opened sessions and as two live
     agents. A live agent has one conversation per variant."""
-    variants = dict(enumerate(client.variants.items(), start=20))
+    numbered_variants = dict(enumerate(client.variants.items(), start=20))
     jobs: list[ClientJob] = []
-    for number, (variant, style) in variants.items():
+    for number, (variant, style) in numbered_variants.items():
         question = make_question(number, style)
         jobs += [
             await harness.make_session_job(variant, question),
@@ -142,24 +142,24 @@ async def test_client_conversations_are_answered_and_recorded_exactly(
             await harness.make_live_job(variant, question, "one"),
             await harness.make_live_job(variant, question, "two"),
         ]
-    usage_by_question = await harness.converse(client.name, client.variants, jobs)
-    recorded = await load_recorded_sessions(harness.store, RUN)
-    for number, (variant, style) in variants.items():
-        own_sessions = select_calls_with_question(recorded, make_question(number, style), harness.decode)
-        assert [len(session_calls.calls) for session_calls in own_sessions] == [
-            CALL_COUNTS.get(style, 4)
-        ] * 4, variant
+    usage_by_question = await harness.run_and_check_jobs(client.name, client.variants, jobs)
+    recorded_sessions = await load_recorded_sessions(harness.store, RUN_NAME)
+    for number, (variant, style) in numbered_variants.items():
+        question = make_question(number, style)
+        variant_sessions = select_calls_with_question(recorded_sessions, question, harness.decode)
+        call_counts = [len(recorded.calls) for recorded in variant_sessions]
+        assert call_counts == [CALL_COUNTS.get(style, 4)] * 4, variant
         live_agents = Counter(
-            session_calls.session.agent_id
-            for session_calls in own_sessions
-            if session_calls.session.channel is Channel.LIVE
+            recorded.session.agent_id
+            for recorded in variant_sessions
+            if recorded.session.channel is Channel.LIVE
         )
         assert live_agents == Counter(["one", "two"])
-        for session_calls in own_sessions:
-            check_exact(session_calls, rewrites_replies=client.rewrites_replies)
-        assert not (usage := usage_by_question[make_question(number, style)]) or usage == count_usage(
-            call for session_calls in own_sessions for call in session_calls.calls
-        ), variant
+        for recorded in variant_sessions:
+            check_exact(recorded, rewrites_replies=client.rewrites_replies)
+        if usage := usage_by_question[question]:  # not every client reports its usage
+            calls = [call for recorded in variant_sessions for call in recorded.calls]
+            assert usage == count_usage(calls), variant
 
 
 @pytest.mark.parametrize("name", MALFORMED_CALL_VARIANTS)
@@ -169,7 +169,7 @@ async def test_malformed_tool_call_is_recorded_as_plain_text(harness: ClientHarn
         await harness.make_session_job(variant, make_question(20 + i, "malformed"))
         for i, variant in enumerate(variants)
     ]
-    await harness.converse(name, variants, jobs)
-    for recorded in await load_recorded_sessions(harness.store, RUN):
+    await harness.run_and_check_jobs(name, variants, jobs)
+    for recorded in await load_recorded_sessions(harness.store, RUN_NAME):
         assert [call.reply["content"] for call in recorded.calls] == [MALFORMED, WELCOME]
         check_exact(recorded, rewrites_replies=False)

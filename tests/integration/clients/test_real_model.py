@@ -126,11 +126,11 @@ async def converse_over_messages(session: AgentSession) -> list[ReceivedReply]:
 async def test_real_model_replies_are_streamed_and_recorded_exactly(
     harness: RealModelHarness, converse: Callable[[AgentSession], Awaitable[list[ReceivedReply]]]
 ) -> None:
-    opened = await harness.client.open_session(OpenSession(channel=Channel.TRAIN, seed=3))
-    replies = await converse(opened)
-    session = await harness.store.session(opened.session_id)
+    agent_session = await harness.client.open_session(OpenSession(channel=Channel.TRAIN, seed=3))
+    replies = await converse(agent_session)
+    session = await harness.store.session(agent_session.session_id)
     assert session is not None
-    recorded = RecordedSession(session, await harness.store.calls(opened.session_id))
+    recorded = RecordedSession(session, await harness.store.calls(agent_session.session_id))
     assert len(recorded.calls) == len(QUESTIONS)
     for reply, call in zip(replies, recorded.calls, strict=True):
         assert reply.text == call.reply["content"]

@@ -71,7 +71,7 @@ async def train_on_store(config: RunConfig) -> list[tuple[StepBatch, str]]:
     backend = LocalBackend(config.model, config.backend, seed=config.seed)  # type: ignore[arg-type]
     await backend.start()
     results: list[tuple[StepBatch, str]] = []
-    step = 10 * STEPS
+    step = 10 * STEPS  # the store already has the first steps
     while batch := await batcher.next_batch(step, UNUSED_EPOCH, 1, is_finished=lambda: True):
         await store.claim_step(config.name, step, batch.claims)
         await backend.forward_backward(batch.samples, config.trainer.loss)
@@ -97,22 +97,24 @@ def test_imported_run_yields_the_same_batches_and_weights_as_the_original(
     # The data was sampled by versions 0 and 1, and none of it may be stale at version 1.
     trainer = config.trainer.model_copy(update={"mode": "async", "max_staleness": 1})
     config = config.model_copy(update={"trainer": trainer})
-    original_dir = _copy_store(original.run_dir, folder / f"own-{format}")
-    original_results = asyncio.run(train_on_store(config.model_copy(update={"dir": original_dir})))
+    copy_dir = _copy_store(original.run_dir, folder / f"copy-{format}")
+    original_results = asyncio.run(train_on_store(config.model_copy(update={"dir": copy_dir})))
     imported_results = asyncio.run(train_on_store(config.model_copy(update={"dir": imported_dir})))
     assert len(original_results) == len(imported_results) == STEPS
     for (expected, expected_hash), (actual, actual_hash) in zip(
         original_results, imported_results, strict=True
     ):
         assert expected.samples
-        for left, right in zip(expected.samples, actual.samples, strict=True):
-            assert (left.sample_key, left.session_id, left.spans) == (
-                right.sample_key,
-                right.session_id,
-                right.spans,
+        for expected_sample, actual_sample in zip(expected.samples, actual.samples, strict=True):
+            assert (expected_sample.sample_key, expected_sample.session_id, expected_sample.spans) == (
+                actual_sample.sample_key,
+                actual_sample.session_id,
+                actual_sample.spans,
             )
             for name in ("token_ids", "mask", "logprobs", "advantages", "versions"):
-                assert getattr(left, name).tobytes() == getattr(right, name).tobytes(), name
+                assert getattr(expected_sample, name).tobytes() == getattr(actual_sample, name).tobytes(), (
+                    name
+                )
         assert expected.claims == actual.claims
         assert expected_hash == actual_hash
 
@@ -138,12 +140,15 @@ def test_run_on_a_dataset_without_rollout_yields_the_original_weights(
     assert run.query("SELECT DISTINCT role FROM endpoints WHERE role = 'rollout'") == []
     assert {epoch for (epoch,) in run.query("SELECT epoch FROM claims")} == {0}
     assert run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'") == [(STEPS,)]
-    original_state, run_state = (
+    original_fingerprint, run_fingerprint = (
         StoredRun(stored.run_dir, STEPS).read_fingerprint() for stored in (original, run)
     )
-    assert (run_state.adapter, run_state.optimizer) == (original_state.adapter, original_state.optimizer)
-    assert [(step, reward, advantage) for step, _, reward, advantage in run_state.trained] == [
-        (step, reward, advantage) for step, _, reward, advantage in original_state.trained
+    assert (run_fingerprint.adapter, run_fingerprint.optimizer) == (
+        original_fingerprint.adapter,
+        original_fingerprint.optimizer,
+    )
+    assert [(step, reward, advantage) for step, _, reward, advantage in run_fingerprint.trained] == [
+        (step, reward, advantage) for step, _, reward, advantage in original_fingerprint.trained
     ]
 
 

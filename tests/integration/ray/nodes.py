@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-PORT = 6379
+RAY_PORT = 6379
 ROOT = Path(__file__).parents[3]
 
 
@@ -50,7 +50,7 @@ class Network:
 
 
 class RayNode:
-    """A Ray node, which the constructor starts. It joins ``head``, or is the head node if that is None."""
+    """A Ray node, started by the constructor. It joins ``head``, or is the head node if ``head`` is None."""
 
     def __init__(
         self, network: Network, name: str, number: int, folder: Path, head: RayNode | None, **resources: float
@@ -58,7 +58,7 @@ class RayNode:
         self.name = name
         self.namespace = f"{network.bridge}-{name}"
         self.runs_folder = folder / f"own-{name}"
-        """The folder that the node sees as `runs`."""
+        """The node's own folder, which it sees as `runs`."""
         self._mount_point = folder / "runs"
         for created_folder in (self.runs_folder, self._mount_point):
             created_folder.mkdir(exist_ok=True)
@@ -69,8 +69,8 @@ class RayNode:
             self._token_path.write_text(secrets.token_hex(32))
             self._token_path.chmod(0o600)
         self._join_network(network)
-        self.cluster_address = f"{(head or self).address}:{PORT}"
-        head_options = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        self.cluster_address = f"{(head or self).address}:{RAY_PORT}"
+        head_options = ["--head", f"--port={RAY_PORT}", "--include-dashboard=false"]
         role_options = head_options if head is None else [f"--address={self.cluster_address}"]
         command = [
             str(Path(sys.executable).with_name("ray")), "start", *role_options, "--block",
@@ -90,7 +90,7 @@ class RayNode:
             )
 
     def make_environment(self, **variables: str) -> dict[str, str]:
-        ray = {
+        ray_variables = {
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token_path),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -98,7 +98,7 @@ class RayNode:
             "RAY_raylet_start_wait_time_s": "120",
             "RAY_worker_niceness": "0",
         }
-        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ray, **variables}
+        return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **ray_variables, **variables}
 
     def wrap_command(self, command: list[str]) -> list[str]:
         """Return the command that runs ``command`` on this node."""
@@ -140,10 +140,10 @@ class RayNode:
 
 
 def _run_ip(*arguments: str) -> None:
-    result = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    assert result.returncode == 0, f"ip {' '.join(arguments)}: {result.stderr}"
+    completed = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    assert completed.returncode == 0, f"ip {' '.join(arguments)}: {completed.stderr}"
 
 
 def _list_pids(namespace: str) -> list[int]:
-    result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
-    return [int(pid) for pid in result.stdout.split()]
+    completed = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True, text=True, check=True)
+    return [int(pid) for pid in completed.stdout.split()]

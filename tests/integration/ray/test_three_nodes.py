@@ -1,4 +1,4 @@
-"""Tests for runs on a three-node Ray cluster: loss of a node and of roles, and rejection of SQLite."""
+"""Tests for runs on a three-node Ray cluster: a lost node, killed roles, and the rejection of SQLite."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.integration.ray.nodes import ROOT, Network, RayNode, require_namespac
 from tests.postgres import PASSWORD, PostgresTestServer
 from tests.tiny import make_tiny_model
 
-WORKLOAD = "tests.integration.ray.workload"
+WORKLOAD_MODULE = "tests.integration.ray.workload"
 STEPS = 26
 PASSWORD_ENV = "INSTAR_TEST_PASSWORD"
 ADMIN_KEY = secrets.token_urlsafe(32)
@@ -75,7 +75,7 @@ class RayRun:
         self.run_dir = cluster.folder / "runs" / "three"
         self.driver_folder = cluster.head.runs_folder / "three"
         """The run's folder on the driver's node."""
-        self.schema = cluster.postgres.new_schema_name()
+        self.schema = cluster.postgres.make_schema_name()
         self.output = folder / "output.txt"
         config_path = folder / "run.yaml"
         config_path.write_text(yaml.safe_dump(self._make_settings()))
@@ -133,11 +133,11 @@ class RayRun:
                 "tensorboard": False,
             },
             "rollout": {
-                "tasks": {"type": "python", "function": f"{WORKLOAD}:make_tasks"},
+                "tasks": {"type": "python", "function": f"{WORKLOAD_MODULE}:make_tasks"},
                 "agent": {
                     "type": "function",
-                    "function": f"{WORKLOAD}:agent",
-                    # The run must not finish before the last failure.
+                    "function": f"{WORKLOAD_MODULE}:agent",
+                    # Slow the run down, so that it does not finish before the last role is killed.
                     "args": {"ledger": str(self.ledger), "pause_seconds": 1.0},
                 },
                 "group_size": 16,
@@ -145,7 +145,7 @@ class RayRun:
                 "retries": 6,
                 "timeout": 120,
             },
-            "reward": {"type": "rule", "function": f"{WORKLOAD}:score_characters"},
+            "reward": {"type": "rule", "function": f"{WORKLOAD_MODULE}:score_characters"},
         }  # fmt: skip
 
     @property
@@ -208,7 +208,7 @@ def test_ray_cluster_with_several_nodes_rejects_a_sqlite_store(
     config_path = tmp_path / "run.yaml"
     config_path.write_text(yaml.safe_dump({"dir": str(tmp_path / "run"), "cluster": {"type": "ray"}}))
     head = cluster.head
-    result = subprocess.run(
+    completed = subprocess.run(
         head.wrap_command(
             [
                 sys.executable,
@@ -226,14 +226,16 @@ def test_ray_cluster_with_several_nodes_rejects_a_sqlite_store(
         text=True,
         timeout=100,
     )
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert "error: store.type: sqlite only works on one machine" in result.stdout + result.stderr
-    assert "3 nodes; use postgres" in result.stdout + result.stderr
+    assert completed.returncode == 1, completed.stdout + completed.stderr
+    assert "error: store.type: sqlite only works on one machine" in completed.stdout + completed.stderr
+    assert "3 nodes; use postgres" in completed.stdout + completed.stderr
 
 
 @pytest.mark.alone
 @pytest.mark.timeout(600)
-def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeCluster, run: RayRun) -> None:
+def test_run_on_three_nodes_survives_a_lost_node_and_killed_roles(
+    cluster: ThreeNodeCluster, run: RayRun
+) -> None:
     run.wait_until(lambda: run.count_published_steps() >= 3)
     hosts = {
         name: run.read_endpoint(name)[0].split("//")[1].split(":")[0] for name in ("engine-0", "engine-1")
@@ -242,7 +244,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     assert cluster.head.address in run.read_endpoint("gateway")[0]
     (moved_engine,) = [name for name, host in hosts.items() if host == cluster.failing_node.address]
 
-    # The engine restarts on a node that cannot read the trainer's folder, but must get the newest version.
+    # The engine restarts on a node that cannot read the trainer's folder, but must load the newest version.
     killed_pid = run.read_endpoint(moved_engine)[1]
     os.kill(killed_pid, signal.SIGKILL)
     run.wait_until(
@@ -256,7 +258,8 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     cluster.failing_node.disconnect()
     steps = run.count_published_steps()
     run.wait_until(lambda: cluster.trainer_node.address in run.read_endpoint(moved_engine)[0])
-    run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())  # it cannot reach the driver
+    # An engine that cannot reach the driver must exit.
+    run.wait_until(lambda: not Path(f"/proc/{disconnected_pid}").exists())
     run.wait_until(lambda: run.count_published_steps() >= steps + 2)
 
     assert any(kill_gateway_mid_reply(run) for _ in range(3)), (
@@ -276,7 +279,7 @@ def test_run_on_three_nodes_survives_lost_nodes_and_roles(cluster: ThreeNodeClus
     assert f"{moved_engine} was lost" in output
     assert "trainer exited (signal SIGKILL); restarting it" in output
     assert "gateway exited (signal SIGKILL); restarting it" in output
-    rewards = [json.loads(line)["reward_mean"] for line in read_metrics(run)]
+    rewards = [record["reward_mean"] for record in read_train_metrics(run)]
     assert rewards[0] < 0.2
     assert mean(rewards[-3:]) > mean(rewards[:3]) + 0.3, [round(reward, 2) for reward in rewards]
 
@@ -285,7 +288,7 @@ CHAT_BODY = {"model": "m", "messages": [{"role": "user", "content": "digits"}], 
 
 
 def kill_gateway_mid_reply(run: RayRun) -> bool:
-    """Kill the gateway during a streamed reply. Return False if the reply was complete by then."""
+    """Kill the gateway during a streamed reply. Return False if the reply arrived completely anyway."""
     url, pid, _ = run.read_endpoint("gateway")
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     is_complete = False
@@ -314,13 +317,13 @@ def send_chat(run: RayRun) -> int:
     return httpx.post(f"{url}/v1/chat/completions", json=CHAT_BODY, headers=headers, timeout=120).status_code
 
 
-def read_metrics(run: RayRun) -> list[str]:
-    """Return the last line of each step in the driver's metrics file."""
-    latest: dict[int, str] = {}
+def read_train_metrics(run: RayRun) -> list[dict[str, Any]]:
+    """Return the latest record of each step in the driver's metrics file."""
+    latest: dict[int, dict[str, Any]] = {}
     for line in (run.driver_folder / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         if record["kind"] == "train":
-            latest[record["step"]] = line
+            latest[record["step"]] = record
     return [latest[step] for step in sorted(latest)]
 
 

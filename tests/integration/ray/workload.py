@@ -1,4 +1,4 @@
-"""The tasks, agent and reward function of the runs on Ray."""
+"""The tasks, agent and reward function for the runs on Ray."""
 
 from __future__ import annotations
 

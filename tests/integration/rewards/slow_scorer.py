@@ -17,11 +17,11 @@ class SlowRule(Scorer):
     background = True
 
     def __init__(self, config: PluginConfig) -> None:
-        self.attempted_sessions: set[str] = set()
+        self.attempted_session_ids: set[str] = set()
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         await asyncio.sleep(0.05)
-        if transcript.session_id not in self.attempted_sessions:
-            self.attempted_sessions.add(transcript.session_id)
+        if transcript.session_id not in self.attempted_session_ids:
+            self.attempted_session_ids.add(transcript.session_id)
             raise ScoreError("the first attempt fails", retryable=True)
         return [Reward(transcript.session_id, rule(task.data, transcript), RewardSource.RULE)]

@@ -1,5 +1,4 @@
-"""Tests that `instar serve` scores completed live sessions, with all scorers except `agent`, and rejects an
-unknown scorer name."""
+"""Tests that `instar serve` scores live sessions when they complete, and rejects an unknown scorer name."""
 
 from __future__ import annotations
 
@@ -77,8 +76,8 @@ def test_serve_scores_live_sessions_when_they_complete(tmp_path: Path) -> None:
             assert rows == [(f"{__name__}:score_length", "scored")]
             rewards = store.execute("SELECT value, source FROM rewards ORDER BY seq").fetchall()
             assert [source for _, source in rewards] == ["agent", "rule"]
-            statuses = store.execute("SELECT doing FROM endpoints WHERE role = 'rewards'").fetchall()
-            assert len(statuses) == 1
+            reward_roles = store.execute("SELECT name FROM endpoints WHERE role = 'rewards'").fetchall()
+            assert len(reward_roles) == 1
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(30)

@@ -34,19 +34,19 @@ def test_every_session_is_scored_once_or_has_a_failure_reason(tmp_path: Path) ->
     assert completed.stderr.count("killed the scorer after") == 2
 
     store = sqlite3.connect(tmp_path / "store.db")
-    states = dict(store.execute("SELECT state, COUNT(*) FROM scores GROUP BY state"))
-    assert sum(states.values()) == SESSION_COUNT
-    assert states["scored"] > 0.95 * SESSION_COUNT
-    (unexplained,) = store.execute(
+    state_counts = dict(store.execute("SELECT state, COUNT(*) FROM scores GROUP BY state"))
+    assert sum(state_counts.values()) == SESSION_COUNT
+    assert state_counts["scored"] > 0.95 * SESSION_COUNT
+    (inconsistent_count,) = store.execute(
         "SELECT COUNT(*) FROM scores WHERE (state = 'fallback') != (COALESCE(reason, '') != '')"
     ).fetchone()
-    assert unexplained == 0
-    (rewarded, rewards) = store.execute(
+    assert inconsistent_count == 0, "the scores with a reason must be exactly the fallback scores"
+    (rewarded_session_count, reward_count) = store.execute(
         "SELECT COUNT(DISTINCT r.session_id), COUNT(*) FROM rewards r JOIN scores s "
         "ON s.session_id = r.session_id AND s.state = 'scored' AND r.value = 0.5"
     ).fetchone()
-    assert rewarded == rewards == states["scored"]
-    assert store.execute("SELECT COUNT(*) FROM rewards").fetchone() == (rewards,)
+    assert rewarded_session_count == reward_count == state_counts["scored"]
+    assert store.execute("SELECT COUNT(*) FROM rewards").fetchone() == (reward_count,)
     for fault in ("silent", "busy", "malformed", "broken"):
-        assert metrics["endpoint"][fault] > 100, "the judge must fail often enough"
-    assert metrics["mib_late"] < 1.15 * metrics["mib_early"] + 8
+        assert metrics["endpoint"][fault] > 100, f"the judge had too few {fault} faults"
+    assert metrics["mib_late"] < 1.15 * metrics["mib_early"] + 8, "memory use grew"

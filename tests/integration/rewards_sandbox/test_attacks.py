@@ -102,32 +102,32 @@ os._exit(0)
 async def test_attack_fails_and_leaves_no_trace(
     kind: str, attack: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sandbox_folders = tmp_path / "folders"
-    sandbox_folders.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(sandbox_folders))
+    sandbox_parent = tmp_path / "folders"
+    sandbox_parent.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(sandbox_parent))
     marker = uuid.uuid4().hex
     secret = tmp_path / "id_ed25519"
     secret.write_text("the-private-key")
     with socket.create_server(("127.0.0.1", 0)) as server:
         code = ATTACKS[attack].format(secret=str(secret), home=str(tmp_path), port=server.getsockname()[1])
         server.setblocking(False)
-        # The file name is an argument of every process of the job.
+        # Every process of the job has the file name in its arguments, so `find_processes` finds it.
         section = {"type": "tests", "file": f"{marker}.py", "sandbox": {"kind": kind, **LIMITS}}
         async with start_scorer(**section) as scorer:
-            job = asyncio.create_task(score_text(scorer, TESTS, f"```python\n{code}\n```"))
-            max_processes = 0
-            while not job.done():
-                max_processes = max(max_processes, len(find_processes(marker)))
-                await asyncio.wait([job], timeout=0.2)
-            reward = await job
+            score_task = asyncio.create_task(score_text(scorer, TESTS, f"```python\n{code}\n```"))
+            peak_process_count = 0
+            while not score_task.done():
+                peak_process_count = max(peak_process_count, len(find_processes(marker)))
+                await asyncio.wait([score_task], timeout=0.2)
+            reward = await score_task
         with pytest.raises(BlockingIOError):
             server.accept()
     assert reward.value == 0.0
     assert reward.detail["reason"]
-    assert max_processes <= MAX_PROCESSES + 6  # plus those of bubblewrap or the launcher, and of the tests
+    assert peak_process_count <= MAX_PROCESSES + 6  # bubblewrap or the launcher, and the tests, add a few
     assert find_processes(marker) == []
     assert list_names(tmp_path) == ["folders", "id_ed25519"]
-    assert list_names(sandbox_folders) == []
+    assert list_names(sandbox_parent) == []
     assert secret.read_text() == "the-private-key"
 
 
@@ -135,5 +135,5 @@ async def test_attack_fails_and_leaves_no_trace(
 @pytest.mark.parametrize("kind", list_sandbox_params())
 async def test_correct_answer_passes_under_the_same_limits(kind: str) -> None:
     async with start_scorer(type="tests", sandbox={"kind": kind, **LIMITS}) as scorer:
-        jobs = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]
-        assert [reward.value for reward in await asyncio.gather(*jobs)] == [1.0] * 3
+        scores = [score_text(scorer, TESTS, "def f(x): return x + 1") for _ in range(3)]
+        assert [reward.value for reward in await asyncio.gather(*scores)] == [1.0] * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ from tests.unit.rewards.rules import score_text, start_scorer
 
 CORPORA = Path(__file__).parents[2] / "fixtures/rewards"
 HACKS: list[dict[str, Any]] = yaml.safe_load((CORPORA / "hacks.yaml").read_text(encoding="utf-8"))
-CORRECT: list[dict[str, Any]] = yaml.safe_load((CORPORA / "correct_answers.yaml").read_text(encoding="utf-8"))
+CORRECT_ANSWERS: list[dict[str, Any]] = yaml.safe_load(
+    (CORPORA / "correct_answers.yaml").read_text(encoding="utf-8")
+)
 
 
 def get_rule_type(group: dict[str, Any]) -> str:
@@ -33,7 +36,7 @@ async def score_all(group: dict[str, Any], texts: list[str], folder: Path) -> li
         rule["files"] = [str(script)]
 
     async def score(scorer: Scorer, text: str) -> tuple[float, Any]:
-        async with scorer.concurrency_limit or asyncio.Semaphore():
+        async with scorer.concurrency_limit or nullcontext():
             reward = await score_text(scorer, group["task"], text)
         return reward.value, reward.detail
 
@@ -45,8 +48,8 @@ async def score_all(group: dict[str, Any], texts: list[str], folder: Path) -> li
 @pytest.mark.parametrize("group", [g for g in HACKS if "task" in g], ids=get_rule_type)
 async def test_hack_scores_zero(group: dict[str, Any], tmp_path: Path) -> None:
     texts = [group["correct"], *group["attempts"].values()]
-    (correct, detail), *results = await score_all(group, texts, tmp_path)
-    assert correct == 1.0, detail
+    (correct_value, detail), *results = await score_all(group, texts, tmp_path)
+    assert correct_value == 1.0, detail
     rewarded = {
         name: detail for name, (value, detail) in zip(group["attempts"], results, strict=True) if value != 0.0
     }
@@ -69,7 +72,7 @@ async def test_judge_hack_gets_no_reward(group: dict[str, Any], tmp_path: Path) 
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("group", CORRECT, ids=get_rule_type)
+@pytest.mark.parametrize("group", CORRECT_ANSWERS, ids=get_rule_type)
 async def test_correct_answer_in_an_unusual_form_scores_one(group: dict[str, Any], tmp_path: Path) -> None:
     results = await score_all(group, group["answers"], tmp_path)
     rejected = {
@@ -78,9 +81,9 @@ async def test_correct_answer_in_an_unusual_form_scores_one(group: dict[str, Any
     assert rejected == {}
 
 
-def test_corpora_have_the_required_size() -> None:
+def test_corpora_have_the_required_size_and_rule_types() -> None:
     assert sum(len(group["attempts"]) for group in HACKS) >= 60
-    assert sum(len(group["answers"]) for group in CORRECT) >= 200
-    types = {"exact", "numeric", "math", "json_schema", "regex", "command", "tests"}
-    assert {get_rule_type(group) for group in HACKS} == {*types, "judge"}
-    assert {get_rule_type(group) for group in CORRECT} == types
+    assert sum(len(group["answers"]) for group in CORRECT_ANSWERS) >= 200
+    rule_types = {"exact", "numeric", "math", "json_schema", "regex", "command", "tests"}
+    assert {get_rule_type(group) for group in HACKS} == {*rule_types, "judge"}
+    assert {get_rule_type(group) for group in CORRECT_ANSWERS} == rule_types

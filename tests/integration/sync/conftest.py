@@ -1,3 +1,5 @@
+"""A Ray cluster for the tests in this folder."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -9,7 +11,7 @@ import pytest
 def cluster() -> Iterator[str]:
     """Start a local Ray cluster and yield its address.
 
-    Ray puts its token mode into the environment, which processes that are started later inherit.
+    Ray stores its token settings in this process's environment, so processes started later inherit them.
     """
     import ray
 

@@ -60,20 +60,20 @@ def gather_weights(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 def build_sharded_model(folder: str) -> tuple[torch.nn.Module, list[float]]:
     """Return the sharded model, which is the same on every rank, and its logprobs before sharding."""
     torch.manual_seed(7)
-    causal: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    adapter = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
-    peft.get_peft_model(causal, adapter)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    lora_config = peft.LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
+    peft.get_peft_model(model, lora_config)
     with torch.no_grad():
         ids = torch.tensor(TOKEN_IDS)
-        vocabulary_logprobs = causal(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        vocabulary_logprobs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
     logprobs = vocabulary_logprobs.gather(1, ids[1:, None])[:, 0].tolist()
     mesh = init_device_mesh("cpu", (2,))
-    for layer in causal.model.layers:
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(causal, mesh=mesh)
-    assert sum(isinstance(parameter, DTensor) for parameter in causal.parameters()) > 10
-    assert any(p.to_local().numel() < p.numel() for p in causal.parameters() if isinstance(p, DTensor))
-    return causal, logprobs
+    fully_shard(model, mesh=mesh)
+    assert sum(isinstance(parameter, DTensor) for parameter in model.parameters()) > 10
+    assert any(p.to_local().numel() < p.numel() for p in model.parameters() if isinstance(p, DTensor))
+    return model, logprobs
 
 
 async def push(model: torch.nn.Module, url: str, token: str, address: str) -> None:

@@ -36,8 +36,6 @@ from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import get_versions
 
 pytestmark = pytest.mark.timeout(600)
-
-
 MAX_CONTEXT = 2048
 LONG_REPLY_TOKENS = 2000
 """A reply of this length does not end before new weights arrive, even if this process is rarely scheduled."""
@@ -145,14 +143,15 @@ async def test_push_rejects_weights_of_a_different_shape(
     await mismatched.backend.close()
 
 
-async def test_worker_that_fails_during_commit_can_be_loaded_again(
+async def test_worker_that_fails_during_commit_can_load_weights_again(
     engine: RemoteEngine, served: ServedEngine, tiny: Path
 ) -> None:
     """Calls vLLM directly, because the engine would reject these weights before vLLM loads them."""
     client: VllmClient = served.engine._server.client  # type: ignore[attr-defined]
     before = await engine.logprobs(PROMPT)
     weights = load_file(tiny / "model.safetensors")
-    layout, end = list[WeightPlacement](), 0
+    layout: list[WeightPlacement] = []
+    end = 0
     for name, tensor in weights.items():
         shape = [7] if name == "model.norm.weight" else list(tensor.shape)
         layout.append((name, "float32", shape, end))

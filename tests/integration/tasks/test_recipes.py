@@ -16,12 +16,12 @@ from tests.tiny import make_tiny_model
 ROOT = Path(__file__).parents[3]
 RECIPES = ["gsm8k", "gym", "textarena", "verifiers", "humaneval", "bfcl"]
 REWARD_SOURCES = {"textarena": "agent", "verifiers": "agent"}
-"""The source of the rewards. It is `rule` for recipes that are not listed."""
+"""The reward source by recipe. It is `rule` for the other recipes."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Prompts are long, because the tokenizer has a token for almost every character.
+    # The tiny tokenizer needs almost one token per character, so the prompts are long.
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=16384)
 
 
@@ -63,7 +63,7 @@ def test_recipe_trains_one_step(recipe: str, model: Path, tmp_path: Path) -> Non
 
 @pytest.mark.timeout(180)
 def test_gsm8k_agent_with_tools_trains_one_step(model: Path, tmp_path: Path) -> None:
-    agent = "rollout.agent.function=instar.agents.gsm8k:solve_with_tools"
-    train("gsm8k", model, tmp_path / "run", agent, "reward={type: agent}")
+    agent_setting = "rollout.agent.function=instar.agents.gsm8k:solve_with_tools"
+    train("gsm8k", model, tmp_path / "run", agent_setting, "reward={type: agent}")
     with sqlite3.connect(tmp_path / "run" / "store.db") as store:
         assert store.execute("SELECT DISTINCT source FROM rewards").fetchall() == [("agent",)]

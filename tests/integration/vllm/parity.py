@@ -21,7 +21,7 @@ from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logp
 
 PROMPT = TOKENIZER.encode("What is 615 plus 278?")
 LOGPROB_TOLERANCE = 1e-4
-"""The maximum difference between two implementations of an fp32 model. Two versions differ far more."""
+"""The maximum difference between two implementations of an fp32 model. Policy versions differ far more."""
 
 
 class Training:

@@ -28,6 +28,8 @@ T = TypeVar("T")
 START_TIMEOUT_SECONDS = 600.0
 TOKEN = "engine-token"
 KEY = "server-key"
+ENGINE_PROCESS_NAME = "VLLM::EngineCor"
+"""The name of vLLM's engine process, which Linux truncates to 15 characters."""
 
 
 def make_vllm_model(folder: Path) -> Path:
@@ -45,7 +47,7 @@ def make_vllm_config(**settings: Any) -> VllmEngineConfig:
 
 
 class ServedEngine:
-    """Serves an engine on a socket, in its own event loop. Tests connect to it with RemoteEngine."""
+    """Serves an engine over HTTP, in the event loop of a separate thread, for tests with RemoteEngine."""
 
     def __init__(self, config: RunConfig, log_path: Path) -> None:
         self.reports: list[str] = []
@@ -57,7 +59,9 @@ class ServedEngine:
         app = create_engine_app(self.engine, TOKEN)
         self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
         self._server.install_signal_handlers = lambda: None  # type: ignore[method-assign]
-        self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([self._listener]), self._loop)
+        self._serve_future = asyncio.run_coroutine_threadsafe(
+            self._server.serve([self._listener]), self._loop
+        )
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     async def _start_engine(self, config: RunConfig, log_path: Path) -> Engine:
@@ -71,7 +75,7 @@ class ServedEngine:
 
     def close(self) -> None:
         self._server.should_exit = True
-        self._serving.result(30)
+        self._serve_future.result(30)
         self.run_in_loop(self.engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

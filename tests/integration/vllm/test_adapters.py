@@ -50,7 +50,7 @@ async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Async
 
 
 async def list_loaded_adapters(url: str) -> list[str]:
-    """Return the names of the loaded adapters without their random suffix."""
+    """Return the names of the loaded adapters without their random suffixes."""
     client = VllmClient(url, KEY)
     try:
         models = (await client.get("/v1/models"))["data"]
@@ -59,7 +59,7 @@ async def list_loaded_adapters(url: str) -> list[str]:
         await client.close()
 
 
-async def wait_until_loaded(url: str, names: list[str]) -> None:
+async def wait_for_adapters(url: str, names: list[str]) -> None:
     async with asyncio.timeout(20):
         while await list_loaded_adapters(url) != names:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
@@ -80,9 +80,9 @@ async def test_engine_matches_the_trainer_after_each_load(
             "the new version must differ from the previous one"
         )
         previous = logprobs
-    await wait_until_loaded(url, ["p-v3"])
+    await wait_for_adapters(url, ["p-v3"])
     await engine.load(Policy("p", 4, Artifact("base")))
-    await wait_until_loaded(url, [])
+    await wait_for_adapters(url, [])
     await training.backend.close()
 
 
@@ -100,9 +100,9 @@ async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     assert await list_loaded_adapters(url) == ["p-v1", "p-v2"]
     chunks += [chunk async for chunk in stream]
     assert set(get_versions(chunks)) == {1}
-    await wait_until_loaded(url, ["p-v2"])
+    await wait_for_adapters(url, ["p-v2"])
     await engine.load(Policy("p", 3, Artifact("base")))
-    await wait_until_loaded(url, [])
+    await wait_for_adapters(url, [])
     await training.backend.close()
 
 
@@ -114,8 +114,11 @@ async def test_engine_rejects_unsupported_policies_and_settings(
     with pytest.raises(EngineError, match=r"The adapter in .* cannot be read"):
         await engine.load(Policy("p", 1, Artifact("adapter", str(tmp_path))))
     assert (await engine.status()).version == 0
-    for settings, message in (({"policy": "merged"}, "VLLM_SERVER_DEV_MODE"), ({}, "--max-model-len")):
-        model = make_model_config(tiny).model_copy(update={} if settings else {"max_context": 512})
+    for settings, max_context, message in (
+        ({"policy": "merged"}, 256, "VLLM_SERVER_DEV_MODE"),
+        ({}, 512, "--max-model-len"),
+    ):
+        model = make_model_config(tiny, max_context)
         misconfigured_engine = VllmEngine(model, make_engine_config(url, **settings))
         with pytest.raises(ConfigError, match=message):
             await misconfigured_engine.start(Path("unused.log"), print)

@@ -19,6 +19,7 @@ from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import (
+    ENGINE_PROCESS_NAME,
     TOKEN,
     ServedEngine,
     make_model_config,
@@ -134,17 +135,17 @@ async def test_tokens_after_a_load_have_logprobs_of_the_new_weights(
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONG_REPLY_TOKENS, temperature=0))
     chunks = [await anext(stream)]
     await engine.load(policy)
-    chunks += await read_until_version(stream, 1, tokens=100)
+    chunks += await read_until_version(stream, 1, token_count=100)
     ids, versions = get_ids(chunks), get_versions(chunks)
     actual = np.asarray([value for chunk in chunks for value in chunk.logprobs])
     expected = (await training.compute_logprobs([*PROMPT, *ids]))[len(PROMPT) :]
-    is_new = np.asarray(versions) == 1
+    new_mask = np.asarray(versions) == 1
     assert set(versions) == {0, 1}
-    np.testing.assert_allclose(actual[is_new], expected[is_new], atol=LOGPROB_TOLERANCE)
-    assert np.abs(actual[~is_new] - expected[~is_new]).max() > 0.05, (
+    np.testing.assert_allclose(actual[new_mask], expected[new_mask], atol=LOGPROB_TOLERANCE)
+    assert np.abs(actual[~new_mask] - expected[~new_mask]).max() > 0.05, (
         "the first tokens must be sampled with the old weights"
     )
-    await check_parity(engine, training, policy)  # the same prompt again
+    await check_parity(engine, training, policy)  # uses the same prompt again
     await training.backend.close()
 
 
@@ -199,7 +200,7 @@ async def test_killed_server_restarts_with_the_current_policy(
     training = Training(tiny, tmp_path)
     policy = await training.step()
     await engine.load(policy)
-    (core_pid,) = _find_descendants("VLLM::EngineCor")
+    (core_pid,) = _find_descendants(ENGINE_PROCESS_NAME)
     stream = engine.generate(PROMPT, SamplingParams(max_tokens=LONGEST_REPLY_TOKENS, temperature=0))
     await anext(stream)
     os.kill(core_pid, signal.SIGKILL)

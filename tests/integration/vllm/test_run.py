@@ -21,7 +21,7 @@ from instar.store.factory import open_store
 from instar.types import Call, Floats
 from tests.integration.backends.environments import get_interpreter
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE
-from tests.integration.vllm.servers import make_vllm_model
+from tests.integration.vllm.servers import ENGINE_PROCESS_NAME, make_vllm_model
 from tests.torture.run_process import RunProcess
 
 pytestmark = pytest.mark.timeout(1300)
@@ -89,7 +89,7 @@ class PublishedPolicies:
         return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].numpy()
 
 
-async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
+async def read_calls_and_adapters(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
     """Return all calls, and the adapter folder of each published version."""
     store = open_store(RunFolder(run.run_dir).read_config(), read_only=True)
     try:
@@ -104,7 +104,7 @@ async def read_calls(run: RunProcess) -> tuple[list[Call], dict[int, str]]:
 
 async def check_every_token(run: RunProcess, model: Path) -> set[int]:
     """Assert that every token's logprob matches its policy version, and return all versions."""
-    calls, adapters = await read_calls(run)
+    calls, adapters = await read_calls_and_adapters(run)
     policies = PublishedPolicies(model, adapters)
     versions: set[int] = set()
     for call in calls:
@@ -121,7 +121,7 @@ def find_server_pids(run: RunProcess) -> Iterator[int]:
     for entry in Path("/proc").iterdir():
         try:
             name = (entry / "comm").read_text() if entry.name.isdigit() else ""
-            output = str((entry / "fd" / "1").readlink()) if name.startswith("VLLM::EngineCor") else ""
+            output = str((entry / "fd" / "1").readlink()) if name.startswith(ENGINE_PROCESS_NAME) else ""
         except OSError:
             continue  # the process has exited
         if str(run.run_dir) in output:
@@ -129,7 +129,7 @@ def find_server_pids(run: RunProcess) -> Iterator[int]:
 
 
 @contextmanager
-def keep_running(run: RunProcess) -> Iterator[None]:
+def run_in_background(run: RunProcess) -> Iterator[None]:
     """Start the run, and kill it on exit if it has not finished."""
     run.start()
     try:
@@ -144,10 +144,11 @@ def count_committed_steps(run: RunProcess) -> int:
 
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
-    # With max_staleness 3, sessions of the last step start under version 2 or later.
+    # With max_staleness 3, sessions of the last step start under version 2 or later, so several versions are
+    # sampled.
     config = make_run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
-    with keep_running(run):
+    with run_in_background(run):
         assert run.wait_until(lambda: count_committed_steps(run) >= 2, RUN_TIMEOUT_SECONDS), (
             run.collect_logs()
         )
@@ -159,7 +160,7 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
     role_logs = [(logs / f"engine-{index}.log").read_text() for index in range(2)]
     assert sum("restarting it" in text for text in role_logs) == 1
     assert all((logs / f"engine-{index}-vllm.log").stat().st_size for index in range(2))
-    assert "engine" not in run.output.read_text(), "no role may be restarted"
+    assert "engine" not in run.output.read_text(), "only the server may be restarted, not its engine role"
     versions = await check_every_token(run, model)
     assert len(versions) >= 3
     assert not list(find_server_pids(run)), "the servers must stop with the run"
@@ -169,7 +170,7 @@ async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: P
     run = RunProcess(
         tmp_path, make_run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync")
     )
-    with keep_running(run):
+    with run_in_background(run):
         run.finish(RUN_TIMEOUT_SECONDS)
     run.assert_consistent()
     assert await check_every_token(run, model) == {0, 1, 2}

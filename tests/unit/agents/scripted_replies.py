@@ -17,7 +17,7 @@ EXPRESSION_TEMPLATES = (
 
 
 def parse_messages(prompt: str) -> list[tuple[str, str]]:
-    """Return the role and text of each message; tool results have the role `tool`."""
+    """Return the role and text of each message. Tool results have the role `tool`."""
     return [
         ("tool" if "<tool_response>" in text else role, text.strip())
         for role, text in MESSAGE.findall(prompt)
@@ -80,14 +80,14 @@ def find_numbers(text: str) -> list[str]:
 
 def guess_by_bisection(prompt: str, seed: int | None) -> str:
     """Guess the middle of the range that the previous hints allow."""
-    low, high, last = 1, 20, 0
+    low, high, last_guess = 1, 20, 0
     for role, text in parse_messages(prompt):
         if role == "assistant":
-            last = int(find_numbers(text)[0])
+            last_guess = int(find_numbers(text)[0])
         elif "number is higher" in text:
-            low = last + 1
+            low = last_guess + 1
         elif "number is lower" in text:
-            high = last - 1
+            high = last_guess - 1
     return f"[{(low + high) // 2}]"
 
 
@@ -105,5 +105,5 @@ def call_triangle_area(prompt: str, seed: int | None) -> str:
     return format_tool_call("calculate_triangle_area", base=10, height=5)
 
 
-def call_triangle_area_wrongly(prompt: str, seed: int | None) -> str:
+def call_triangle_area_with_wrong_height(prompt: str, seed: int | None) -> str:
     return format_tool_call("calculate_triangle_area", base=10, height=6)

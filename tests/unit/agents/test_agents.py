@@ -11,7 +11,7 @@ from instar.types import Channel, RewardSource, SessionStatus
 from tests.unit.rollout.harness import RUN, RolloutHarness, make_config, open_harness
 
 REPLIES = "tests.unit.agents.scripted_replies"
-SYNTHETIC = {"type": "gsm8k", "synthetic": {"split": "heldout", "size": 7}}
+SYNTHETIC_TASKS = {"type": "gsm8k", "synthetic": {"split": "heldout", "size": 7}}
 
 
 async def evaluate(
@@ -23,7 +23,7 @@ async def evaluate(
     )
     evaluator = harness.create_evaluator(config)
     try:
-        return await evaluator.evaluate("greedy", "x")
+        return await evaluator.evaluate("greedy", label="test")
     finally:
         await evaluator.services.agent.close()
 
@@ -37,7 +37,7 @@ async def load_rewards(harness: RolloutHarness) -> list[list[Any]]:
 
 async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{REPLIES}:write_calculation") as harness:
-        metrics = await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"})
+        metrics = await evaluate(harness, SYNTHETIC_TASKS, "gsm8k:solve", {"type": "rule"})
         assert metrics["accuracy"] == 1.0
         for rewards in await load_rewards(harness):
             assert [reward.source for reward in rewards] == [RewardSource.RULE]
@@ -47,7 +47,7 @@ async def test_gsm8k_text_agent_is_scored_by_its_last_number(tmp_path: Path) -> 
 
 async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
     async with open_harness(tmp_path, script=f"{REPLIES}:reply_without_answer") as harness:
-        assert (await evaluate(harness, SYNTHETIC, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
+        assert (await evaluate(harness, SYNTHETIC_TASKS, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ async def test_gsm8k_tool_agent_reward_halves_with_every_failed_check(
 ) -> None:
     async with open_harness(tmp_path, script=f"{REPLIES}:{script}") as harness:
         metrics = await evaluate(
-            harness, SYNTHETIC, "gsm8k:solve_with_tools", {"type": "agent"}, max_tokens=200
+            harness, SYNTHETIC_TASKS, "gsm8k:solve_with_tools", {"type": "agent"}, max_tokens=200
         )
         assert metrics["accuracy"] == reward
         for rewards in await load_rewards(harness):
@@ -77,10 +77,10 @@ async def test_textarena_agent_plays_games_to_the_end(tmp_path: Path) -> None:
         assert len({row.call_count for row in rows}) > 1
 
 
-async def test_textarena_two_player_game_is_deterministic(tmp_path: Path) -> None:
+async def test_textarena_two_player_rewards_do_not_depend_on_other_games(tmp_path: Path) -> None:
     rewards_by_run: list[list[float]] = []
-    for number, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
-        folder = tmp_path / str(number)
+    for index, games in enumerate((["KuhnPoker-v0"], ["KuhnPoker-v0", "KuhnPoker-v0-short"])):
+        folder = tmp_path / str(index)
         async with open_harness(folder, script=f"{REPLIES}:play_poker") as harness:
             tasks = {"type": "textarena", "games": games, "size": 8}
             await evaluate(harness, tasks, "textarena:play", {"type": "agent"}, max_turns=40)
@@ -134,7 +134,11 @@ async def test_verifiers_agent_with_failing_calls_fails_the_session(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("script", "reward"),
-    [("call_triangle_area", 1.0), ("call_triangle_area_wrongly", 0.0), ("reply_without_answer", 0.0)],
+    [
+        ("call_triangle_area", 1.0),
+        ("call_triangle_area_with_wrong_height", 0.0),
+        ("reply_without_answer", 0.0),
+    ],
 )
 async def test_bfcl_calls_are_scored_by_the_checker(tmp_path: Path, script: str, reward: float) -> None:
     pytest.importorskip("bfcl_eval")

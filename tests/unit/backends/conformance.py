@@ -1,8 +1,8 @@
 """Conformance tests for training backends, checked against transformers, peft and torch.optim.
 
-A backend's test module subclasses `BackendConformance` and provides ``make_backend``: a fixture whose
-value is a function that returns a new backend with a LoRA adapter, in fp32, on the tiny model of the
-``model_folder`` fixture, with the same seed each time.
+A backend's test module subclasses `BackendConformance` and overrides the ``make_backend`` fixture, which
+returns a function that creates a backend. Every backend trains a LoRA adapter in fp32 on the tiny model in
+``model_folder``, and all of them have the same seed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 
 
 def compute_base_logprobs(model: Any, token_ids: Any) -> Any:
-    """Return the logprobs of all tokens but the first, computed with transformers alone."""
+    """Return the logprobs of all tokens but the first, computed with transformers and without an adapter."""
     ids = torch.from_numpy(np.asarray(token_ids, np.int64))
     with torch.no_grad():
         logits = model(ids.unsqueeze(0)).logits[0, :-1].float()
@@ -45,33 +45,34 @@ class ReferenceModel:
         self.model = PeftModel.from_pretrained(base, adapter, is_trainable=True)
         self.parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
-    def logprobs(self, sample: Sample) -> torch.Tensor:
+    def compute_logprobs(self, sample: Sample) -> torch.Tensor:
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         logits = self.model(ids.unsqueeze(0)).logits[0, :-1]
         return logits.log_softmax(-1).gather(-1, ids[1:].unsqueeze(-1)).squeeze(-1)
 
-    def loss(self, sample: Sample, loss: LossConfig) -> torch.Tensor:
-        trained = torch.from_numpy(sample.mask[1:] > 0)
-        new = self.logprobs(sample)[trained]
-        advantage = torch.from_numpy(sample.advantages[1:])[trained]
-        ratio = (new - torch.from_numpy(sample.logprobs[1:])[trained]).exp()
+    def compute_loss(self, sample: Sample, loss: LossConfig) -> torch.Tensor:
+        is_trained = torch.from_numpy(sample.mask[1:] > 0)
+        logprobs = self.compute_logprobs(sample)[is_trained]
+        advantage = torch.from_numpy(sample.advantages[1:])[is_trained]
+        ratio = (logprobs - torch.from_numpy(sample.logprobs[1:])[is_trained]).exp()
         if loss.name == "cross_entropy":
-            return -(advantage * new).sum()
+            return -(advantage * logprobs).sum()
         if loss.name == "importance_sampling":
             return -(advantage * ratio).sum()
         if loss.name == "ppo":
             return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
-        return -(ratio.detach().clamp(0, 4) * advantage * new).sum()
+        return -(ratio.detach().clamp(0, 4) * advantage * logprobs).sum()
 
     def accumulate(self, samples: Sequence[Sample], loss: LossConfig) -> float:
+        """Accumulate the gradient of the loss, and return the loss."""
         total = 0.0
         for sample in samples:
-            value = self.loss(sample, loss)
+            value = self.compute_loss(sample, loss)
             value.backward()
             total += value.item()
         return total
 
-    def grad_norm(self) -> float:
+    def compute_grad_norm(self) -> float:
         return float(
             torch.sqrt(sum((p.grad**2).sum() for p in self.parameters.values() if p.grad is not None))
         )
@@ -122,7 +123,7 @@ class BackendConformance:
         for sample, actual in zip(samples, await backend.forward(samples), strict=True):
             assert np.isnan(actual[0])
             with torch.no_grad():
-                np.testing.assert_allclose(actual[1:], reference.logprobs(sample).numpy(), atol=2e-5)
+                np.testing.assert_allclose(actual[1:], reference.compute_logprobs(sample).numpy(), atol=2e-5)
         await backend.close()
 
     @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "cross_entropy"])
@@ -139,7 +140,7 @@ class BackendConformance:
             assert not np.isnan(actual[sample.mask > 0]).any()
             assert np.isnan(actual[sample.mask == 0]).all()
         step = await backend.optim_step(ADAM)
-        assert step.grad_norm == pytest.approx(reference.grad_norm(), rel=1e-5)
+        assert step.grad_norm == pytest.approx(reference.compute_grad_norm(), rel=1e-5)
         await backend.close()
 
     async def test_reference_logprobs_match_base_model(
@@ -150,7 +151,7 @@ class BackendConformance:
             with pytest.raises(BackendError, match="base model's logprobs"):
                 await backend.reference_logprobs(make_tree_samples())
             await backend.close()
-            return
+            pytest.skip("this backend has no reference model")
         logging.disable_progress_bar()
         base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         samples = make_tree_samples()
@@ -159,7 +160,9 @@ class BackendConformance:
             assert np.isnan(actual[0])
             np.testing.assert_allclose(actual[1:], compute_base_logprobs(base, sample.token_ids), atol=2e-5)
         for before_logprobs, after_logprobs in zip(before, await backend.forward(samples), strict=True):
-            np.testing.assert_array_equal(before_logprobs, after_logprobs, "the adapter is enabled again")
+            np.testing.assert_array_equal(
+                before_logprobs, after_logprobs, "the adapter was not enabled again"
+            )
         await backend.forward_backward(samples, LossConfig())
         assert (await backend.optim_step(ADAM)).grad_norm > 0
         await backend.close()
@@ -186,7 +189,7 @@ class BackendConformance:
             torch.testing.assert_close(parameter, reference.parameters[name], rtol=1e-4, atol=2e-5)
         await backend.close()
 
-    async def test_forward_backward_in_two_calls_accumulates_same_gradient(
+    async def test_two_forward_backward_calls_accumulate_the_same_gradient_as_one(
         self, make_backend: Callable[[], Backend], model_folder: Path, tmp_path: Path
     ) -> None:
         samples = make_tree_samples()
@@ -194,8 +197,8 @@ class BackendConformance:
         await single_call.forward_backward(samples, LossConfig())
         await two_calls.forward_backward(samples[:5], LossConfig())
         await two_calls.forward_backward(samples[5:], LossConfig())
-        a, b = await single_call.optim_step(ADAM), await two_calls.optim_step(ADAM)
-        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
+        norms = [(await backend.optim_step(ADAM)).grad_norm for backend in (single_call, two_calls)]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         logprobs = [await backend.forward(samples) for backend in (single_call, two_calls)]
         for x, y in zip(*logprobs, strict=True):
             np.testing.assert_allclose(x, y, atol=1e-4)
@@ -222,7 +225,7 @@ class BackendConformance:
         await train(resumed, range(2, 5))
         expected = await uninterrupted.publish(tmp_path / "a")
         actual = await resumed.publish(tmp_path / "b")
-        assert read_all(self.get_adapter_folder(expected)) == read_all(self.get_adapter_folder(actual))
+        assert read_files(self.get_adapter_folder(expected)) == read_files(self.get_adapter_folder(actual))
         for backend in (uninterrupted, interrupted, resumed):
             await backend.close()
 
@@ -241,7 +244,7 @@ class BackendConformance:
         await trained.close()
         await restored.close()
 
-    async def test_non_finite_loss_raises_and_adds_no_gradient(
+    async def test_non_finite_loss_raises_and_accumulates_no_gradient(
         self, make_backend: Callable[[], Backend], tmp_path: Path
     ) -> None:
         non_finite = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
@@ -253,7 +256,7 @@ class BackendConformance:
         for backend in (clean, failed):
             await backend.optim_step(ADAM)
         a, b = await clean.publish(tmp_path / "a"), await failed.publish(tmp_path / "b")
-        assert read_all(self.get_adapter_folder(a)) == read_all(self.get_adapter_folder(b))
+        assert read_files(self.get_adapter_folder(a)) == read_files(self.get_adapter_folder(b))
         await clean.close()
         await failed.close()
 
@@ -268,7 +271,7 @@ class BackendConformance:
         with pytest.raises(NonFiniteError):
             await backend.optim_step(ADAM)
         after = await backend.publish(tmp_path / "after")
-        assert read_all(self.get_adapter_folder(before)) == read_all(self.get_adapter_folder(after))
+        assert read_files(self.get_adapter_folder(before)) == read_files(self.get_adapter_folder(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
         await backend.forward_backward(make_tree_samples(), LossConfig())
@@ -293,9 +296,9 @@ class BackendConformance:
         self, make_backend: Callable[[], Backend]
     ) -> None:
         backend = await start_backend(make_backend)
-        first = make_sample("first", [4, 5], 0)
+        sample = make_sample("first", [4, 5], 0)
         with pytest.raises(BackendError, match="first"):
-            await backend.forward_backward([first], LossConfig())
+            await backend.forward_backward([sample], LossConfig())
         with pytest.raises(BackendError, match="999999"):
             await backend.forward([make_sample("unknown", [4, 999999], 1)])
         await backend.close()
@@ -321,5 +324,5 @@ class BackendConformance:
         await backend.close()
 
 
-def read_all(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}

@@ -52,7 +52,7 @@ def test_tree_attention_rejects_unsupported_arguments() -> None:
         tree_attention(torch.nn.Identity(), x, x, x, None)
 
 
-def test_attention_plan_with_shared_prefix_is_small() -> None:
+def test_attention_plan_computes_a_shared_prefix_in_one_cross_block() -> None:
     prefix = np.arange(100, dtype=np.int32)
     packed = pack([np.concatenate([prefix, np.array([200 + i] * 20, np.int32)]) for i in range(16)])
     plan = make_attention_plan(packed, "cpu")

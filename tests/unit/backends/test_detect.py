@@ -123,7 +123,7 @@ def test_explicit_backend_skips_detection() -> None:
     assert detect_backend(MintBackendConfig(base_url="https://tinker.example"), {}).name == "mint"
 
 
-# --- the environment ------------------------------------------------------------------------------
+# --- environment ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("env", "name"), [(TINKER, "tinker"), (MINT, "mint"), (WEAVER, "weaver")])
@@ -192,7 +192,7 @@ def test_inspect_packages_imports_no_sdk() -> None:
     assert completed.stdout.strip() == "[]"
 
 
-# --- the run --------------------------------------------------------------------------------------
+# --- resolve_run ----------------------------------------------------------------------------------
 
 
 def make_config(**sections: Any) -> RunConfig:
@@ -260,7 +260,7 @@ def test_extract_secrets_moves_key_and_url_to_environment() -> None:
     assert config.backend == WeaverBackendConfig(base_url="http://127.0.0.1:9")
 
 
-def test_extract_secrets_withholds_every_variable_with_key() -> None:
+def test_extract_secrets_withholds_variables_with_keys_or_service_urls() -> None:
     env = {"MY_KEY": KEY, "TINKER_BASE_URL": "https://other.example", "HOME": "/home/me"}
     config, secrets = extract_secrets(make_config(backend={"type": "mint", "api_key_env": "MY_KEY"}), env)
     assert secrets.env == {"MINT_API_KEY": KEY}

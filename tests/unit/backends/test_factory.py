@@ -1,4 +1,4 @@
-"""Tests that unsupported settings are rejected by name before a run starts, and for loss fallbacks."""
+"""Tests for rejecting unsupported settings by name before a run starts, and for loss fallbacks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLLOUT = {
     "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks"},
     "agent": {"type": "function", "function": "instar.demo.agent:solve"},
 }
-KEYS = {"TINKER_API_KEY": "tml-x", "WEAVER_API_KEY": "x"}
+ENV = {"TINKER_API_KEY": "tml-x", "WEAVER_API_KEY": "x"}
 
 
 def make_config(backend: Any = "local", rollout: dict[str, Any] | None = None, **trainer: Any) -> RunConfig:
@@ -34,6 +34,12 @@ async def test_create_backend_has_known_capabilities(model_folder: Path) -> None
     backend = create_backend(config)
     assert backend.capabilities == get_known_capabilities(config.backend)
     await backend.close()
+
+
+def test_create_backend_rejects_unsupported_loss_setting(model_folder: Path) -> None:
+    settings = {"model": {"name": str(model_folder)}, "trainer": {"loss": {"clip_low": 0.5}}}
+    with pytest.raises(ConfigError, match="clip_low"):
+        create_backend(RunConfig.model_validate(settings))
 
 
 @pytest.mark.parametrize(
@@ -113,27 +119,24 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
 )
 def test_check_run_rejects_invalid_run(config: RunConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_run(config, KEYS)
+        check_run(config, ENV)
 
 
 def test_check_run_of_valid_run_returns_notes() -> None:
     adjusted, notes = check_run(
-        make_config("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), KEYS
+        make_config("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), ENV
     )
     assert adjusted.engine.type == "cloud"
-    check_run(make_config("tinker", {"sampling": {"temperature": 0, "top_p": 0.9}}), KEYS)
     assert notes == [
         "warning: trainer.loss.name: this backend does not support ppo; training with importance_sampling "
         "and its defaults instead (trainer.loss_fallback)"
     ]
 
 
+def test_check_run_accepts_top_p_with_greedy_sampling() -> None:
+    check_run(make_config("tinker", {"sampling": {"temperature": 0, "top_p": 0.9}}), ENV)
+
+
 def test_check_run_without_training_ignores_trainer_settings() -> None:
     config = RunConfig.model_validate({"engine": "scripted", "trainer": {"loss": {"clip_low": 0.5}}})
     assert check_run(config, {}) == (config, [])
-
-
-def test_create_backend_rejects_unsupported_loss_setting(model_folder: Path) -> None:
-    settings = {"model": {"name": str(model_folder)}, "trainer": {"loss": {"clip_low": 0.5}}}
-    with pytest.raises(ConfigError, match="clip_low"):
-        create_backend(RunConfig.model_validate(settings))

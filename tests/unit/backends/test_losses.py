@@ -1,4 +1,4 @@
-"""Tests that each loss and its gradient match their formulas in numpy."""
+"""Tests that losses and their gradients match the formulas, which are computed with numpy."""
 
 from __future__ import annotations
 

@@ -59,8 +59,8 @@ def test_packed_tokens_attend_to_exactly_their_prefix(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_attention_plan_covers_each_pair_once(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    stems = [rng.integers(0, 9, n).astype(np.int32) for n in (3, MAX_INLINE_ANCESTOR_TOKENS, 40)]
-    sequences = [np.concatenate([stem, s]) for stem in stems for s in make_random_sequences(seed)[:12]]
+    prefixes = [rng.integers(0, 9, n).astype(np.int32) for n in (3, MAX_INLINE_ANCESTOR_TOKENS, 40)]
+    sequences = [np.concatenate([prefix, s]) for prefix in prefixes for s in make_random_sequences(seed)[:12]]
     packed = pack(sequences)
     plan = make_attention_plan(packed, "cpu")
     visits = np.zeros((len(packed), len(packed)), int)
@@ -75,7 +75,7 @@ def test_attention_plan_covers_each_pair_once(seed: int) -> None:
     assert (visits == make_visibility(packed)).all()
 
 
-def test_split_micro_batches_keeps_token_budget_and_all_sequences() -> None:
+def test_split_micro_batches_keeps_all_sequences_and_stays_within_the_budget() -> None:
     sequences = make_random_sequences(1)
     batches = split_micro_batches(sequences, 25)
     assert sorted(i for batch in batches for i in batch) == list(range(len(sequences)))

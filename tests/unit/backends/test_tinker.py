@@ -7,6 +7,7 @@ import gc
 import json
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def server_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: ModelConfig, server_folder: Path) -> Generator[str]:
-    # The server keeps the model of a closed backend until it notices that the session has ended.
+    # The limit is high, because the server keeps the models of closed backends until their sessions expire.
     with (
         collect_sdk_leaks(),
         serve_in_thread(
@@ -64,10 +65,10 @@ def make_backend(model: ModelConfig, url: str) -> Callable[[], Backend]:
 class TestConformance(BackendConformance):
     names_non_finite_samples = False
     server_folder: Path
-    # `instar backends check tinker` covers these; tests/integration/backends runs it.
+    # `instar backends check tinker`, which tests/integration/backends runs, covers these tests.
     test_published_adapter_reproduces_backend_logprobs = None
     test_optim_step_matches_adamw = None
-    test_forward_backward_in_two_calls_accumulates_same_gradient = None
+    test_two_forward_backward_calls_accumulate_the_same_gradient_as_one = None
     test_load_state_without_optimizer_restores_weights = None
     test_backend_accepts_pipelined_calls = None
 
@@ -85,14 +86,14 @@ async def test_tinker_samples_without_trained_tokens_are_handled_locally(
     make_backend: Callable[[], Backend],
 ) -> None:
     backend = await start_backend(make_backend)
-    single_token, unmasked = make_sample("single", [7], 1), make_sample("unmasked", [7, 8, 9], 3)
-    result = await backend.forward_backward([single_token, unmasked], LossConfig())
+    single_token, untrained = make_sample("single", [7], 1), make_sample("untrained", [7, 8, 9], 3)
+    result = await backend.forward_backward([single_token, untrained], LossConfig())
     assert result.loss == 0
     assert [len(logprobs) for logprobs in result.logprobs] == [1, 3]
     assert all(np.isnan(logprobs).all() for logprobs in result.logprobs)
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)
-    (short_logprobs, long_logprobs) = await backend.forward([single_token, unmasked])
+    short_logprobs, long_logprobs = await backend.forward([single_token, untrained])
     assert np.isnan(short_logprobs).all()
     assert np.isfinite(long_logprobs[1:]).all()
     assert await backend.forward([]) == []
@@ -106,10 +107,10 @@ async def test_tinker_dro_does_not_move_untrained_tokens(make_backend: Callable[
     mask[-1] = 1
     sample = make_sample("one", list(range(3, 43)), 39, mask=mask, advantages=np.zeros(40, np.float32))
     (before,) = await backend.forward([sample])
-    exact = make_sample(
+    on_policy = make_sample(
         "one", list(range(3, 43)), 39, mask=mask, advantages=sample.advantages, logprobs=before
     )
-    await backend.forward_backward([exact], LossConfig(name="dro", beta=1.0))
+    await backend.forward_backward([on_policy], LossConfig(name="dro", beta=1.0))
     assert (await backend.optim_step(ADAM)).grad_norm < 1e-4
     await backend.close()
 
@@ -127,7 +128,7 @@ async def test_tinker_fractional_mask_scales_loss(make_backend: Callable[[], Bac
     await backend.close()
 
 
-async def test_tinker_state_file_names_service_path(
+async def test_tinker_state_file_names_service_path_and_is_checked_on_load(
     make_backend: Callable[[], Backend], model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
     backend = await start_backend(make_backend)
@@ -208,7 +209,7 @@ async def test_tinker_calls_before_start_or_after_cancellation_raise_backend_los
 
 
 async def test_tinker_restarted_server_raises_backend_lost_until_state_is_loaded(
-    model: ModelConfig, server_folder: Path, tmp_path: Path
+    model: ModelConfig, tmp_path: Path
 ) -> None:
     with (
         collect_sdk_leaks(),
@@ -250,8 +251,9 @@ async def test_tinker_stopped_service_times_out(model: ModelConfig, tmp_path: Pa
     ):
         backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
-    # The server has stopped, and the SDK retries for minutes.
-    backend._session.connection.access = shorten_timeout(backend._session.connection.access)  # type: ignore[union-attr]
+    # The SDK would retry for minutes, because the server has stopped. So the test shortens the timeout.
+    connection = backend._session.connection  # type: ignore[union-attr]
+    connection.access = replace(connection.access, call_timeout=1.0)
     pass_error, step_error = await asyncio.gather(
         backend.forward_backward(make_tree_samples(), LossConfig()),
         backend.optim_step(ADAM),
@@ -262,13 +264,7 @@ async def test_tinker_stopped_service_times_out(model: ModelConfig, tmp_path: Pa
     await backend.close()
 
 
-def shorten_timeout(access: Any) -> Any:
-    from dataclasses import replace
-
-    return replace(access, call_timeout=1.0)
-
-
-async def test_tinker_wrong_key_names_variable(model: ModelConfig, url: str) -> None:
+async def test_tinker_wrong_key_error_names_the_variable(model: ModelConfig, url: str) -> None:
     for key in ("tml-wrong", "other-key-format"):
         with pytest.raises(ConfigError, match="TINKER_API_KEY") as error:
             await make_tinker_backend(model, url, api_key=key).start()
@@ -292,7 +288,7 @@ def test_cloud_error_maps_to_backend_error() -> None:
     assert isinstance(CloudError("settings", "x").to_backend_error(), ConfigError)
 
 
-async def test_tinker_discard_state_deletes_it_from_the_service(
+async def test_tinker_discard_state_deletes_the_state_from_the_service(
     make_backend: Callable[[], Backend], server_folder: Path, tmp_path: Path
 ) -> None:
     backend = await start_backend(make_backend)

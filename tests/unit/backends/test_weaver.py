@@ -93,8 +93,9 @@ async def test_weaver_trains_like_local_backend(
             await train_step(backend, seed)
     actual, expected = [await backend.forward_backward(samples, LossConfig()) for backend in (remote, local)]
     assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
-    shared = expected.metrics.keys() - {"distinct_tokens", "micro_batches"}
-    assert {k: actual.metrics[k] for k in shared} == pytest.approx({k: expected.metrics[k] for k in shared})
+    metric_names = expected.metrics.keys() - {"distinct_tokens", "micro_batches"}
+    for name in metric_names:
+        assert actual.metrics[name] == pytest.approx(expected.metrics[name]), name
     for x, y in zip(actual.logprobs, expected.logprobs, strict=True):
         np.testing.assert_array_equal(x, y)
     actual_step, expected_step = [await backend.optim_step(ADAM) for backend in (remote, local)]
@@ -111,14 +112,14 @@ async def test_weaver_tensor_transport_defaults_to_binary(
 ) -> None:
     if transport is not None:
         monkeypatch.setenv("WEAVER_TENSOR_TRANSPORT", transport)
-    backend, default = make_backend(), make_backend()
+    backend, default_backend = make_backend(), make_backend()
     await backend.start()
     model = await backend._get_model()
     assert model.service.tensor_transport == (transport or "http-binary")
     actual = await backend.forward_backward(make_tree_samples(), LossConfig())
     monkeypatch.delenv("WEAVER_TENSOR_TRANSPORT", raising=False)
-    await default.start()
-    expected = await default.forward_backward(make_tree_samples(), LossConfig())
+    await default_backend.start()
+    expected = await default_backend.forward_backward(make_tree_samples(), LossConfig())
     assert actual.loss == expected.loss
     for x, y in zip(actual.logprobs, expected.logprobs, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -136,7 +137,8 @@ async def test_weaver_reference_logprobs_match_base_model(make_backend: MakeBack
     backend = make_backend()
     await backend.start()
     samples = [*make_tree_samples()[:3], make_sample("one", [5], 1)]
-    before = await backend.forward(samples)  # a new adapter does not change the logprobs
+    # A new adapter does not change the logprobs, so these are the base model's.
+    before = await backend.forward(samples)
     await train_step(backend)
     for x, y in zip(before, await backend.reference_logprobs(samples), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5)
@@ -186,7 +188,7 @@ async def test_weaver_load_state_rejects_missing_or_mismatched_state(
 async def test_weaver_published_policy_can_be_sampled_after_garbage_collection(
     make_backend: MakeBackend, model: ModelConfig, url: str, tmp_path: Path
 ) -> None:
-    """The backend keeps its session alive."""
+    """The backend keeps a reference to its session, so that garbage collection does not end it."""
     backend = make_backend(sampler_ttl=100)
     await backend.start()
     gc.collect()

@@ -76,10 +76,10 @@ async def test_exported_tensors_merge_small_updates_in_full_precision(model_fold
     await backend.close()
 
 
-@pytest.mark.parametrize(("targets", "expected"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
-async def test_adapter_on_tied_output_layer_cannot_sync_live(
-    model_folder: Path, targets: list[str], expected: bool
+@pytest.mark.parametrize(("targets", "can_sync_live"), [(["lm_head", "q_proj"], False), (["q_proj"], True)])
+async def test_live_sync_is_supported_unless_the_tied_output_layer_has_an_adapter(
+    model_folder: Path, targets: list[str], can_sync_live: bool
 ) -> None:
     backend = make_backend(model_folder, LoraConfig(rank=4, targets=targets))
-    assert backend.capabilities.can_sync_live is expected
+    assert backend.capabilities.can_sync_live is can_sync_live
     await backend.close()

@@ -1,4 +1,4 @@
-"""Tests for bench/ablations.py: logprobs of batched adapters, updates, and examples that must not change."""
+"""Tests for bench/ablations.py: logprobs of batched adapters, updates, tasks and results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def bench() -> Generator[ModuleType]:
 
 
 @pytest.fixture(scope="module")
-def parts(bench: ModuleType) -> ModuleType:
+def training(bench: ModuleType) -> ModuleType:
     return importlib.import_module("ablation_parts.training")
 
 
@@ -55,8 +55,10 @@ def randomize_adapters(model: Any) -> None:
                 weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
 
 
-def compute_reference_logprobs(folder: Path, model: Any, k: int, ids: list[int], reply: int) -> torch.Tensor:
-    """Return the logprobs of the last ``reply`` ids by transformers, with adapter ``k`` merged."""
+def compute_reference_logprobs(
+    folder: Path, model: Any, k: int, ids: list[int], reply_length: int
+) -> torch.Tensor:
+    """Return transformers' logprobs for the last ``reply_length`` ids, with adapter ``k`` merged."""
     reference = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     weights = dict(reference.named_parameters())
     with torch.no_grad():
@@ -64,22 +66,22 @@ def compute_reference_logprobs(folder: Path, model: Any, k: int, ids: list[int],
             change = 2.0 * model.adapters[f"{name}.B"][k] @ model.adapters[f"{name}.A"][k]
             weights[f"model.layers.{name}.weight"].add_(change)
         logprobs = reference(torch.tensor([ids])).logits[0].log_softmax(-1)
-    return logprobs[-reply - 1 : -1].gather(-1, torch.tensor(ids[-reply:])[:, None])[:, 0]
+    return logprobs[-reply_length - 1 : -1].gather(-1, torch.tensor(ids[-reply_length:])[:, None])[:, 0]
 
 
 @pytest.mark.parametrize("experiments", [1, 2])
 def test_policy_sampled_logprobs_equal_training_and_transformers(
-    parts: ModuleType, folder: Path, experiments: int
+    training: ModuleType, folder: Path, experiments: int
 ) -> None:
-    model = parts.BatchedLoraModel(folder, experiments, "cpu")
+    model = training.BatchedLoraModel(folder, experiments, "cpu")
     randomize_adapters(model)
-    policy = parts.BatchedPolicy(model, PREFIX_IDS, END_ID, NEW_TOKENS)
+    policy = training.BatchedPolicy(model, PREFIX_IDS, END_ID, NEW_TOKENS)
     prompts = [PROMPTS] * experiments
     adapters = model.cast_adapters()
     replies = policy.sample(adapters, prompts, torch.Generator().manual_seed(3), is_greedy=False)
-    trained = policy.compute_logprobs(adapters, prompts, replies)
-    assert trained.requires_grad
-    torch.testing.assert_close(trained.detach(), replies.logprobs_KRT, atol=1e-4, rtol=0)
+    training_logprobs = policy.compute_logprobs(adapters, prompts, replies)
+    assert training_logprobs.requires_grad
+    torch.testing.assert_close(training_logprobs.detach(), replies.logprobs_KRT, atol=1e-4, rtol=0)
     for k in range(experiments):
         for row, prompt in enumerate(PROMPTS):
             length = int(replies.lengths_KR[k, row])
@@ -88,10 +90,10 @@ def test_policy_sampled_logprobs_equal_training_and_transformers(
             torch.testing.assert_close(replies.logprobs_KRT[k, row, :length], expected, atol=1e-4, rtol=0)
 
 
-def test_policy_greedy_sampling_stops_at_the_end_token(parts: ModuleType, folder: Path) -> None:
-    model = parts.BatchedLoraModel(folder, 1, "cpu")
+def test_policy_greedy_sampling_stops_at_the_end_token(training: ModuleType, folder: Path) -> None:
+    model = training.BatchedLoraModel(folder, 1, "cpu")
     generator = torch.Generator().manual_seed(0)
-    policy = parts.BatchedPolicy(model, PREFIX_IDS, END_ID, NEW_TOKENS)
+    policy = training.BatchedPolicy(model, PREFIX_IDS, END_ID, NEW_TOKENS)
     replies = policy.sample(model.cast_adapters(), [PROMPTS], generator, is_greedy=True)
     policy.end_id = int(replies.ids_KRT[0, 0, 0])
     stopped = policy.sample(model.cast_adapters(), [PROMPTS[:1]], generator, is_greedy=True)
@@ -103,10 +105,10 @@ def test_policy_greedy_sampling_stops_at_the_end_token(parts: ModuleType, folder
 class UpdatedBatch:
     """A batch of experiments that are updated on two fixed replies each."""
 
-    def __init__(self, parts: ModuleType, folder: Path, settings: list[Any]) -> None:
+    def __init__(self, training: ModuleType, folder: Path, settings: list[Any]) -> None:
         task = importlib.import_module("ablation_parts.tasks").TASKS["cmd"]
-        self.batch = parts.ExperimentBatch(folder, task, settings, "cpu")
-        self.policy = parts.BatchedPolicy(self.batch.model, PREFIX_IDS, END_ID, NEW_TOKENS)
+        self.batch = training.ExperimentBatch(folder, task, settings, "cpu")
+        self.policy = training.BatchedPolicy(self.batch.model, PREFIX_IDS, END_ID, NEW_TOKENS)
         self.batch.policy = self.policy
         self.prompts = [[PROMPTS[0]] * 2] * len(settings)
         self.replies = self.policy.sample(
@@ -114,12 +116,12 @@ class UpdatedBatch:
         )
 
     def update(self, step: int, rewards: list[list[float]]) -> list[float]:
-        """Update with one group per experiment, and return the numbers of groups with signal."""
+        """Update with one group per experiment. Return each experiment's number of groups with signal."""
         metrics = self.batch.update(step, self.prompts, self.replies, torch.tensor(rewards)[:, None])
         return metrics.groups_with_signal_K.tolist()
 
     def compute_changes(self) -> torch.Tensor:
-        """Return by how much the logprob of every reply differs from the sampled one."""
+        """Return the change in the logprob of every reply since it was sampled."""
         with torch.no_grad():
             adapters = self.batch.model.cast_adapters()
             logprobs = self.policy.compute_logprobs(adapters, self.prompts, self.replies)
@@ -130,11 +132,11 @@ class UpdatedBatch:
 
 
 @pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.0, 1.0]])
-def test_update_raises_rewarded_reply_and_lowers_the_other(
-    parts: ModuleType, folder: Path, rewards: list[float]
+def test_update_raises_the_rewarded_logprob_and_lowers_the_other(
+    training: ModuleType, folder: Path, rewards: list[float]
 ) -> None:
-    settings = [parts.ExperimentSettings(groups=1, learning_rate=1e-2, epochs=epochs) for epochs in (1, 2)]
-    updated = UpdatedBatch(parts, folder, settings)
+    settings = [training.ExperimentSettings(groups=1, learning_rate=1e-2, epochs=epochs) for epochs in (1, 2)]
+    updated = UpdatedBatch(training, folder, settings)
     assert updated.update(1, [rewards, rewards]) == [1, 1]
     changes_KR = updated.compute_changes()
     rewarded = rewards.index(1.0)
@@ -144,9 +146,9 @@ def test_update_raises_rewarded_reply_and_lowers_the_other(
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])
 def test_update_groups_without_signal_leave_weights_unchanged(
-    parts: ModuleType, folder: Path, reward: float
+    training: ModuleType, folder: Path, reward: float
 ) -> None:
-    updated = UpdatedBatch(parts, folder, [parts.ExperimentSettings(groups=1)] * 2)
+    updated = UpdatedBatch(training, folder, [training.ExperimentSettings(groups=1)] * 2)
     # After a first update, Adam's moments alone would move the weights.
     assert updated.update(1, [[1.0, 0.0], [1.0, 0.0]]) == [1, 1]
     before = [updated.copy_adapters(k) for k in range(2)]
@@ -156,9 +158,9 @@ def test_update_groups_without_signal_leave_weights_unchanged(
     assert all(map(torch.equal, before[1], after[1]))
 
 
-def test_update_failed_group_with_penalty_lowers_all_replies(parts: ModuleType, folder: Path) -> None:
-    setting = parts.ExperimentSettings(groups=1, learning_rate=1e-2, failed_group_penalty=0.3)
-    updated = UpdatedBatch(parts, folder, [setting])
+def test_update_failed_group_with_penalty_lowers_all_replies(training: ModuleType, folder: Path) -> None:
+    setting = training.ExperimentSettings(groups=1, learning_rate=1e-2, failed_group_penalty=0.3)
+    updated = UpdatedBatch(training, folder, [setting])
     assert updated.update(1, [[0.0, 0.0]]) == [0]
     assert (updated.compute_changes() < -1e-3).all()
 
@@ -167,7 +169,7 @@ def test_update_failed_group_with_penalty_lowers_all_replies(parts: ModuleType, 
     ("name", "expected"),
     [("calc", "f64ee590815bd66a"), ("cmd", "fdd84cc1ad1cc113"), ("tools", "11630f6e48adb7fb")],
 )
-def test_task_examples_are_the_ones_that_results_were_measured_with(
+def test_task_examples_are_those_of_the_published_results(
     bench: ModuleType, name: str, expected: str
 ) -> None:
     task = bench.TASKS[name]
@@ -202,13 +204,13 @@ def test_calculation_score_requires_an_expression_with_the_result(
 
 def test_main_writes_curves_and_prints_one_result_per_setting(
     bench: ModuleType,
-    parts: ModuleType,
+    training: ModuleType,
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    settings = [parts.ExperimentSettings(groups=1, epochs=2, seed=seed) for seed in (0, 1)]
+    settings = [training.ExperimentSettings(groups=1, epochs=2, seed=seed) for seed in (0, 1)]
     monkeypatch.setitem(bench.EXPERIMENT_SETS, "small", settings)
     options = ["--set=small", "--task=cmd", "--steps=2", f"--model={folder}", f"--out={tmp_path}", "--json"]
     bench.main(options)
@@ -222,11 +224,14 @@ def test_main_writes_curves_and_prints_one_result_per_setting(
     assert [len(curves[1][name]) for name in ("reward", "kl", "gradient_norm")] == [2, 2, 2]
 
 
-def test_score_at_samples_is_that_of_the_last_evaluation_before(bench: ModuleType, parts: ModuleType) -> None:
-    curves = parts.Curves(parts.ExperimentSettings())
+def test_score_at_a_sample_count_is_from_the_last_evaluation(bench: ModuleType, training: ModuleType) -> None:
+    curves = training.Curves(training.ExperimentSettings())
     for step, score in ((0, 0.1), (10, 0.2), (20, 0.3), (30, 0.25)):
-        curves.evaluations.append(parts.Evaluation(step, 24 * step, score, []))
+        curves.evaluations.append(training.Evaluation(step, 24 * step, score, []))
     assert [bench.get_score_at(curves, samples) for samples in (0, 479, 480, 10_000)] == [0.1, 0.2, 0.3, 0.25]
+
+
+def test_format_cell_shows_the_values_and_their_mean(bench: ModuleType) -> None:
     assert bench.format_cell([0.25, 0.75], 2) == "0.25 0.75 (0.50)"
 
 

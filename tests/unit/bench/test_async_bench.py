@@ -29,26 +29,26 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 
 def find_changed_keys(first: dict[str, Any], second: dict[str, Any], path: str = "") -> set[str]:
-    differences: set[str] = set()
+    changed: set[str] = set()
     for key in first.keys() | second.keys():
         old, new, key_path = first.get(key), second.get(key), f"{path}.{key}".lstrip(".")
         if isinstance(old, dict) and isinstance(new, dict):
-            differences |= find_changed_keys(old, new, key_path)
+            changed |= find_changed_keys(old, new, key_path)
         elif old != new:
-            differences.add(key_path)
-    return differences
+            changed.add(key_path)
+    return changed
 
 
-@pytest.mark.parametrize("device", ["CPU", "GPU"])
-def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, device: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("plan_name", ["CPU_PLAN", "GPU_PLAN"])
+def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, plan_name: str, tmp_path: Path) -> None:
     from async_parts.runs import make_run_settings  # pyright: ignore[reportMissingImports]
 
-    plan = getattr(bench, device)
+    plan = getattr(bench, plan_name)
     sync_settings, async_settings = (
         make_run_settings(plan, mode, tmp_path, tmp_path / "work", 0) for mode in ("sync", "async")
     )
-    run_specific = {"name", "dir", "rollout.tasks.args.run_dir"}
-    assert find_changed_keys(sync_settings, async_settings) - run_specific == {
+    run_specific_keys = {"name", "dir", "rollout.tasks.args.run_dir"}
+    assert find_changed_keys(sync_settings, async_settings) - run_specific_keys == {
         "trainer.mode",
         "trainer.max_staleness",
     }
@@ -56,13 +56,15 @@ def test_async_bench_runs_differ_only_in_mode(bench: ModuleType, device: str, tm
         config = RunConfig.model_validate(settings)
         assert config.rollout is not None
         batch_sessions = config.rollout.group_size * config.trainer.groups_per_step
-        assert config.rollout.concurrency >= batch_sessions, "sync launches all of a batch's sessions at once"
+        assert config.rollout.concurrency >= batch_sessions, (
+            "in sync mode, all sessions of a batch must run at once"
+        )
 
 
 def test_async_bench_scales_waits_and_replies_equally(bench: ModuleType) -> None:
     from async_parts.runs import DECODE_SPEED, scale_workload  # pyright: ignore[reportMissingImports]
 
-    plan = bench.GPU
+    plan = bench.GPU_PLAN
     original = read_workload(bench.WORKLOAD)
     scaled = scale_workload(original, plan)
     assert [len(session.turns) for session in scaled] == [len(session.turns) for session in original]
@@ -88,4 +90,4 @@ def test_async_bench_assigns_sessions_to_groups_in_file_order(bench: ModuleType,
     store.close()
     tasks = make_tasks(str(workload_path), 2, 2, str(tmp_path))
     assert [[session[0][0] for session in task["sessions"]] for task in tasks] == [[0, 1], [2, 0]]
-    assert float((tmp_path / "began").read_text()) > 0
+    assert float((tmp_path / "started_at").read_text()) > 0

@@ -18,7 +18,7 @@ BENCH = ROOT / "bench"
 
 @pytest.fixture
 def cases(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """The module bench/fuzz_parts/cases.py, imported with its folder on the path."""
+    """The module bench/fuzz_parts/cases.py, imported with bench/ on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     yield importlib.import_module("fuzz_parts.cases")
     for name in [name for name in sys.modules if name.split(".")[0] == "fuzz_parts"]:

@@ -59,7 +59,7 @@ def test_gateway_bench_conversation_sends_full_history(bench: ModuleType) -> Non
     assert json.loads(b"[" + skipped.messages + b"]")[0] == messages[0]
 
 
-def test_gateway_bench_invalid_cell_gives_no_ratio(bench: ModuleType) -> None:
+def test_gateway_bench_invalid_cell_has_no_ratio(bench: ModuleType) -> None:
     from gateway_parts.load import Cell, compute_median_cell  # pyright: ignore[reportMissingImports]
 
     small, _ = bench.HEADLINE_KINDS

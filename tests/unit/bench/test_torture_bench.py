@@ -17,7 +17,7 @@ BENCH = Path(__file__).parents[3] / "bench"
 
 @pytest.fixture
 def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
-    """The module bench/torture_parts/schedules.py, imported with its folder on the path."""
+    """The module bench/torture_parts/schedules.py, imported with bench/ on the path."""
     monkeypatch.syspath_prepend(str(BENCH))
     module = importlib.import_module("torture_parts.schedules")
     module.disable_logging()
@@ -29,8 +29,8 @@ def schedules(monkeypatch: pytest.MonkeyPatch) -> Generator[ModuleType]:
 
 @pytest.fixture
 def folder(schedules: ModuleType) -> Generator[Path]:
-    with schedules.make_temporary_folder() as name:
-        yield Path(name)
+    with schedules.make_temporary_folder() as path:
+        yield Path(path)
 
 
 def test_simulation_sample_of_schedules_has_no_violations(schedules: ModuleType, folder: Path) -> None:

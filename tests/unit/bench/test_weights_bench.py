@@ -26,13 +26,13 @@ def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleTy
     regular_times = [0.01 * i for i in range(100)]
     first_reply = [*regular_times, 1.06, 1.07, 2.09, 2.10]  # gaps of 70 ms and 1.02 s near the first update
     other_replies = [[0.995, 1.000, 1.010], [3.000, 3.030]]
-    updates = bench.UpdateSeries(
+    series = bench.UpdateSeries(
         first_seconds=9.0,
         updates=[bench.Update(1.0, 1.05), bench.Update(3.005, 3.006)],
         token_times=[first_reply, *other_replies],
         mean_logprob_error=0.5,
     )
-    metrics = updates.compute_metrics()
+    metrics = series.compute_metrics()
     assert metrics["pause_ms_max"] == pytest.approx(1020, abs=1)
     assert metrics["pause_ms_p50"] == pytest.approx((1020 + 30) / 2, abs=1)
     assert metrics["gap_ms_p50"] == pytest.approx(10, abs=0.1)
@@ -42,13 +42,15 @@ def test_weights_bench_pause_is_the_longest_gap_around_an_update(bench: ModuleTy
 
 
 def test_weights_bench_ignores_gaps_between_replies(bench: ModuleType) -> None:
-    updates = bench.UpdateSeries(
+    series = bench.UpdateSeries(
         updates=[bench.Update(1.0, 1.0)], token_times=[[0.5, 0.6, 0.95, 1.01], [5.0, 5.1]]
     )
-    assert updates.compute_metrics()["pause_ms_max"] == pytest.approx(60)
+    assert series.compute_metrics()["pause_ms_max"] == pytest.approx(60)
 
 
-def test_weights_bench_shapes_match_the_named_models(bench: ModuleType, tmp_path: Path) -> None:
+def test_weights_bench_shapes_have_the_parameter_counts_of_their_models(
+    bench: ModuleType, tmp_path: Path
+) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = bench.make_model(tmp_path / "model", bench.SHAPES["tiny"], "cpu")

@@ -116,8 +116,8 @@ async def _fill_store(config: RunConfig, small: SmallRun) -> None:
     async def add_group(
         group_id: str, index: int, rewards: list[float | None], channel: Channel
     ) -> list[str]:
-        """Add a closed group with one session per reward, and return the session ids. A session without a
-        reward has failed."""
+        """Add a closed group with one session per reward, and return the session ids. A reward of None makes
+        the session a failed one."""
         await store.open_group(Group(group_id, RUN, channel, index, 2, Task(f"task-{index}", {})))
         session_ids = [f"sess-{index}{slot}-{group_id.replace('/', '-')}" for slot in range(len(rewards))]
         for slot, (session_id, reward) in enumerate(zip(session_ids, rewards, strict=True)):

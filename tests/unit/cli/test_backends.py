@@ -1,4 +1,4 @@
-"""Tests for `instar backends`, its documentation page, and the cloud settings of other commands."""
+"""Tests for `instar backends`, backend settings and warnings in other commands, and docs/backends.md."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_backends_with_missing_package_shows_the_install_command(
     assert "/bin/pip install 'instar[mint]'" in instar("backends").out.replace("\n", "")
 
 
-# --- settings -------------------------------------------------------------------------------------
+# --- other commands -------------------------------------------------------------------------------
 
 
 def test_config_show_and_check_do_not_reveal_the_key(instar: Instar, tmp_path: Path) -> None:
@@ -103,6 +103,9 @@ def test_interpreter_path_is_relative_to_the_config_file(instar: Instar, tmp_pat
         f"{tmp_path}/env/bin/python",
         "python3",
     )
+
+
+# --- docs/backends.md -----------------------------------------------------------------------------
 
 
 def test_backends_page_yaml_examples_are_valid() -> None:

@@ -48,7 +48,7 @@ def test_sessions_show_prints_messages_rewards_and_claims(instar: Instar, small_
         "not trainable: logprobs are missing",
         "reward 1 from rule rule",
         "group small/train/000000: rewards 1 0",
-        "advantage +1.000 → trained in step 1, 1 version(s) stale",
+        "advantage +1.000 → trained in step 1, 1 step(s) stale",
     ):
         assert part in output
     assert output.count("What is <2> plus 2?") == 1, "a later call shows only its new messages"
@@ -85,10 +85,13 @@ def test_sessions_show_accepts_a_unique_id_prefix(instar: Instar, small_run: Sma
     result = instar("sessions", "show", small_run.folder, trained[:-1], "--json")
     assert result.json["session_id"] == trained
     result = instar("sessions", "show", small_run.folder, "sess-")
+    assert result.code == 1
+    assert result.err.startswith("error: 8 session ids start with 'sess-' (sess-")
+    assert result.err.endswith(", ...); pass more characters.\n")
+    result = instar("sessions", "show", small_run.folder, "unknown")
     assert (result.code, result.err) == (
         1,
-        "error: 8 sessions in this run have an id that starts with 'sess-'; choose an id from "
-        "`instar sessions ls`.\n",
+        "error: No session id in this run starts with 'unknown'; see `instar sessions ls`.\n",
     )
 
 
@@ -127,8 +130,8 @@ def test_report_shows_tasks_before_and_after(instar: Instar, small_run: SmallRun
 
 def test_report_shows_staleness_and_dropped_samples(instar: Instar, small_run: SmallRun) -> None:
     page = Path(instar("report", small_run.folder, "--json").json["report"]).read_text(encoding="utf-8")
-    assert "<td>0 behind</td><td>450</td><td>75.0%</td>" in page
-    assert "<td>2 behind</td><td>150</td><td>25.0%</td>" in page
+    assert "<td>0</td><td>450</td><td>75.0%</td>" in page
+    assert "<td>2</td><td>150</td><td>25.0%</td>" in page
     assert "<td>stale</td><td>6</td>" in page
 
 
@@ -139,7 +142,7 @@ def test_report_without_metrics_fails(instar: Instar, small_run: SmallRun, tmp_p
     assert "nothing to report yet" in result.err
 
 
-# --- doctor, and failures ---------------------------------------------------------------------------
+# --- doctor, failures and help ----------------------------------------------------------------------
 
 
 def test_doctor_lists_findings(instar: Instar) -> None:
@@ -179,15 +182,15 @@ def test_command_failure_prints_one_line_and_exits_1(
 ) -> None:
     rollout = (
         "rollout: {tasks: {type: python, function: 'instar.demo.tasks:train_tasks'}, "
-        "agent: {type: function, function: 'instar.demo.agent:solve'}, group_size: "
+        "agent: {type: function, function: 'instar.demo.agent:solve'}, group_size: 2}"
     )
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
     engine_and_model = "engine: {type: scripted}\nmodel: {name: model}\n"
     (tmp_path / "run.yaml").write_text(engine_and_model)
-    (tmp_path / "existing.yaml").write_text(f"dir: existing\n{engine_and_model}{rollout}2}}")
-    (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{engine_and_model}{rollout}2}}")
+    (tmp_path / "existing.yaml").write_text(f"dir: existing\n{engine_and_model}{rollout}")
+    (tmp_path / "fresh.yaml").write_text(f"dir: fresh\n{engine_and_model}{rollout}")
     (tmp_path / "existing").mkdir()
     (tmp_path / "existing" / "config.json").write_text('{"trainer": {"stepz": 1}}')
     monkeypatch.chdir(tmp_path)

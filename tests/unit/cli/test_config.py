@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from instar.cli.config_file import load_config
-from instar.cli.reference import render
+from instar.cli.reference import render_settings
 from tests.unit.cli.conftest import Instar
 
 
@@ -19,7 +19,7 @@ def write_config(folder: Path, text: str) -> Path:
 
 
 AGENT = "{type: command, command: [sh]}"
-MISTAKES = {
+INVALID_CONFIGS = {
     "unknown section": (
         "trainr: {}",
         "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, backend, cluster, data, "
@@ -57,7 +57,7 @@ MISTAKES = {
         "backend: {type: tinker, api_key: 12345}",
         "backend.api_key: must be a valid string, got '…'",
     ),
-    "a loss that the backend does not support": (
+    "unsupported loss": (
         f"""
         backend: {{type: weaver, api_key: wv-secret}}
         trainer: {{loss: {{name: ppo}}}}
@@ -70,7 +70,7 @@ MISTAKES = {
         "trainer: {steps: 1.5}",
         "trainer.steps: must be a valid integer, got 1.5",
     ),
-    "one of several types": (
+    "value of neither allowed type": (
         "backend: {lora: {targets: 5}}",
         "backend.lora.targets: must be a valid list or all-linear, got 5",
     ),
@@ -111,21 +111,21 @@ MISTAKES = {
         "trainer:",
         "trainer: must be a section with `setting: value` lines, got None",
     ),
-    "settings that exclude each other": (
+    "mutually exclusive settings": (
         "trainer: {mode: sync, max_staleness: 2}",
         "trainer.max_staleness: must be 0 or unset if trainer.mode is sync, got 2",
     ),
-    "a single reward": (
+    "unknown key of a single reward": (
         "reward: {type: rule, functon: x}",
         "reward.functon: unknown setting (did you mean 'function'?). "
         "Available: args, function, name, thread, type",
     ),
-    "one reward of several": (
+    "unknown key of one of several rewards": (
         "reward: [{type: agent}, {type: rule, functon: x}]",
         "reward.1.functon: unknown setting (did you mean 'function'?). "
         "Available: args, function, name, thread, type",
     ),
-    "unknown function": (
+    "function in a missing module": (
         "reward: {type: rule, function: 'missing:score'}",
         "reward.function: cannot import 'missing' (from 'missing:score'): "
         "ModuleNotFoundError: No module named 'missing'",
@@ -133,8 +133,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
+@pytest.mark.parametrize(("text", "expected"), INVALID_CONFIGS.values(), ids=INVALID_CONFIGS.keys())
+def test_config_check_explains_an_error(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
     path = write_config(tmp_path, text)
     result = instar("config", "check", path)
     lines = [line.strip() for line in result.err.splitlines()]
@@ -145,22 +145,22 @@ def test_config_check_explains_a_mistake(instar: Instar, tmp_path: Path, text: s
     assert json_result.json == {"ok": False, "mistakes": lines[1:]}
 
 
-def test_config_check_lists_all_mistakes(instar: Instar, tmp_path: Path) -> None:
+def test_config_check_lists_all_errors(instar: Instar, tmp_path: Path) -> None:
     path = write_config(tmp_path, "name: a b\ntrainer: {steps: 0, mode: x}\nengine: {type: y}")
     result = instar("config", "check", path)
     assert result.err.startswith(f"{path}: 4 errors\n")
     assert len(result.err.splitlines()) == 5
 
 
-UNREADABLE = {
+INVALID_FILES = {
     "not YAML": ("a: [", "is not valid YAML"),
     "not a mapping": ("- a\n- b", "expected a mapping of sections, not a list"),
-    "a key twice": ("seed: 1\nname: x\nseed: 2", "line 3: duplicate key 'seed'"),
-    "a nested key twice": ("trainer:\n  steps: 1\n  steps: 2", "line 3: duplicate key 'steps'"),
+    "duplicate key": ("seed: 1\nname: x\nseed: 2", "line 3: duplicate key 'seed'"),
+    "duplicate nested key": ("trainer:\n  steps: 1\n  steps: 2", "line 3: duplicate key 'steps'"),
 }
 
 
-@pytest.mark.parametrize(("text", "expected"), UNREADABLE.values(), ids=UNREADABLE.keys())
+@pytest.mark.parametrize(("text", "expected"), INVALID_FILES.values(), ids=INVALID_FILES.keys())
 def test_config_check_rejects_invalid_files(instar: Instar, tmp_path: Path, text: str, expected: str) -> None:
     result = instar("config", "check", write_config(tmp_path, text))
     assert result.code == 1
@@ -274,7 +274,7 @@ def test_run_without_dir_is_in_the_working_directory(instar: Instar, tmp_path: P
     assert load_config(write_config(tmp_path, "name: x")).run_dir == Path("runs/x")
 
 
-# --- show and the reference -------------------------------------------------------------------------
+# --- `config show` and the reference page -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -289,7 +289,7 @@ def test_config_show_output_is_a_valid_config(instar: Instar, tmp_path: Path, mo
 
 
 def test_reference_has_a_table_for_each_type_and_section() -> None:
-    page = render()
+    page = render_settings()
     for heading in ("`rollout.tasks` with `type: jsonl`", "`engine` with `type: scripted`", "`trainer.adam`"):
         assert f"\n## {heading}\n" in page
     assert "| `lr` | float | `0.0002` |" in page

@@ -110,7 +110,7 @@ def grouped_run(tmp_path: Path) -> Path:
     config = RunConfig(name=RUN, dir=tmp_path / "grouped_run")
     RunFolder(config.run_dir).create(config)
 
-    async def write() -> None:
+    async def create_store() -> None:
         store = open_store(config)
         await put_test_run(store)
         for index in range(2):
@@ -124,7 +124,7 @@ def grouped_run(tmp_path: Path) -> Path:
         await store.close_group(retried, GroupStatus.READY)
         await store.close()
 
-    asyncio.run(write())
+    asyncio.run(create_store())
     return config.run_dir
 
 

@@ -27,12 +27,12 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config = RunConfig(name=RUN, dir=folder)
     RunFolder(folder).create(config)
 
-    async def write() -> None:
+    async def create_store() -> None:
         store = open_store(config)
         await fill_store(store)
         await store.close()
 
-    asyncio.run(write())
+    asyncio.run(create_store())
     return folder
 
 
@@ -164,7 +164,7 @@ def test_dataset_folder_matches_format_and_samples(instar: Instar, run_dir: Path
 
 
 def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path, tmp_path: Path) -> None:
-    async def write() -> None:
+    async def add_session() -> None:
         store = open_store(RunFolder(run_dir).read_config())
         await store.open_session(make_session("no-logprobs"))
         call = make_call(
@@ -174,7 +174,7 @@ def test_export_samples_without_logprobs_succeeds(instar: Instar, run_dir: Path,
         await store.end_session("no-logprobs", SessionStatus.COMPLETED)
         await store.close()
 
-    asyncio.run(write())
+    asyncio.run(add_session())
     output = instar("sessions", "export", run_dir, "--to", tmp_path / "out", "--samples")
     assert (output.code, output.err) == (0, "")
     lines = (tmp_path / "out" / "samples.jsonl").read_text().split("\n")

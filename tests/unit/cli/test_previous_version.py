@@ -122,7 +122,7 @@ def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:
     assert len(instar("sessions", "ls", run_dir, "--json", "--tag", "topic=numbers").json) == 2
     output = instar("sessions", "show", run_dir, CORRECTED_ID).out
     assert "call 2 · extends · 41 prompt + 4 sampled tokens" in output
-    assert "trained in step 1, 0 version(s) stale" in output
+    assert "trained in step 1, 0 step(s) stale" in output
     assert len(instar("feedback", run_dir, "ls", "--json").json) == 2
     plan = instar("plan", run_dir, "--json").json
     assert (plan["step"], plan["version"], plan["ready"], plan["groups_waiting"]) == (

@@ -1,4 +1,4 @@
-"""Tests for the order and cancellation of calls in a Tinker training session."""
+"""Tests for completed and cancelled calls in a Tinker training session."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from instar.clouds.tinker_training import TinkerTrainingSession
 
 
 class ImmediateConnection:
-    """A connection that returns the result of every call immediately."""
+    """A connection on which every call succeeds immediately, with its action as the result."""
 
-    async def await_result(self, action: str, sent: Any) -> str:
+    async def await_result(self, action: str, response: Any) -> str:
         return action
 
 
@@ -28,7 +28,7 @@ class SentCall:
 async def test_call_cancelled_before_it_starts_loses_the_session() -> None:
     session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
     cancelled = session.send("forward_backward", lambda _: SentCall())
-    cancelled.cancel()  # its coroutine has not started
+    cancelled.cancel()  # before its coroutine has started
     async with asyncio.timeout(60):
         with pytest.raises(asyncio.CancelledError):
             await cancelled
@@ -36,7 +36,7 @@ async def test_call_cancelled_before_it_starts_loses_the_session() -> None:
             await session.send("optim_step", lambda _: SentCall())
 
 
-async def test_calls_complete_in_order() -> None:
+async def test_completed_calls_keep_the_session() -> None:
     session = TinkerTrainingSession(cast(TinkerConnection, ImmediateConnection()), client=None)
     calls = [session.send(name, lambda _: SentCall()) for name in ("first", "second")]
     assert await asyncio.gather(*calls) == ["first", "second"]

@@ -1,4 +1,4 @@
-"""Tests for the Weaver client with a scripted server, and for the data that it sends and receives."""
+"""Tests for the Weaver client against a scripted server, and for the data it sends and receives."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RequestHandler = Callable[[Request], Awaitable[Response]]
 
 
 class ScriptedServer:
-    """A server that returns the added responses in order, and then completed operations."""
+    """A server that returns the added responses in order. After that, every operation is completed."""
 
     def __init__(self) -> None:
         self.handlers: list[RequestHandler] = []
@@ -81,13 +81,13 @@ def server() -> ScriptedServer:
 
 
 @asynccontextmanager
-async def run_server(server: ScriptedServer, deadline: float = 20.0) -> AsyncGenerator[CloudAccess]:
+async def run_server(server: ScriptedServer, call_timeout: float = 20.0) -> AsyncGenerator[CloudAccess]:
     app = Starlette(routes=[Route("/{path:path}", server.handle_request, methods=["GET", "POST", "DELETE"])])
     listener, stop = bind("127.0.0.1", 0), asyncio.Event()
     task = asyncio.create_task(serve(app, listener, stop=stop, grace=0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     try:
-        yield CloudAccess(url, KEY, "base", deadline)
+        yield CloudAccess(url, KEY, "base", call_timeout)
     finally:
         server.stopping.set()
         stop.set()
@@ -150,7 +150,7 @@ async def test_closing_the_client_keeps_models_on_the_service(server: ScriptedSe
 
 
 async def test_stalled_service_times_out(server: ScriptedServer) -> None:
-    async with run_server(server, deadline=0.5) as access:
+    async with run_server(server, call_timeout=0.5) as access:
         weaver_client, training_client = await create_training_client(access)
         server.add_stalled_response()
         start = time.monotonic()
@@ -194,7 +194,7 @@ async def test_errors_do_not_contain_the_key(server: ScriptedServer) -> None:
 async def test_malformed_response_is_retried_then_raised(server: ScriptedServer) -> None:
     async with run_server(server) as access:
         weaver_client, training_client = await create_training_client(access)
-        server.add_response(200, "<html>a proxy")
+        server.add_response(200, "<html>Bad gateway")
         await run_optim_step(access, weaver_client, training_client)
         for _ in range(3):
             server.add_response(200, {"unexpected": "field"})
@@ -206,7 +206,7 @@ async def test_malformed_response_is_retried_then_raised(server: ScriptedServer)
 
 
 async def test_results_are_polled_without_delay(server: ScriptedServer) -> None:
-    """Without this client, the SDK waits half a second before the first poll."""
+    """The SDK itself would wait half a second before the first poll."""
     async with run_server(server) as access:
         weaver_client, training_client = await create_training_client(access)
         server.add_response(200, {"id": "op", "status": "pending"})

@@ -28,7 +28,7 @@ TOKEN = "t"
 
 
 class FullStore(SqliteStore):
-    """A store that raises StoreFull when SCORING groups are listed, as the trainer's rollout watcher does."""
+    """A store that raises StoreFull when the trainer's rollout watcher lists the SCORING groups."""
 
     async def groups(self, *arguments: Any, **options: Any) -> Any:
         if GroupStatus.SCORING in arguments:

@@ -1,4 +1,4 @@
-"""Tests for controlling individual roles. Each role is a small shell script in place of the interpreter."""
+"""Tests for controlling individual roles. Each role runs a shell script instead of Python."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from instar.cluster.base import EXIT_FATAL
 from instar.cluster.control import (
     ControlRequest,
     RoleController,
@@ -83,27 +84,29 @@ async def test_drained_role_can_be_started_while_its_exit_is_awaited(
     harness: RunHarness, script: Script
 ) -> None:
     await start_role(harness, script)
-    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    wait_task = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     (row,) = await harness.request("drain", "rollout")
     assert (row.name, row.state, row.pid) == ("rollout", "stopped", 0)
     await asyncio.sleep(0.1)
-    assert not waiting.done(), "the exit of a drained role does not end the wait"
+    assert not wait_task.done(), "the exit of a drained role does not end the wait"
     (row,) = await harness.request("start", "rollout")
     assert row.state == "running"
     await wait_until(lambda: harness.read_output().count("up") == 2)
     assert harness.read_output() == ["up", "drained", "up"]
     await harness.cluster.stop("rollout")
-    assert await asyncio.wait_for(waiting, 5) == 0, "the wait ends, because this exit was not requested"
+    assert await asyncio.wait_for(wait_task, 5) == 0, (
+        "the wait ends, because no control request caused this exit"
+    )
 
 
 async def test_restart_drains_the_role_first(harness: RunHarness, script: Script) -> None:
     await start_role(harness, script)
-    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    wait_task = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     (row,) = await harness.request("restart", "rollout")
     assert row.state == "running"
     await wait_until(lambda: harness.read_output() == ["up", "drained", "up"])
-    assert not waiting.done()
-    waiting.cancel()
+    assert not wait_task.done()
+    wait_task.cancel()
 
 
 async def test_role_that_does_not_drain_in_time_is_stopped(harness: RunHarness, script: Script) -> None:
@@ -130,10 +133,10 @@ async def test_stop_request_stops_the_role(harness: RunHarness, script: Script) 
 
 async def test_ending_run_releases_waiters_and_rejects_starts(harness: RunHarness, script: Script) -> None:
     await start_role(harness, script)
-    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    wait_task = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     await harness.request("stop", "rollout")
     harness.control.release_all()
-    assert await asyncio.wait_for(waiting, 5) == 0
+    assert await asyncio.wait_for(wait_task, 5) == 0
     with pytest.raises(InstarError, match="the run is ending"):
         await harness.request("start", "rollout")
 
@@ -141,12 +144,12 @@ async def test_ending_run_releases_waiters_and_rejects_starts(harness: RunHarnes
 async def test_ending_run_releases_a_role_that_is_draining(harness: RunHarness, script: Script) -> None:
     body = f"trap '' USR1; trap 'sleep 1; exit 0' TERM; {REPORT_AND_WAIT}"
     await start_role(harness, script, name="trainer", body=body)
-    waiting = asyncio.create_task(harness.control.wait_for_exit("trainer"))
+    wait_task = asyncio.create_task(harness.control.wait_for_exit("trainer"))
     request = asyncio.create_task(harness.request("drain", "trainer", timeout=0.5))
     await wait_until(lambda: "draining trainer" in harness.log)
     harness.control.release_all()
     harness.cluster.signal("trainer")
-    assert await asyncio.wait_for(waiting, 60) == 0
+    assert await asyncio.wait_for(wait_task, 60) == 0
     await request
 
 
@@ -209,11 +212,11 @@ async def test_wait_for_exit_raises_the_fatal_error_of_another_role(
     harness: RunHarness, script: Script
 ) -> None:
     await start_role(harness, script)
-    waiting = asyncio.create_task(harness.control.wait_for_exit("rollout"))
+    wait_task = asyncio.create_task(harness.control.wait_for_exit("rollout"))
     await harness.request("stop", "rollout")
-    await harness.cluster.start("engine", python=script("echo the cause; exit 70"))
+    await harness.cluster.start("engine", python=script(f"echo the cause; exit {EXIT_FATAL}"))
     with pytest.raises(InstarError, match="engine: the cause"):
-        await asyncio.wait_for(waiting, 5)
+        await asyncio.wait_for(wait_task, 5)
 
 
 @pytest.mark.parametrize(

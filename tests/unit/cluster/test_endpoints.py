@@ -37,9 +37,9 @@ def make_handle(url: str, name: str = "engine-0") -> RoleHandle:
     return RoleHandle("engine", name, url=url)
 
 
-async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store, tiny: Path) -> None:
+async def test_engine_connections_follow_the_endpoints_in_the_store(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
-    engines = EngineConnections(directory, TOKEN)
+    engines = EngineConnections(directory, TOKEN, 1)
     with pytest.raises(EngineUnavailable, match="no engine responded"):
         await engines.wait_for_first(timeout=0.1)
     async with (
@@ -48,14 +48,14 @@ async def test_engine_connections_follow_the_endpoints_of_the_store(store: Store
     ):
         await directory.register(make_handle(first_url))
         (first,) = await engines.wait_for_first(5)
-        assert await engines.list_current() == [first], "a connection is kept"
+        assert await engines.refresh() == [first], "a connection is kept"
         await directory.register(make_handle("http://127.0.0.1:9", "engine-1"))
-        assert await engines.list_current() == [first], "an engine that has not responded yet is excluded"
+        assert await engines.refresh() == [first], "an engine that has not responded yet is excluded"
         await directory.register(make_handle(second_url))
-        (moved,) = await engines.list_current()
+        (moved,) = await engines.refresh()
         assert moved is not first
         assert (await moved.status()).version == 0
-    assert await engines.list_current() == [moved], "an engine that stopped responding is kept"
+    assert await engines.refresh() == [moved], "an engine that stopped responding is kept"
     await engines.close()
 
 
@@ -63,14 +63,14 @@ async def test_engine_connections_skip_an_unresponsive_engine_unless_all_are_unr
     store: Store, tiny: Path
 ) -> None:
     directory = EndpointDirectory(store, "run")
-    engines = EngineConnections(directory, TOKEN, skip_unresponsive=True)
+    engines = EngineConnections(directory, TOKEN, 1, skip_unresponsive=True)
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
         async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
             await directory.register(make_handle(first_url))
             await directory.register(make_handle(second_url, "engine-1"))
-            first, second = await engines.list_current()
-        assert await engines.list_current() == [first]
-    assert await engines.list_current() == [first, second], "if none responds, all are kept"
+            first, second = await engines.refresh()
+        assert await engines.refresh() == [first]
+    assert await engines.refresh() == [first, second], "if none responds, all are kept"
     await engines.close()
 
 
@@ -84,11 +84,11 @@ async def can_generate(engine: Engine) -> bool:
 async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path) -> None:
     directory = EndpointDirectory(store, "run")
     pool = DiscoveredEnginePool(directory, TOKEN)
-    starting = asyncio.create_task(pool.connect(10))
+    connect_task = asyncio.create_task(pool.connect(10))
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as first_url:
         await directory.register(make_handle(first_url))
-        await starting
-        following = asyncio.create_task(pool.watch_endpoints())
+        await connect_task
+        watch_task = asyncio.create_task(pool.watch_endpoints())
         assert await can_generate(pool)
     async with serve_engine(create_scripted_engine(tiny), TOKEN) as second_url:
         await directory.register(make_handle(second_url))
@@ -96,5 +96,5 @@ async def test_engine_pool_follows_an_engine_that_moves(store: Store, tiny: Path
             while not await can_generate(pool):  # noqa: ASYNC110 - there is no event to wait for
                 await asyncio.sleep(0.05)
         assert len(pool.members) == 1
-        following.cancel()
+        watch_task.cancel()
         await pool.close()

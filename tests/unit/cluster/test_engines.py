@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from instar.cli.display import roles_table
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names
-from instar.cluster.live_run import LiveRun, engine_status, serve_run
+from instar.cluster.live_run import LiveRun, fetch_engine_status, serve_run
 from instar.cluster.run import train
 from instar.cluster.supervisor import ChildProcess
 from instar.config import RolloutConfig, RunConfig
@@ -64,7 +64,7 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
     first, second = [await RemoteEngine.connect(url, run.engine_token) for url in run.engine_urls]
     request_count = 0
 
-    async def have_both_generated() -> bool:
+    async def reach_both_engines() -> bool:
         """Send four requests, and return True if both engines have generated tokens."""
         nonlocal request_count
         for _ in range(4):
@@ -75,20 +75,20 @@ async def test_gateway_keeps_serving_while_a_killed_engine_restarts(run: LiveRun
 
     headers = {"Authorization": f"Bearer {run.admin_key}"}
     async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=60) as http:
-        await wait_until(have_both_generated)
+        await wait_until(reach_both_engines)
         role = run.cluster.roles["engine-0"]
         assert isinstance(role, ChildProcess)
         assert role.process is not None
         os.kill(role.process.pid, signal.SIGKILL)
         for n in range(20):
             await send_chat(http, f"and you, {n}?")
-        await wait_until(have_both_generated)  # the new process starts without generated tokens
+        await wait_until(reach_both_engines)  # the new process starts without generated tokens
         assert role.restarts == 1
     endpoints = await run.store.endpoints(run.run_id)
     urls = {(endpoint.role, endpoint.name): endpoint.url for endpoint in endpoints}
     assert [urls["engine", name] for name in ("engine-0", "engine-1")] == run.engine_urls
     assert roles_table(endpoints).row_count == 3
-    status = await engine_status(run)
+    status = await fetch_engine_status(run)
     assert status is not None
     statuses = [await first.status(), await second.status()]
     assert status.generated_tokens == sum(engine.generated_tokens for engine in statuses)

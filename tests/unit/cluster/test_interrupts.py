@@ -33,9 +33,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize("is_finalizing", [False, True])
-def test_further_signal_while_the_process_exits_keeps_the_exit_code(
-    signal: str, is_finalizing: bool
-) -> None:
+def test_further_signal_while_the_process_exits_keeps_the_exit_code(signal: str, is_finalizing: bool) -> None:
     script = COMMAND.format(signal=signal, is_finalizing=is_finalizing)
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (EXIT_INTERRUPTED, "")

@@ -56,8 +56,11 @@ def test_placement_with_scarce_resources_shares_them() -> None:
     assert plan_cpus_and_gpus("engine", config, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
     assert plan_cpus_and_gpus("trainer", config, make_node(CPU=2, GPU=1)) == (0.25, 0.5)
     assert plan_cpus_and_gpus("engine", config, make_node(CPU=2)) == (0.25, 0)
-    tensor_parallel_config = make_config(engine={"type": "vllm", "tensor_parallel": 4})
-    assert plan_cpus_and_gpus("engine", tensor_parallel_config, make_node(CPU=64, GPU=8)) == (1, 4)
+
+
+def test_placement_with_tensor_parallel_gives_one_gpu_per_shard() -> None:
+    config = make_config(engine={"type": "vllm", "tensor_parallel": 4})
+    assert plan_cpus_and_gpus("engine", config, make_node(CPU=64, GPU=8)) == (1, 4)
 
 
 def test_check_capacity_without_a_fitting_node_names_the_setting() -> None:

@@ -1,4 +1,4 @@
-"""Tests for the phases of a run with real processes. Each role is a small shell script."""
+"""Tests for the phases of a run with real processes. Each role runs a shell script instead of Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import LiveRun
-from instar.cluster.run import evaluate, finish_scoring, record_failure, run_phases, run_training
+from instar.cluster.run import evaluate, record_failure, run_phases, run_training, wait_for_scoring
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
@@ -72,55 +72,55 @@ def read_output(run: LiveRun) -> list[str]:
 
 async def test_stop_while_the_trainer_starts_is_not_a_failure(run: LiveRun) -> None:
     stop = asyncio.Event()
-    training = asyncio.create_task(run_training(run, stop))
+    training_task = asyncio.create_task(run_training(run, stop))
     await wait_until(lambda: "trainer" in run.cluster.roles)
     stop.set()
-    await asyncio.wait_for(training, 20)
+    await asyncio.wait_for(training_task, 20)
     with pytest.raises(InstarError, match="trainer cannot be started"):
         await run.control.handle(ControlRequest("start", "trainer"))
 
 
 async def test_rollout_restarted_during_an_evaluation_continues_it(run: LiveRun) -> None:
-    evaluating = asyncio.create_task(evaluate(run, "before", asyncio.Event()))
+    evaluation_task = asyncio.create_task(evaluate(run, "before", asyncio.Event()))
     await wait_until(lambda: len(read_output(run)) == 1)
     await run.control.handle(ControlRequest("restart", "rollout"))
     await wait_until(lambda: len(read_output(run)) == 2)
-    assert not evaluating.done()
+    assert not evaluation_task.done()
     assert all("--evaluate=before" in line for line in read_output(run))
     (run.folder.path.parent / "done").touch()
-    await asyncio.wait_for(evaluating, 20)
+    await asyncio.wait_for(evaluation_task, 20)
 
 
 async def test_stop_ends_an_evaluation_whose_rollout_is_drained(run: LiveRun) -> None:
     stop = asyncio.Event()
-    evaluating = asyncio.create_task(evaluate(run, "before", stop))
+    evaluation_task = asyncio.create_task(evaluate(run, "before", stop))
     await wait_until(lambda: len(read_output(run)) == 1)
     await run.control.handle(ControlRequest("drain", "rollout"))
-    assert not evaluating.done()
+    assert not evaluation_task.done()
     stop.set()
-    await asyncio.wait_for(evaluating, 20)
+    await asyncio.wait_for(evaluation_task, 20)
 
 
 async def test_run_with_a_published_policy_skips_the_first_evaluation(run: LiveRun) -> None:
     version = await run.store.reserve_version("run", "run", 1)
     await run.store.publish(Policy("run", version, Artifact("live")))
     stop = asyncio.Event()
-    phases = asyncio.create_task(run_phases(run, stop))
+    phases_task = asyncio.create_task(run_phases(run, stop))
     await wait_until(lambda: len(read_output(run)) == 1)
     assert (run.phase, "--evaluate" in read_output(run)[0]) == ("training", False)
     stop.set()
-    await asyncio.wait_for(phases, 20)
+    await asyncio.wait_for(phases_task, 20)
 
 
 async def test_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     await run.cluster.start("rewards")
     await run.store.put_endpoint(Endpoint("run", "rewards", "rewards", "", 1, "scoring 5 sessions", "x"))
     stop = asyncio.Event()
-    scoring = asyncio.create_task(finish_scoring(run, stop))
+    scoring_task = asyncio.create_task(wait_for_scoring(run, stop))
     await asyncio.sleep(0.1)
-    assert not scoring.done()
+    assert not scoring_task.done()
     stop.set()
-    await asyncio.wait_for(scoring, 5)
+    await asyncio.wait_for(scoring_task, 5)
 
 
 class FullDiskStore(SqliteStore):

@@ -1,4 +1,4 @@
-"""Tests for the supervisor with real processes. Each role is a shell script in place of the interpreter."""
+"""Tests for the supervisor with real processes. Each role runs a shell script instead of Python."""
 
 from __future__ import annotations
 
@@ -70,11 +70,9 @@ async def test_role_with_a_fatal_exit_is_reported_and_not_restarted(
 ) -> None:
     sleeper = script("exec sleep 60")
     await supervisor.start("engine", python=sleeper)
-    program = script(
-        f"echo x >> $FOLDER/starts; echo Traceback; echo 'the cause in a line'; exit {EXIT_FATAL}"
-    )
+    program = script(f"echo x >> $FOLDER/starts; echo Traceback; echo 'the error message'; exit {EXIT_FATAL}")
     await supervisor.start("rollout", python=program)
-    with pytest.raises(InstarError, match="rollout: the cause in a line") as raised:
+    with pytest.raises(InstarError, match="rollout: the error message") as raised:
         async with asyncio.timeout(10):
             await supervisor.wait("engine")
     assert "Traceback" not in str(raised.value)
@@ -171,11 +169,11 @@ async def test_role_that_cannot_be_started_can_be_stopped(supervisor: Supervisor
 
 
 async def test_role_whose_start_is_cancelled_can_be_stopped(supervisor: Supervisor, script: Script) -> None:
-    starting = asyncio.create_task(supervisor.start("engine", python=script("exec sleep 60")))
+    start_task = asyncio.create_task(supervisor.start("engine", python=script("exec sleep 60")))
     await asyncio.sleep(0)
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    assert starting.cancelled()
+    start_task.cancel()
+    await asyncio.gather(start_task, return_exceptions=True)
+    assert start_task.cancelled()
     async with asyncio.timeout(5):
         await supervisor.stop("engine")
 
@@ -196,7 +194,7 @@ async def test_unrequested_exit_restarts_the_role(
     assert await child.exit_code == 0, "a requested exit is a success"
 
 
-async def test_signal_before_the_role_handles_it_gives_exit_code_0(
+async def test_role_signalled_before_it_handles_signals_exits_with_0(
     supervisor: Supervisor, script: Script
 ) -> None:
     for signal_number in (signal.SIGTERM, DRAIN_SIGNAL):
@@ -207,16 +205,16 @@ async def test_signal_before_the_role_handles_it_gives_exit_code_0(
 
 
 class InterruptedSupervisor(Supervisor):
-    """A supervisor that calls ``on_spawn`` while a role is being started."""
+    """A supervisor that calls ``on_spawn`` while it starts a role."""
 
     on_spawn: Callable[[], object] | None = None
 
     async def _spawn(self, child: ChildProcess) -> None:
-        spawning = asyncio.create_task(super()._spawn(child))
+        spawn_task = asyncio.create_task(super()._spawn(child))
         await asyncio.sleep(0)
         if self.on_spawn is not None:
             self.on_spawn()
-        await spawning
+        await spawn_task
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, DRAIN_SIGNAL, signal.SIGKILL])
@@ -254,7 +252,7 @@ def test_open_listener_on_a_used_port_names_the_setting() -> None:
     ("host", "url"),
     [("0.0.0.0", "http://127.0.0.1:"), ("::", "http://[::1]:"), ("127.0.0.2", "http://127.0.0.2:")],
 )
-def test_listener_url_of_a_wildcard_address_is_the_loopback(host: str, url: str) -> None:
+def test_listener_url_replaces_a_wildcard_address_with_the_loopback(host: str, url: str) -> None:
     server = open_listener(host, 0)
     assert listener_url(server).startswith(url)
     server.close()

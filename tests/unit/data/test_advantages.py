@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ from instar.config import AdvantageConfig
 from instar.data.advantages import (
     MAX_SAMPLING_WEIGHT,
     AdvantageEstimator,
+    Advantages,
     grpo,
     grpo_no_std,
     has_signal,
@@ -22,6 +24,7 @@ from instar.types import Sample
 from tests.unit.data.builders import make_call, make_session
 
 REWARDS = [1.0, 0.0, 0.25, 0.5]
+Estimate = Callable[[list[float | None]], Advantages]
 
 
 def test_estimators_agree_with_numpy() -> None:
@@ -33,23 +36,21 @@ def test_estimators_agree_with_numpy() -> None:
 
 
 @pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
-def test_missing_rewards_are_excluded_from_the_mean(estimate: object) -> None:
-    assert callable(estimate)
-    with_none = estimate([1.0, None, 0.0])
-    assert with_none[1] is None
-    assert [with_none[0], with_none[2]] == estimate([1.0, 0.0])
+def test_missing_rewards_are_excluded_from_the_mean(estimate: Estimate) -> None:
+    advantages = estimate([1.0, None, 0.0])
+    assert advantages[1] is None
+    assert [advantages[0], advantages[2]] == estimate([1.0, 0.0])
     assert estimate([None, None]) == [None, None]
 
 
 @pytest.mark.parametrize("estimate", [grpo, grpo_no_std, rloo])
 @pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.1, 0.1, 0.1], [0.7], [0.5, None]])
-def test_equal_rewards_have_no_signal(estimate: object, rewards: list[float | None]) -> None:
-    assert callable(estimate)
+def test_equal_rewards_have_no_signal(estimate: Estimate, rewards: list[float | None]) -> None:
     assert not has_signal(estimate(rewards))
     assert has_signal(estimate([0.0, 1.0, 1.0]))
 
 
-def test_running_baseline_moves_and_is_restored_from_checkpoint() -> None:
+def test_running_baseline_follows_rewards_and_is_restored_from_json() -> None:
     config = AdvantageConfig(estimator="running", decay=0.5)
     uninterrupted = AdvantageEstimator(config)
     assert uninterrupted([1.0]) == [0.0], "the first reward is its own baseline"
@@ -90,15 +91,15 @@ def test_truncated_sampling_is_reweighted() -> None:
     (sample,) = linearize(make_session(), [call])
     corrected = reweight_truncated_sampling(with_advantage(sample, 1.0))
     np.testing.assert_allclose(corrected.advantages, [0, 2.0, MAX_SAMPLING_WEIGHT], rtol=1e-5)
-    halved = replace(sample, behavior_logprobs=np.array([np.nan, -0.05 + np.log(2), -0.06], np.float32))
+    oversampled = replace(sample, behavior_logprobs=np.array([np.nan, -0.05 + np.log(2), -0.06], np.float32))
     np.testing.assert_allclose(
-        reweight_truncated_sampling(with_advantage(halved, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
+        reweight_truncated_sampling(with_advantage(oversampled, 1.0)).advantages, [0, 0.5, 1.0], rtol=1e-5
     )
 
 
 def test_tokens_without_logprobs_are_not_reweighted() -> None:
-    tempered = make_call("a", [1], [2], behavior_logprobs=np.array([-0.02 + np.log(0.5)], np.float32))
-    without_logprob = make_call("b", [4], [5], parent=tempered, logprobs=np.array([np.nan], np.float32))
-    (sample,) = linearize(make_session(), [tempered, without_logprob], requires_logprobs=False)
+    truncated = make_call("a", [1], [2], behavior_logprobs=np.array([-0.02 + np.log(0.5)], np.float32))
+    without_logprob = make_call("b", [4], [5], parent=truncated, logprobs=np.array([np.nan], np.float32))
+    (sample,) = linearize(make_session(), [truncated, without_logprob], requires_logprobs=False)
     corrected = reweight_truncated_sampling(with_advantage(sample, 1.0))
     np.testing.assert_allclose(corrected.advantages, [0, 2.0, 0, 1.0], rtol=1e-5)

@@ -94,11 +94,11 @@ async def test_batcher_is_deterministic_for_the_same_rows(store: Store) -> None:
 async def test_batcher_waits_for_groups_until_stopped(store: Store) -> None:
     batcher = Batcher(store, RUN, make_config(groups_per_step=1))
     stop = asyncio.Event()
-    waiting = asyncio.create_task(batcher.next_batch(1, 0, 0, stop=stop))
+    task = asyncio.create_task(batcher.next_batch(1, 0, 0, stop=stop))
     await asyncio.sleep(0.12)
-    assert not waiting.done()
+    assert not task.done()
     await add_group(store, 0, [1.0, 0.0])
-    assert await asyncio.wait_for(waiting, 5) is not None
+    assert await asyncio.wait_for(task, 5) is not None
     stop.set()
     started_at = time.monotonic()
     await store.close_group(f"{RUN}/train/000000", GroupStatus.DROPPED, "test")
@@ -148,7 +148,7 @@ async def test_batcher_drops_only_the_stale_samples_of_a_group(store: Store) -> 
     assert await load_outcomes(store) == {f"{group}/0/0": "stale", f"{group}/1/0": "trained"}
 
 
-async def test_batcher_consumes_groups_without_signal_with_the_step(store: Store) -> None:
+async def test_batcher_claims_groups_without_signal_in_the_step(store: Store) -> None:
     await add_group(store, 0, [1.0, 1.0])
     await add_group(store, 1, [1.0, 0.0])
     batcher = Batcher(store, RUN, make_config(groups_per_step=2))
@@ -171,9 +171,9 @@ async def test_batcher_returns_an_empty_batch_without_any_signal(store: Store) -
     assert batch.report["tokens"] == 0
 
 
-@pytest.mark.parametrize(("failed_reward", "trained"), [(None, 2), (-1.0, 3)])
+@pytest.mark.parametrize(("failed_reward", "trained_count"), [(None, 2), (-1.0, 3)])
 async def test_batcher_uses_failed_reward_for_failed_sessions(
-    store: Store, failed_reward: float | None, trained: int
+    store: Store, failed_reward: float | None, trained_count: int
 ) -> None:
     group = await add_group(store, 0, [1.0, 0.0], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None, status=SessionStatus.FAILED)
@@ -181,13 +181,13 @@ async def test_batcher_uses_failed_reward_for_failed_sessions(
     await store.close_group(group, GroupStatus.READY)
     config = make_config(groups_per_step=1, failed_reward=failed_reward)
     batch = await take_batch(store, Batcher(store, RUN, config))
-    assert len(batch.samples) == trained
+    assert len(batch.samples) == trained_count
     assert batch.report["failed"] == 2
     outcomes = await load_outcomes(store)
     assert outcomes[f"{group}/2/0"] == ("failed" if failed_reward is None else "trained")
     assert outcomes[f"{group}/3/0"] == ("failed" if failed_reward is None else "no_tokens")
     if failed_reward is None:
-        assert batch.report["reward_mean"] == 0.5, "excluded from the mean"
+        assert batch.report["reward_mean"] == 0.5, "failed sessions are excluded from the mean"
 
 
 async def test_batcher_ignores_agent_rewards_if_a_rule_scores(store: Store) -> None:
@@ -281,11 +281,10 @@ async def test_batcher_never_returns_committed_groups_again(store: Store) -> Non
     assert await Batcher(store, RUN, config).next_batch(2, 0, 0, timeout=0.0) is None
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.1])
-async def test_batcher_drops_a_group_without_sessions_once(store: Store, weight: float) -> None:
-    """An empty group is dropped even if a reference is configured."""
+@pytest.mark.parametrize("reference_weight", [0.0, 0.1])
+async def test_batcher_drops_a_group_without_sessions_once(store: Store, reference_weight: float) -> None:
     await add_group(store, 0, [])
-    config = make_config(groups_per_step=1, reference={"type": "base", "weight": weight})
+    config = make_config(groups_per_step=1, reference={"type": "base", "weight": reference_weight})
     batcher = Batcher(store, RUN, config)
     batch = await take_batch(store, batcher)
     assert [claim.reason for claim in batch.claims] == ["no_sessions"]
@@ -306,7 +305,7 @@ async def test_scales_equal_normalized_unit_advantages(store: Store, normalize: 
         assert (scale[sample.mask == 0] == 0).all()
 
 
-async def test_batcher_trains_equal_rewards_with_a_reference(store: Store) -> None:
+async def test_batcher_trains_groups_with_equal_rewards_if_a_reference_is_used(store: Store) -> None:
     await add_group(store, 0, [1.0, 1.0])
     await add_group(store, 1, [1.0, None])
     config = make_config(groups_per_step=2, reference={"type": "base", "weight": 0.1})
@@ -317,7 +316,7 @@ async def test_batcher_trains_equal_rewards_with_a_reference(store: Store) -> No
 
 
 async def test_batcher_needs_no_rewards_for_pure_distillation(store: Store) -> None:
-    """Failed sessions are excluded, because they are not examples of the policy."""
+    """Failed sessions are still excluded."""
     group = await add_group(store, 0, [1.0, None], status=GroupStatus.OPEN)
     await add_session(store, group, 2, None, status=SessionStatus.FAILED)
     await store.close_group(group, GroupStatus.READY)
@@ -359,7 +358,7 @@ async def test_preview_equals_the_next_batch_and_writes_nothing(store: Store) ->
     assert len(incomplete.samples) == 2, "the preview includes groups even if a step needs more"
 
 
-async def test_batcher_loads_only_the_groups_of_the_step(store: Store) -> None:
+async def test_batcher_claims_only_the_groups_of_the_step(store: Store) -> None:
     for index in range(4):
         await add_group(store, index, [1.0, 0.0], version=0 if index == 1 else 3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=2, max_staleness=1))
@@ -395,7 +394,7 @@ async def test_rolled_back_versions_do_not_increase_staleness(store: Store) -> N
     assert set(batch.report["version_shares"]) == {"0"}
 
 
-async def test_tokens_of_a_rolled_back_version_have_no_negative_staleness(store: Store) -> None:
+async def test_tokens_of_a_rolled_back_version_have_staleness_zero(store: Store) -> None:
     await add_group(store, 0, [1.0, 0.0], version=3)
     batcher = Batcher(store, RUN, make_config(groups_per_step=1, max_staleness=1))
     batch = await batcher.next_batch(1, 0, 0, step_by_version={3: 3}, timeout=0.0)

@@ -18,11 +18,11 @@ def make_reward(source: RewardSource, value: float, scorer: str = "", call_id: s
     return Reward("s", value, source, scorer, call_id)
 
 
-def make_failed_score(scorer: str, created_at: float = 1.0) -> Score:
+def make_fallback_score(scorer: str, created_at: float = 1.0) -> Score:
     return Score("s", scorer, ScoreState.FALLBACK, 4, "no answer", created_at)
 
 
-def test_combiner_uses_the_most_preferred_latest_reward() -> None:
+def test_combiner_uses_the_latest_reward_from_the_preferred_source() -> None:
     rewards = [
         make_reward(RewardSource.AGENT, 0.1),
         make_reward(RewardSource.RULE, 0.2),
@@ -98,7 +98,7 @@ def test_veto_overrides_other_rewards() -> None:
 
 def test_session_is_excluded_if_a_scorer_gave_up_without_fallback() -> None:
     rewards = [make_reward(RewardSource.RULE, 1.0, "math"), make_reward(RewardSource.RULE, 1.0, "math", "c")]
-    scores = [Score("s", "math", ScoreState.SCORED), make_failed_score("judge:outcome@1")]
+    scores = [Score("s", "math", ScoreState.SCORED), make_fallback_score("judge:outcome@1")]
     assert make_combiner()(rewards, scores) is None
     assert make_combiner().combine_calls(rewards, scores) == {}
     assert make_combiner(fallback=0.0)(rewards, scores) == 1.0

@@ -65,7 +65,7 @@ def test_untrainable_calls_are_context_only() -> None:
     assert sample.versions.tolist() == [NOT_SAMPLED, 0, NOT_SAMPLED, 0]
 
 
-def test_call_without_stored_tokens_has_its_own_walk() -> None:
+def test_call_without_stored_tokens_is_omitted() -> None:
     a = make_call("a", [1], [5])
     redacted = make_call("b", [], [], link=Link.EXTENDS, parent_id="a", trainable=False, reason="redacted")
     (sample,) = linearize(make_session(), [a, redacted])
@@ -87,9 +87,9 @@ def test_linearize_with_contradictory_links_raises() -> None:
         linearize(make_session(), [a, contradicting])
     with pytest.raises(StoreError, match="extends call a, which is not in session"):
         linearize(make_session(), [make_call("b", [2], [6], parent=a)])
-    missing = make_call("c", [1], [5], logprobs=np.array([np.nan], np.float32))
+    without_logprob = make_call("c", [1], [5], logprobs=np.array([np.nan], np.float32))
     with pytest.raises(StoreError, match="c is marked trainable"):
-        linearize(make_session(), [missing])
+        linearize(make_session(), [without_logprob])
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -98,13 +98,13 @@ def test_random_graphs_train_every_token_once(seed: int) -> None:
     rng = random.Random(seed)
     calls: list[Call] = []
     for number in range(rng.randint(1, 25)):
-        extends = calls and rng.random() < 0.8
+        has_parent = bool(calls) and rng.random() < 0.8
         calls.append(
             make_call(
                 f"c{number}",
                 [rng.randint(1, 50) for _ in range(rng.randint(1, 4))],
                 [rng.randint(1, 50) for _ in range(rng.randint(0, 4))],
-                parent=rng.choice(calls) if extends else None,
+                parent=rng.choice(calls) if has_parent else None,
                 version=number,
                 trainable=rng.random() < 0.8,
             )

@@ -47,13 +47,14 @@ def test_decoupled_ppo_matches_pure_python(
     truncated_softmax: bool, truncate: float | None, drop_above: float | None
 ) -> None:
     config = OffPolicyConfig(proximal="recompute", truncate=truncate, drop_above=drop_above)
+    max_weight = truncate or 2.0  # the default
     rng = np.random.default_rng(7)
     random_samples = [make_random_sample(rng, truncated_softmax=truncated_softmax) for _ in range(3)]
     samples, scales, proximal = (list(column) for column in zip(*random_samples, strict=True))
-    corrected, weighted, metrics = apply_decoupled_ppo(samples, scales, proximal, config)
+    corrected, weighted_scales, metrics = apply_decoupled_ppo(samples, scales, proximal, config)
     truncated_count = dropped_count = trained_count = 0
     for sample, scale, logprobs, corrected_sample, weights in zip(
-        samples, scales, proximal, corrected, weighted, strict=True
+        samples, scales, proximal, corrected, weighted_scales, strict=True
     ):
         for i in range(len(sample)):
             if sample.mask[i] == 0:
@@ -64,9 +65,9 @@ def test_decoupled_ppo_matches_pure_python(
             behavior = sample.logprobs if sample.behavior_logprobs is None else sample.behavior_logprobs
             ratio = math.exp(float(logprobs[i]) - float(behavior[i]))
             is_kept = drop_above is None or 1 / drop_above <= ratio <= drop_above
-            weight = min(ratio, truncate or 2.0) if is_kept else 0.0
+            weight = min(ratio, max_weight) if is_kept else 0.0
             dropped_count += not is_kept
-            truncated_count += is_kept and ratio > (truncate or 2.0)
+            truncated_count += is_kept and ratio > max_weight
             assert corrected_sample.mask[i] == float(is_kept)
             assert corrected_sample.logprobs[i] == logprobs[i]
             assert corrected_sample.advantages[i] == pytest.approx(

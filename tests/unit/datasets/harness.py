@@ -1,4 +1,4 @@
-"""Helpers that fill a real store with every kind of data that can be exported, and export it."""
+"""Helpers that fill a store with all types of exportable data, and export it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from instar.types import (
     Task,
     Tool,
 )
-from tests.unit.data.builders import RUN, make_call, make_session
+from tests.unit.data.builders import RUN, insert_session, make_call, make_session
 
 SEARCH = Tool(name="search", description="Looks it up.", parameters={"type": "object", "properties": {}})
 
@@ -63,9 +63,9 @@ async def add_session(
     tools: tuple[Tool, ...] = (SEARCH,),
     version: int = 0,
 ) -> list[Call]:
-    """Add a session of several turns, each based on the previous one."""
-    await store.open_session(
-        make_session(session_id, group_id=group_id, slot=slot, channel=channel, task_id="t", seed=7)
+    """Add a completed session with one turn per reply, each based on the previous turn."""
+    await insert_session(
+        store, make_session(session_id, group_id=group_id, slot=slot, channel=channel, task_id="t", seed=7)
     )
     calls: list[Call] = []
     messages: list[Message] = [Message(role="system", content="Be brief."), Message(role="user", content="Q")]
@@ -102,16 +102,16 @@ async def add_session(
 
 
 async def fill_store(store: Store, groups: int = 3) -> None:
-    """Add groups with several policy versions, and sessions with unusual content."""
+    """Add groups sampled by different policy versions, and sessions with unusual content."""
     await store.put_run(Run(RUN, RUN, {}))
     for index in range(groups):
         group_id = f"{RUN}/train/{index:06d}"
         task = Task(f"t{index}", {"q": "ü", "n": index})
         await store.open_group(Group(group_id, RUN, Channel.TRAIN, index, 2, task))
         for slot in range(2):
-            turns = ["thinking", f"answer {slot}"] if index else [f"answer {slot}"]
+            replies = ["thinking", f"answer {slot}"] if index else [f"answer {slot}"]
             await add_session(
-                store, f"s{index}-{slot}", turns, float(slot), group_id=group_id, slot=slot, version=index
+                store, f"s{index}-{slot}", replies, float(slot), group_id=group_id, slot=slot, version=index
             )
         await store.close_group(group_id, GroupStatus.READY)
     await _add_unusual_sessions(store)
@@ -120,7 +120,8 @@ async def fill_store(store: Store, groups: int = 3) -> None:
 
 
 async def _add_unusual_sessions(store: Store) -> None:
-    """Add aborted and regenerated calls, missing logprobs, lone surrogates and annotations."""
+    """Add a session that has an aborted call without logprobs, a lone surrogate and annotations. Also add a
+    failed session and an open one."""
     (first,) = await add_session(store, "odd", ["one"], None, channel=Channel.LIVE, tools=())
     regenerated = make_call(
         "odd#regenerated",
@@ -157,6 +158,6 @@ async def _add_unusual_sessions(store: Store) -> None:
         correction_ids=np.array([3, 4], np.int32), author="me",
     )  # fmt: skip
     await store.add_feedback(correction)
-    await store.open_session(make_session("failed", group_id=f"{RUN}/train/000000", slot=2))
+    await insert_session(store, make_session("failed", group_id=f"{RUN}/train/000000", slot=2))
     await store.end_session("failed", SessionStatus.FAILED, "the agent crashed")
     await store.open_session(make_session("open", channel=Channel.LIVE))

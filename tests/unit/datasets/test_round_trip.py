@@ -150,9 +150,9 @@ async def test_failed_export_neither_overwrites_nor_leaves_a_folder(store: Store
     (tmp_path / "out").mkdir()
     with pytest.raises(ConfigError, match="exists"):
         await export_all(store, tmp_path / "out")
-    with pytest.raises(DataError, match="no session"):
+    with pytest.raises(DataError, match="no ended session"):
         await export_all(store, tmp_path / "none", where=SessionFilter(task="missing"))
-    with pytest.raises(DataError, match="no completed session reaches the minimum reward"):
+    with pytest.raises(DataError, match="no completed session has a reward of at least 2"):
         await export_all(
             store, tmp_path / "none", format="sft", min_reward=2.0, where=SessionFilter(channel=Channel.TRAIN)
         )
@@ -238,11 +238,13 @@ async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_
         await export_all(store, tmp_path / "out")
 
 
-async def test_export_ignores_leftovers_of_an_earlier_export(store: Store, tmp_path: Path) -> None:
+async def test_export_ignores_leftovers_and_creates_folder_with_default_mode(
+    store: Store, tmp_path: Path
+) -> None:
     (tmp_path / f".out.{os.getpid()}").mkdir()
     await export_all(store, tmp_path / "out")
-    (tmp_path / "reference").mkdir()
-    assert (tmp_path / "out").stat().st_mode == (tmp_path / "reference").stat().st_mode
+    (tmp_path / "ordinary").mkdir()
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "ordinary").stat().st_mode
 
 
 class RecordingStore:

@@ -149,23 +149,25 @@ async def test_batcher_with_two_epochs_uses_each_group_twice(
 ) -> None:
     await import_dataset(store, target, tmp_path)
     config = make_data_config({"source": "dataset:golden@1", "epochs": 2}, groups_per_step=4)
-    claimed = [
+    claimed_by_step = [
         list_claimed_groups(await claim_batch(target, Batcher(target, RUN, config), step))
         for step in (1, 2, 3)
     ]
-    flat = [(int(name[-1]), epoch) for step in claimed for name, epoch in step]
-    assert flat == [(index, epoch) for epoch in (0, 1) for index in range(5)]
-    assert [len(step) for step in claimed] == [4, 4, 2]
+    claimed = [(int(name[-1]), epoch) for groups in claimed_by_step for name, epoch in groups]
+    assert claimed == [(index, epoch) for epoch in (0, 1) for index in range(5)]
+    assert [len(groups) for groups in claimed_by_step] == [4, 4, 2]
     assert await claim_batch(target, Batcher(target, RUN, config), 4) is None
 
 
-async def test_batcher_uses_a_group_once_per_step(store: Store, target: Store, tmp_path: Path) -> None:
+async def test_batcher_uses_a_group_at_most_once_per_step(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
     await import_dataset(store, target, tmp_path)
     batcher = Batcher(
         target, RUN, make_data_config({"source": "dataset:golden@1", "epochs": 9}, groups_per_step=8)
     )
-    first, second = await claim_batch(target, batcher, 1), await claim_batch(target, batcher, 2)
-    assert [len(list_claimed_groups(step)) for step in (first, second)] == [5, 5]
+    batches = [await claim_batch(target, batcher, step) for step in (1, 2)]
+    assert [len(list_claimed_groups(batch)) for batch in batches] == [5, 5]
 
 
 async def test_batcher_with_mixed_sources_follows_their_shares(
@@ -178,10 +180,10 @@ async def test_batcher_with_mixed_sources_follows_their_shares(
     config = make_data_config(mixed, groups_per_step=2, max_staleness=8)
     batcher = Batcher(target, RUN, config)
     claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in (1, 2, 3, 4)]
-    live = [sum(name.startswith("train/") for name, _ in step) for step in claimed]
-    assert sum(live) == 6
-    assert [config.count_live_groups(step) for step in range(5)] == np.cumsum([0, *live]).tolist()
-    assert [name for step in claimed for name, _ in step if name.startswith("data/")] == [
+    live_counts = [sum(name.startswith("train/") for name, _ in groups) for groups in claimed]
+    assert sum(live_counts) == 6
+    assert [config.count_live_groups(step) for step in range(5)] == np.cumsum([0, *live_counts]).tolist()
+    assert [name for groups in claimed for name, _ in groups if name.startswith("data/")] == [
         "data/golden@1/000000",
         "data/golden@1/000001",
     ]
@@ -196,7 +198,8 @@ async def test_batcher_with_mixed_sources_repeats_an_exhausted_dataset(
     mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batcher = Batcher(target, RUN, make_data_config(mixed, max_staleness=8))
     claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in range(1, 8)]
-    assert [epoch for step in claimed for name, epoch in step if "golden" in name] == [0, 0, 0, 0, 0, 1, 1]
+    epochs = [epoch for groups in claimed for name, epoch in groups if "golden" in name]
+    assert epochs == [0, 0, 0, 0, 0, 1, 1]
 
 
 async def test_batcher_with_mixed_sources_waits_for_live_groups(
@@ -216,9 +219,9 @@ async def test_batcher_after_released_steps_claims_the_same_groups(
     batches = [await claim_batch(target, batcher, step) for step in (1, 2, 3)]
     assert await target.release_steps(RUN, after=1) == [2, 3]
     batcher.reset()
-    for before, step in zip(batches[1:], (2, 3), strict=True):
+    for released, step in zip(batches[1:], (2, 3), strict=True):
         repeated = await claim_batch(target, batcher, step)
-        assert list_claimed_groups(repeated) == list_claimed_groups(before)
+        assert list_claimed_groups(repeated) == list_claimed_groups(released)
 
 
 async def test_repeated_training_import_changes_nothing(store: Store, target: Store, tmp_path: Path) -> None:
@@ -277,14 +280,14 @@ async def test_training_import_without_logprobs_is_only_allowed_for_cross_entrop
 @pytest.mark.parametrize(
     "shares", [(1.0,), (0.7, 0.3), (0.5, 0.25, 0.25), (0.34, 0.33, 0.33), (0.999, 0.001)]
 )
-def test_count_groups_stays_within_one_of_each_share(shares: tuple[float, ...]) -> None:
-    before = [0] * len(shares)
-    for groups in range(1, 300):
-        counts = count_groups(shares, groups)
-        assert sum(counts) == groups
-        assert all(new >= old for new, old in zip(counts, before, strict=True))
-        assert all(abs(count - share * groups) < 1 for count, share in zip(counts, shares, strict=True))
-        before = counts
+def test_count_groups_is_within_one_group_of_each_share(shares: tuple[float, ...]) -> None:
+    previous = [0] * len(shares)
+    for total in range(1, 300):
+        counts = count_groups(shares, total)
+        assert sum(counts) == total
+        assert all(new >= old for new, old in zip(counts, previous, strict=True))
+        assert all(abs(count - share * total) < 1 for count, share in zip(counts, shares, strict=True))
+        previous = counts
 
 
 async def test_batch_report_separates_dataset_rewards_from_live_rewards(

@@ -25,6 +25,8 @@ from instar.demo.agent import EXAMPLES, make_prompt
         ("", "error"),
         ("(" * 40, "error"),
         ("1" * 65, "error"),
+        ("1e999", "error"),
+        ("1e999 - 1e999", "error"),
     ],
 )
 def test_calculator_evaluates_only_arithmetic(expression: str, answer: str) -> None:

@@ -1,4 +1,7 @@
-"""Serve a scripted engine in a process: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``."""
+"""Serve a scripted engine: ``python -m tests.unit.engines.engine_process MODEL FD REPLY``.
+
+FD is the descriptor of a listening socket that the process inherits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fake vLLM servers. Tests set the events that a server sends and the paths at which it fails."""
+"""Fake vLLM servers. Tests choose the events that a server sends and the paths that fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RPC_PATH = "/collective_rpc"
 
 
 class FakeVllm:
-    """Sends queued events as replies, and an empty result to every other request."""
+    """Streams the queued events as replies, and returns an empty result for every other request."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
@@ -58,7 +58,7 @@ class FakeVllm:
 
 
 class StatefulFakeVllm(FakeVllm):
-    """A server with adapters, weights and pauses. ``weights`` is the path or key of the loaded weights."""
+    """Tracks adapters, weights and the paused state."""
 
     def __init__(self, root: Path, *, supports_adapters: bool = False, has_extension: bool = True) -> None:
         super().__init__()
@@ -77,6 +77,7 @@ class StatefulFakeVllm(FakeVllm):
         self.adapters: dict[str, str] = {}
         self.paused = False
         self.weights = "base"
+        """The path or transfer key of the loaded weights, or "base" after a restart."""
         self._staged_key = ""
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:

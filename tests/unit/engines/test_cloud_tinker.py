@@ -65,7 +65,7 @@ async def train_and_publish(model: ModelConfig, url: str, tmp_path: Path) -> tup
 
 
 class TestConformance(EngineConformance):
-    """Replies are one chunk, so version changes during a reply are tested separately."""
+    """Replies arrive as one chunk, so tests that read part of a reply are overridden."""
 
     async def test_info_describes_the_engine(self, engine: Engine) -> None:
         info = engine.info
@@ -114,7 +114,7 @@ async def test_tinker_sampler_samples_the_published_policy(
     await backend.close()
 
 
-async def test_tinker_sampler_finishes_requests_with_their_version(engine: Engine) -> None:
+async def test_tinker_sampler_does_not_change_the_version_during_a_reply(engine: Engine) -> None:
     pending_task = asyncio.create_task(collect(engine, PROMPT, max_tokens=200, seed=3))
     while not (await engine.status()).running:  # noqa: ASYNC110
         await asyncio.sleep(0.001)

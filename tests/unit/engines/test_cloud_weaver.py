@@ -49,7 +49,7 @@ def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 @pytest.fixture(scope="module")
 def trained_artifact(model: ModelConfig, url: str) -> Artifact:
-    """The policy that a backend published after one training step."""
+    """The artifact that a backend published after one training step."""
 
     async def publish() -> Artifact:
         backend = WeaverBackend(model, make_backend_config(url))
@@ -105,18 +105,18 @@ async def test_weaver_sampler_matches_the_local_engine(
     await local.close()
 
 
-async def test_weaver_sampler_finishes_requests_with_their_version(
+async def test_weaver_sampler_finishes_a_reply_under_the_old_version_after_a_load(
     create_engine: CreateEngine, trained_artifact: Artifact
 ) -> None:
     engine = create_engine()
     await engine.load(Policy("p", 3, Artifact("base")))
-    old_task = asyncio.ensure_future(sample_reply(engine, max_tokens=150))
+    old_reply_task = asyncio.ensure_future(sample_reply(engine, max_tokens=150))
     await asyncio.sleep(0)
     assert (await engine.status()).running
     await engine.load(Policy("p", 4, trained_artifact))
     new_reply = await sample_reply(engine)
     assert set(new_reply.versions) == {4}
-    assert set((await old_task).versions) == {3}
+    assert set((await old_reply_task).versions) == {3}
     base_engine = create_engine()
     assert (await sample_reply(base_engine)).logprobs != new_reply.logprobs
 
@@ -139,7 +139,7 @@ async def test_weaver_sampler_ends_replies_at_length_or_stop(create_engine: Crea
 async def test_weaver_sampler_returns_nan_for_unknown_logprobs(
     create_engine: CreateEngine, trained_artifact: Artifact
 ) -> None:
-    """Greedy replies are scored. Weaver does not define the logprobs of other modified distributions."""
+    """Greedy replies are scored in a second request. Other replies from a modified distribution are not."""
     engine = create_engine()
     await engine.load(Policy("p", 1, trained_artifact))
     greedy = await sample_reply(engine, temperature=0)
@@ -151,7 +151,9 @@ async def test_weaver_sampler_returns_nan_for_unknown_logprobs(
     assert all(math.isnan(value) for value in tempered.behavior_logprobs)
 
 
-async def test_weaver_sampler_rejects_unsupported_requests(create_engine: CreateEngine) -> None:
+async def test_weaver_sampler_rejects_invalid_requests_and_requests_after_close(
+    create_engine: CreateEngine,
+) -> None:
     engine = create_engine()
     with pytest.raises(PromptTooLong):
         await anext(engine.generate([5] * 256, SamplingParams()))

@@ -53,9 +53,9 @@ async def test_pool_avoids_draining_engines(tiny_model: Path) -> None:
             while not pool.members[0].is_draining:  # noqa: ASYNC110 - health checks have no event
                 await asyncio.sleep(0.01)
         assert [member.can_accept_requests for member in pool.members] == [False, True]
-        served_before = pool.members[0].total_requests
+        requests_before = pool.members[0].total_requests
         assert (await collect(pool, PROMPT))[-1].finish_reason
-        assert pool.members[0].total_requests == served_before
+        assert pool.members[0].total_requests == requests_before
         gates[1].close()
         pool.members[1].check_requested.set()
         async with asyncio.timeout(10):

@@ -79,14 +79,15 @@ async def test_logprobs_of_mixed_batches_match_transformers(engine: LocalEngine,
 
 
 async def test_greedy_reply_matches_transformers_generate(engine: LocalEngine, tiny_model: Path) -> None:
-    chunks = await collect(engine, PROMPT, max_tokens=24, temperature=0)
+    reply = get_ids(await collect(engine, PROMPT, max_tokens=24, temperature=0))
     ids = torch.tensor([PROMPT])
     generated = load_reference_model(tiny_model).generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24, do_sample=False
     )
+    # Only transformers suppresses the EOS token (min_new_tokens), so the replies differ after it.
     eos = TOKENIZER.eos_token_id
-    if eos not in get_ids(chunks):  # min_new_tokens suppresses it in transformers only.
-        assert get_ids(chunks) == generated[0, len(PROMPT) :].tolist()
+    end = reply.index(eos) if eos in reply else len(reply)
+    assert reply[:end] == generated[0, len(PROMPT) :].tolist()[:end]
 
 
 async def test_logprobs_under_an_adapter_match_peft(
@@ -113,7 +114,7 @@ async def test_next_turn_computes_only_new_tokens(engine: LocalEngine, tiny_mode
     before = await engine.status()
     chunks = await collect(engine, next_prompt, max_tokens=20, seed=2)
     after = await engine.status()
-    # The last sampled token has not been fed to the model.
+    # The last sampled token is not cached, because it was not fed to the model.
     assert after.cached_tokens - before.cached_tokens == len(PROMPT) + len(first) - 1
     assert get_logprobs(chunks) == pytest.approx(
         compute_expected_logprobs(load_reference_model(tiny_model), next_prompt, get_ids(chunks)), abs=1e-4
@@ -144,13 +145,13 @@ async def test_set_kv_tokens_limits_concurrent_replies(engine: LocalEngine) -> N
         return maximum
 
     engine.set_kv_tokens(1024)
-    assert await measure_max_running() == 1024 // 128
+    assert await measure_max_running() == 1024 // 128  # each request reserves 128 tokens
     engine.set_kv_tokens(32 * 512)
     assert await measure_max_running() == 32
 
 
 async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
-    """All requests of a group arrive together, with a prefix longer than a prefill chunk."""
+    """All requests arrive together. Their shared prefix is longer than a prefill chunk."""
     prompts = [PROMPT + [50 + n // 4] * 3 for n in range(16)]
     await asyncio.gather(*[collect(engine, p, max_tokens=4, seed=n) for n, p in enumerate(prompts)])
     status = await engine.status()
@@ -160,18 +161,18 @@ async def test_shared_prefix_is_computed_once(engine: LocalEngine) -> None:
 
 
 async def test_replies_do_not_wait_for_scoring_requests(engine: LocalEngine) -> None:
-    """A scored prompt caches no prefix, so waiting for it would not help."""
+    """A scored prompt is not cached, so a reply with the same prefix gains nothing by waiting for it."""
     replied = asyncio.Event()
 
     async def score(index: int) -> None:
         while not replied.is_set():
             await engine.logprobs(PROMPT + [50 + index] * 100)
 
-    scoring = [asyncio.create_task(score(index)) for index in range(3)]
+    scoring_tasks = [asyncio.create_task(score(index)) for index in range(3)]
     await asyncio.sleep(0.05)
     await asyncio.wait_for(collect(engine, [*PROMPT, 60], max_tokens=2), 20)
     replied.set()
-    await asyncio.gather(*scoring)
+    await asyncio.gather(*scoring_tasks)
 
 
 async def test_small_kv_cache_gives_correct_logprobs(tiny_model: Path) -> None:
@@ -185,6 +186,9 @@ async def test_small_kv_cache_gives_correct_logprobs(tiny_model: Path) -> None:
             compute_expected_logprobs(model, prompt, get_ids(chunks)), abs=1e-4
         )
     await engine.close()
+
+
+def test_engine_rejects_a_kv_cache_smaller_than_the_context(tiny_model: Path) -> None:
     with pytest.raises(ConfigError, match="kv_tokens"):
         make_engine(tiny_model, kv_tokens=511)
 
@@ -200,7 +204,7 @@ async def test_long_request_after_short_ones_stays_within_kv_tokens(tiny_model: 
     await engine.close()
 
 
-async def test_requests_after_a_load_do_not_reuse_cached_keys_of_old_weights(
+async def test_requests_after_a_load_do_not_reuse_keys_cached_under_old_weights(
     tiny_model: Path, adapter: Path
 ) -> None:
     """After a load, the next turn and other prompts match a new engine with the new weights."""
@@ -320,12 +324,11 @@ async def test_reply_ends_at_the_eos_token(tiny_model: Path) -> None:
     engine = LocalEngine(model, LocalEngineConfig(threads=1))
     eos = TOKENIZER.eos_token_id
     replies = await asyncio.gather(*[collect(engine, PROMPT, max_tokens=200, seed=s) for s in range(40)])
-    ended = [chunks for chunks in replies if chunks[-1].finish_reason == "stop"]
-    assert ended
+    assert any(chunks[-1].finish_reason == "stop" for chunks in replies)
     for chunks in replies:
-        assert (
-            (eos in get_ids(chunks)) == (get_ids(chunks)[-1] == eos) == (chunks[-1].finish_reason == "stop")
-        )
+        is_stopped = chunks[-1].finish_reason == "stop"
+        assert (get_ids(chunks)[-1] == eos) == is_stopped
+        assert (eos in get_ids(chunks)) == is_stopped
     await engine.close()
 
 

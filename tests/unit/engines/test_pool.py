@@ -64,7 +64,7 @@ class FlakyEngine(ScriptedEngine):
         self.is_reachable = True
         self.hangs = False
         self.failure: EngineError | None = None
-        self.fails_after = 0
+        self.chunks_before_failure = 0
         self.request_count = 0
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
@@ -73,7 +73,7 @@ class FlakyEngine(ScriptedEngine):
             await asyncio.Event().wait()
         count = 0
         async for chunk in super().generate(prompt_ids, params):
-            if self.failure and count == self.fails_after:
+            if self.failure and count == self.chunks_before_failure:
                 raise self.failure
             yield chunk
             count += 1
@@ -120,46 +120,46 @@ async def wait_until(condition: Callable[[], bool], timeout_seconds: float = 20)
             await asyncio.sleep(0.005)
 
 
-async def completes(engine: Engine, **params: object) -> bool:
-    """Send a request and return True if the finish reason of its reply is `stop`."""
-    return (await collect(engine, PROMPT, **params))[-1].finish_reason == "stop"
+async def send_request(engine: Engine) -> None:
+    """Send a request and check that its reply is complete."""
+    assert (await collect(engine, PROMPT))[-1].finish_reason == "stop"
 
 
 async def test_pool_keeps_a_session_on_its_engine_and_spreads_others(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(3)
     for _ in range(4):
         for session in range(6):
-            assert await completes(pool.for_session(f"sess-{session}"))
+            await send_request(pool.for_session(f"sess-{session}"))
     assert [engine.request_count for engine in engines] == [8, 8, 8]
     for _ in range(5):
-        assert await completes(pool.for_session("sess-0"))
+        await send_request(pool.for_session("sess-0"))
     assert sorted(engine.request_count for engine in engines) == [8, 8, 13]
 
 
 async def test_pool_moves_a_session_away_from_a_much_busier_engine(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
-    assert await completes(pool.for_session("busy"))
+    await send_request(pool.for_session("busy"))
     (used_engine,) = [engine for engine in engines if engine.request_count]
     used_engine.hangs = True
-    waiting = [asyncio.create_task(collect(pool.for_session("busy"), PROMPT)) for _ in range(9)]
+    waiting_tasks = [asyncio.create_task(collect(pool.for_session("busy"), PROMPT)) for _ in range(9)]
     await wait_until(lambda: used_engine.request_count == 10)
-    assert await completes(pool.for_session("busy"))
+    await send_request(pool.for_session("busy"))
     assert used_engine.request_count == 10
-    for task in waiting:
+    for task in waiting_tasks:
         task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.gather(*waiting_tasks, return_exceptions=True)
 
 
 async def test_pool_sends_requests_to_the_least_busy_engine(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(3)
     for engine in engines:
         engine.hangs = True
-    waiting = [asyncio.create_task(collect(pool, PROMPT)) for _ in range(6)]
+    waiting_tasks = [asyncio.create_task(collect(pool, PROMPT)) for _ in range(6)]
     await wait_until(lambda: sum(engine.request_count for engine in engines) == 6)
     assert [engine.request_count for engine in engines] == [2, 2, 2]
-    for task in waiting:
+    for task in waiting_tasks:
         task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
+    await asyncio.gather(*waiting_tasks, return_exceptions=True)
 
 
 async def test_pool_counts_requests_from_other_clients_as_load(create_pool: CreatePool) -> None:
@@ -168,26 +168,25 @@ async def test_pool_counts_requests_from_other_clients_as_load(create_pool: Crea
     engines[0]._status.running = 5  # Requests from another gateway.
     await asyncio.sleep(0.1)
     for _ in range(4):
-        assert await completes(pool)
+        await send_request(pool)
     assert engines[1].request_count == 4
     engines[0]._status.running = 0
 
 
 async def test_pool_retries_on_another_engine_before_the_first_token(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
-    assert await completes(pool.for_session("s"))
-    engines[0].failure = engines[1].failure = None
+    await send_request(pool.for_session("s"))
     used_engine = next(engine for engine in engines if engine.request_count)
     used_engine.failure, used_engine.is_reachable = EngineUnavailable("restarting"), False
-    assert await completes(pool.for_session("s"))
+    await send_request(pool.for_session("s"))
     assert used_engine.request_count == 2
-    assert await completes(pool.for_session("s"))
+    await send_request(pool.for_session("s"))
     assert used_engine.request_count == 2, "an unreachable engine was used"
     used_engine.failure, used_engine.is_reachable = None, True
     other_engine = next(engine for engine in engines if engine is not used_engine)
     await wait_until(lambda: pool.members[engines.index(used_engine)].is_healthy)
     other_engine.failure, other_engine.is_reachable = EngineUnavailable("restarting"), False
-    assert await completes(pool.for_session("s"))
+    await send_request(pool.for_session("s"))
     assert used_engine.request_count == 3, "the recovered engine was not used"
 
 
@@ -196,7 +195,7 @@ async def test_pool_raises_unavailable_if_an_engine_fails_after_the_first_token(
 ) -> None:
     pool, engines = await create_pool(2)
     for engine in engines:
-        engine.failure, engine.fails_after = EngineUnavailable("the engine crashed"), 2
+        engine.failure, engine.chunks_before_failure = EngineUnavailable("the engine crashed"), 2
     stream = pool.generate(PROMPT, SamplingParams())
     received = [await anext(stream), await anext(stream)]
     assert len(get_ids(received)) == 2
@@ -215,7 +214,7 @@ async def test_pool_does_not_retry_rejected_requests(create_pool: CreatePool, er
     assert sum(engine.request_count for engine in engines) == 1
     for engine in engines:
         engine.failure = None
-    assert await completes(pool)
+    await send_request(pool)
 
 
 async def test_pool_without_healthy_engines_fails_immediately_and_recovers(create_pool: CreatePool) -> None:
@@ -237,21 +236,23 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
 async def test_pool_moves_waiting_requests_away_from_a_dead_engine(create_pool: CreatePool) -> None:
     pool, engines = await create_pool(2)
     engines[0].hangs = engines[1].hangs = True
-    waiting = asyncio.create_task(collect(pool, PROMPT))
+    waiting_task = asyncio.create_task(collect(pool, PROMPT))
     await wait_until(lambda: any(engine.request_count for engine in engines))
     dead_engine = next(engine for engine in engines if engine.request_count)
     for engine in engines:
         engine.hangs = engine is dead_engine
     dead_engine.is_reachable = False
     async with asyncio.timeout(10):
-        assert (await waiting)[-1].finish_reason == "stop"
+        assert (await waiting_task)[-1].finish_reason == "stop"
 
 
 def make_policy(version: int) -> Policy:
     return Policy("p", version, Artifact("base"))
 
 
-async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_pool: CreatePool) -> None:
+async def test_pool_loads_the_newest_policy_before_it_uses_a_returning_engine(
+    create_pool: CreatePool,
+) -> None:
     pool, engines = await create_pool(2)
     await pool.load(make_policy(1))
     engines[0].is_reachable = False
@@ -264,7 +265,7 @@ async def test_pool_loads_the_newest_policy_on_a_returning_engine_first(create_p
     assert set(get_versions(await collect(pool, PROMPT))) == {3}
 
 
-async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
+async def test_pool_does_not_serve_the_old_policy_after_an_unnoticed_restart(
     create_pool: CreatePool,
 ) -> None:
     pool, engines = await create_pool(2, check_interval=60)
@@ -277,31 +278,31 @@ async def test_pool_does_not_serve_old_policy_after_an_unnoticed_restart(
 
 
 async def test_pool_reads_the_newest_policy_from_its_source(create_pool: CreatePool) -> None:
-    latest = make_policy(7)
+    newest = make_policy(7)
 
     async def get_newest_policy() -> Policy:
-        return latest
+        return newest
 
     pool, engines = await create_pool(2, newest_policy=get_newest_policy)
     assert [(await engine.status()).version for engine in engines] == [7, 7]
-    latest = make_policy(5)
+    newest = make_policy(5)
     for engine in engines:
-        await engine.load(latest)  # The trainer rolled back to an earlier version.
+        await engine.load(newest)  # The trainer rolled back to an earlier version.
     assert set(get_versions(await collect(pool, PROMPT))) == {5}
 
 
 async def test_pool_waits_for_weights_that_only_the_trainer_can_send(
     create_pool: CreatePool,
 ) -> None:
-    latest = Policy("p", 0, Artifact("base"))
+    newest = Policy("p", 0, Artifact("base"))
 
     async def get_newest_policy() -> Policy:
-        return latest
+        return newest
 
     pool, engines = await create_pool(2, newest_policy=get_newest_policy)
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
-    latest = Policy("p", 4, Artifact("live"))
+    newest = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
     await wait_until(lambda: "has not sent version 4" in pool.members[0].unhealthy_reason)
     engines[0]._status.version = 4  # The trainer has sent the weights.
@@ -309,11 +310,11 @@ async def test_pool_waits_for_weights_that_only_the_trainer_can_send(
 
 
 @asynccontextmanager
-async def serve_proxy(engine_url: str, invalid: asyncio.Event) -> AsyncIterator[str]:
-    """Run a proxy for the engine and yield its URL. The proxy returns HTML while ``invalid`` is set."""
+async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterator[str]:
+    """Run a proxy for the engine and yield its URL. The proxy returns HTML while ``is_invalid`` is set."""
 
     async def handle(request: web.Request) -> web.Response:
-        if invalid.is_set():
+        if is_invalid.is_set():
             return web.Response(text="<html>maintenance</html>")
         async with aiohttp.ClientSession() as client, client.get(engine_url + request.path) as response:
             return web.Response(body=await response.read(), status=response.status)
@@ -330,22 +331,22 @@ async def serve_proxy(engine_url: str, invalid: asyncio.Event) -> AsyncIterator[
 
 
 async def test_pool_excludes_an_engine_while_its_responses_are_invalid(tiny_model: Path) -> None:
-    invalid = asyncio.Event()
+    is_invalid = asyncio.Event()
     async with (
         serve_engine(create_scripted_engine(tiny_model), None) as url,
-        serve_proxy(url, invalid) as proxy_url,
+        serve_proxy(url, is_invalid) as proxy_url,
     ):
         pool = EnginePool([RemoteEngine(proxy_url)], check_interval=0.02)
         await pool.connect(5)
         (member,) = pool.members
-        invalid.set()
+        is_invalid.set()
         await wait_until(lambda: not member.is_healthy)
         assert "did not send a valid engine response" in member.unhealthy_reason
         with pytest.raises(EngineUnavailable, match="did not send a valid engine response"):
             await member.engine.refresh()
         with pytest.raises(EngineUnavailable):
             await collect(member.engine, PROMPT)
-        invalid.clear()
+        is_invalid.clear()
         await wait_until(lambda: member.is_healthy)
         await pool.close()
 
@@ -419,7 +420,7 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
     pool = EnginePool(remotes, check_interval=0.1, check_timeout=0.5)
     await pool.connect(60)
     await pool.load(make_policy(2))
-    aborted: list[int] = []
+    aborted_chunk_counts: list[int] = []
     completed = 0
     stop = asyncio.Event()
 
@@ -434,7 +435,7 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
                 async for chunk in stream:
                     received.append(chunk)
             except EngineUnavailable:
-                aborted.append(len(received))
+                aborted_chunk_counts.append(len(received))
                 continue
             assert len(get_ids(received)) == 8
             assert set(get_versions(received)) == {2}
@@ -446,17 +447,17 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
         member = pool.members[index]
         await processes[index].kill(close_socket=close_socket)
         await wait_until(lambda member=member: not member.is_healthy)
-        before = completed
-        await wait_until(lambda before=before: completed > before + 50)
+        completed_before = completed
+        await wait_until(lambda before=completed_before: completed > before + 50)
         await processes[index].start()
         await wait_until(lambda member=member: member.is_healthy, 60)
-        served = member.total_requests
+        requests_before = member.total_requests
         clients += [asyncio.create_task(send_requests(f"sess-{index}-{i}")) for i in range(6)]
-        await wait_until(lambda member=member, served=served: member.total_requests > served + 5)
+        await wait_until(lambda member=member, before=requests_before: member.total_requests > before + 5)
     stop.set()
     await asyncio.gather(*clients)
-    assert all(count > 0 for count in aborted), "requests without tokens are retried"
-    assert 1 <= len(aborted) <= 30, "replies in progress are reported as aborted"
+    assert all(count > 0 for count in aborted_chunk_counts), "a request without tokens was not retried"
+    assert 1 <= len(aborted_chunk_counts) <= 30
     await wait_until_idle(pool)
     await pool.close()
 
@@ -464,14 +465,15 @@ async def test_pool_serves_requests_while_engines_are_killed_and_restarted(
 async def test_pool_replace_adds_and_removes_engines(create_pool: CreatePool, tiny_model: Path) -> None:
     pool, (first, second) = await create_pool()
     first.hangs = second.hangs = True
-    waiting = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
+    waiting_task = asyncio.create_task(collect(pool, PROMPT, max_tokens=8))
     await wait_until(lambda: first.request_count + second.request_count == 1)
     kept, removed = (first, second) if second.request_count else (second, first)
     kept.hangs = False
     added = FlakyEngine(tiny_model)
     added.is_reachable = False
     await pool.replace([kept, added])
-    assert len(get_ids(await waiting)) == 8, "the waiting request of the removed engine is retried"
+    # The request that was waiting on the removed engine is retried.
+    assert len(get_ids(await waiting_task)) == 8
     assert [member.engine for member in pool.members] == [kept, added]
     for _ in range(3):
         await collect(pool, PROMPT, max_tokens=2)
@@ -491,7 +493,7 @@ async def read_all(stream: AsyncGenerator[TokenChunk, None]) -> None:
 async def test_pool_replace_aborts_replies_of_removed_engines(tiny_model: Path) -> None:
     engine = ScriptedEngine(
         ModelConfig(name=str(tiny_model), max_context=256),
-        ScriptedEngineConfig(replies=["on and on " * 20], delay=0.05),
+        ScriptedEngineConfig(replies=["a long reply " * 20], delay=0.05),
     )
     async with serve_engine(engine, "s") as url:
         pool = EnginePool([RemoteEngine(url, "s")])

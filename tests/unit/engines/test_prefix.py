@@ -41,7 +41,7 @@ def insert(cache: PrefixCache, ids: Ids) -> None:
 
 
 def test_prefix_cache_splits_a_node_that_has_a_child() -> None:
-    """The node 1 2 3 has a child when a sequence that diverges after 1 2 splits it."""
+    """The node 1 2 3 already has a child when a sequence that diverges after 1 2 splits it."""
     cache = PrefixCache()
     insert(cache, to_ids(1, 2, 3))
     insert(cache, to_ids(1, 2, 3, 0, 1))

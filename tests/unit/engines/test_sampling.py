@@ -22,7 +22,10 @@ def draw(logits_V: Tensor, params: SamplingParams, rows: int = ROWS) -> SampledT
 
 
 def assert_frequencies(ids: list[int], probabilities: Tensor) -> None:
-    """Check that the chi-square statistic over tokens expected at least five times is within six sigma."""
+    """Check that the ids follow the distribution: their chi-square statistic is within six sigma.
+
+    The statistic includes only tokens with an expected count of at least five.
+    """
     counts = torch.bincount(torch.tensor(ids), minlength=len(probabilities)).double()
     expected = probabilities.double() * len(ids)
     common = expected >= 5

@@ -33,7 +33,9 @@ def compute_expected_scores(model: Any, ids: list[int]) -> Any:
     return [np.nan] + [float(logprobs[i, token]) for i, token in enumerate(ids[1:])]
 
 
-async def test_scores_match_transformers_during_replies(engine: LocalEngine, tiny_model: Path) -> None:
+async def test_scores_match_transformers_while_replies_are_running(
+    engine: LocalEngine, tiny_model: Path
+) -> None:
     """Prompts are scored in chunks of 16 tokens while replies start and end."""
     model = load_reference_model(tiny_model)
     replies = [asyncio.create_task(collect(engine, PROMPT, max_tokens=5 + n, seed=n)) for n in range(4)]

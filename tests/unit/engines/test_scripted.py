@@ -24,7 +24,7 @@ def decode(ids: list[int]) -> str:
     return TOKENIZER.decode(ids)
 
 
-async def test_scripted_engine_repeats_replies_turn_by_turn(tiny_model: Path) -> None:
+async def test_scripted_engine_cycles_through_its_replies(tiny_model: Path) -> None:
     engine = make_engine(tiny_model, replies=["first", "second"])
     prompt = TOKENIZER.encode("<|im_start|>user\nhi<|im_end|>\n")
     replies: list[str] = []
@@ -36,13 +36,13 @@ async def test_scripted_engine_repeats_replies_turn_by_turn(tiny_model: Path) ->
     assert replies == ["first<|im_end|>", "second<|im_end|>", "first<|im_end|>"]
 
 
-async def test_scripted_engine_calls_the_function_with_text_and_seed(tiny_model: Path) -> None:
+async def test_scripted_engine_calls_the_function_with_prompt_text_and_seed(tiny_model: Path) -> None:
     engine = make_engine(tiny_model, function=f"{__name__}:shout")
     chunks = await collect(engine, TOKENIZER.encode("say it"), seed=7)
     assert decode(get_ids(chunks)) == "SAY IT7<|im_end|>"
 
 
-async def test_scripted_logprobs_depend_only_on_prompt_position_and_seed(tiny_model: Path) -> None:
+async def test_scripted_logprobs_depend_only_on_tokens_and_seed(tiny_model: Path) -> None:
     engine, other_engine = (
         make_engine(tiny_model, replies=["aaaa"]),
         make_engine(tiny_model, replies=["aaaa"]),

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from instar.config import ModelConfig, ScriptedEngineConfig
-from instar.engines.base import EngineInfo, EngineStatus, Prompt
+from instar.engines.base import EngineInfo, EngineStatus, Prompt, WeightTransfer
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.engines.server import MAX_BODY_BYTES
 from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 from tests.unit.engines.conformance import collect, get_logprobs, wait_until_idle
 from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
@@ -89,6 +89,28 @@ async def test_load_returns_400_for_invalid_policies(url: str) -> None:
     assert (await post(url + "/load", {"policy": live}))[0] == 400
 
 
+async def test_engine_rejects_weights_from_a_replaced_trainer(url: str) -> None:
+    replaced, current = RemoteEngine(url, "secret", lease=1), RemoteEngine(url, "secret", lease=2)
+    gateway = RemoteEngine(url, "secret")
+    first, second = (Policy("p", version, Artifact("base")) for version in (1, 2))
+    try:
+        await replaced.load(first)
+        await current.load(second)
+        for call in (
+            replaced.load(first),
+            replaced.commit(first),
+            replaced.stage(WeightTransfer(first, "ipc", {})),
+        ):
+            with pytest.raises(EngineError, match=r"replaced trainer \(lease 1, the current one is 2\)"):
+                await call
+        assert (await current.status()).version == 2
+        await gateway.load(first)  # other clients have no lease
+        await current.load(second)
+    finally:
+        for engine in (replaced, current, gateway):
+            await engine.close()
+
+
 async def test_server_cancels_the_request_of_a_disconnected_client(tiny_model: Path) -> None:
     engine = create_scripted_engine(tiny_model)
     async with serve_engine(engine, None) as url:
@@ -102,7 +124,9 @@ async def test_server_cancels_the_request_of_a_disconnected_client(tiny_model: P
         assert (await engine.status()).generated_tokens < 150
 
 
-async def test_server_cancels_a_request_cancelled_before_its_first_token(tiny_model: Path) -> None:
+async def test_server_cancels_a_request_that_the_client_cancels_before_its_first_token(
+    tiny_model: Path,
+) -> None:
     engine = create_scripted_engine(tiny_model, delay=60)
     async with serve_engine(engine, None) as url:
         remote = await RemoteEngine.connect(url, timeout=10)
@@ -142,7 +166,7 @@ async def test_server_accepts_a_prompt_of_120000_tokens(tiny_model: Path) -> Non
 
 
 class PartialLogprobsEngine(ScriptedEngine):
-    """The first token has only a logprob, and the second only a behavior logprob."""
+    """Sends one token with only a logprob, then one with only a behavior logprob."""
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         yield TokenChunk([1], [-1.0], [0])
@@ -174,18 +198,18 @@ async def test_remote_engine_raises_unavailable_if_no_server_listens() -> None:
 
 
 class FailingEngine(ScriptedEngine):
-    """Raises ``error`` from `load`, `status` and `generate`, which yields ``after`` tokens first."""
+    """Raises ``error`` from `load`, `status` and, after ``token_count`` tokens, `generate`."""
 
-    def __init__(self, error: EngineError, after: int) -> None:
+    def __init__(self, error: EngineError, token_count: int) -> None:
         self._error = error
-        self._after = after
+        self._token_count = token_count
 
     @property
     def info(self) -> EngineInfo:
         return EngineInfo("failing", "none", 10, 100, ("base",))
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        for _ in range(self._after):
+        for _ in range(self._token_count):
             yield TokenChunk([1], [-1.0], [0])
         raise self._error
 
@@ -197,17 +221,17 @@ class FailingEngine(ScriptedEngine):
 
 
 @pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long")])
-@pytest.mark.parametrize("after", [0, 2])
+@pytest.mark.parametrize("token_count", [0, 2])
 async def test_remote_engine_raises_the_same_error_class_as_the_server(
-    error: EngineError, after: int
+    error: EngineError, token_count: int
 ) -> None:
-    async with serve_engine(FailingEngine(error, after), None) as url:
+    async with serve_engine(FailingEngine(error, token_count), None) as url:
         remote = await RemoteEngine.connect(url, timeout=5)
         stream = remote.generate([1], SamplingParams())
         received: list[int] = []
-        while len(received) < after:
+        while len(received) < token_count:
             received += (await anext(stream)).token_ids
-        assert received == [1] * after
+        assert received == [1] * token_count
         with pytest.raises(type(error), match=str(error)) as caught:
             await anext(stream)
         assert type(caught.value) is type(error)

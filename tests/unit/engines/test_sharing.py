@@ -1,4 +1,4 @@
-"""Tests for shared-prefix attention: it does not change the logprobs."""
+"""Tests for finding shared prefixes, and for attention that uses them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_find_shared_prefixes_groups_rows_by_weights() -> None:
         [PREFIX[: MIN_SHARED_TOKENS // 2] + [n] * 80 for n in range(8)],
         [PREFIX[:MIN_SHARED_TOKENS]] * 8,
     ],
-    ids=["no common prefix", "too short", "no further token"],
+    ids=["no common prefix", "prefix too short", "no unshared token"],
 )
 def test_find_shared_prefixes_returns_none_if_too_little_is_shared(prompts: list[list[int]]) -> None:
     assert find_shared_prefixes(to_arrays(*prompts), [0] * len(prompts)) is None
@@ -67,8 +67,10 @@ async def test_shared_attention_matches_transformers(tiny_model: Path) -> None:
         )
 
 
-async def test_rows_before_and_after_a_swap_keep_their_own_keys(tiny_model: Path, adapter: Path) -> None:
-    """Rows with old and new weights are decoded in one batch. New rows must not use old keys."""
+async def test_rows_started_after_a_load_do_not_use_keys_of_the_old_weights(
+    tiny_model: Path, adapter: Path
+) -> None:
+    """Rows with keys of the old weights and rows with keys of the new weights are decoded in one batch."""
     engine = make_engine(tiny_model)
     streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
     for stream in streams:

@@ -7,7 +7,7 @@ from tests.unit.engines.conformance import TOKENIZER
 
 
 def find_stop(text: str, *stop: str) -> tuple[int, str] | None:
-    """Return the length of the text at which a stop string is detected, and the string, or None."""
+    """Return the number of characters generated until a stop string is detected, and the string, or None."""
     strings = StopStrings(TOKENIZER, stop)
     ids: list[int] = []
     for token in TOKENIZER.encode(text):

@@ -36,7 +36,7 @@ class RecordingEngine(ScriptedEngine):
         await super().load(policy)
 
 
-class RemoteWithoutSharedDisk(RemoteEngine):
+class RemoteEngineWithoutSharedDisk(RemoteEngine):
     """Simulates a client whose folders the engine cannot read."""
 
     async def _call(self, method: str, path: str, timeout: float, body: object = None) -> bytes:
@@ -79,18 +79,16 @@ async def test_push_does_not_upload_a_folder_that_the_engine_can_read(
 
 
 async def test_seen_is_false_for_a_folder_with_different_files(url: str, tmp_path: Path) -> None:
-    remote = await RemoteEngine.connect(url)
     policy = write_policy(tmp_path / "v1", 1)
     body = {"path": policy.artifact.path, "files": {"adapter_config.json": [8, 1]}}
     async with aiohttp.ClientSession() as client, client.post(f"{url}/seen", json=body) as response:
         assert await response.json() == {"seen": False}
-    await remote.close()
 
 
 async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
     engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
-    remote = RemoteWithoutSharedDisk(url)
+    remote = RemoteEngineWithoutSharedDisk(url)
     await remote.refresh()
     for version in range(1, MAX_UPLOADS + 3):
         policy = write_policy(tmp_path / f"v{version}", version)
@@ -106,7 +104,7 @@ async def test_push_uploads_unreadable_folders_and_deletes_old_uploads(
 async def test_uploads_keep_the_served_folder_until_another_is_loaded(
     engine: RecordingEngine, url: str, tmp_path: Path
 ) -> None:
-    remote = RemoteWithoutSharedDisk(url)
+    remote = RemoteEngineWithoutSharedDisk(url)
     await remote.refresh()
     assert await FileSync().push(write_policy(tmp_path / "v1", 1), [remote]) == [None]
     uploaded = [
@@ -132,7 +130,7 @@ def encode_upload(files: list[tuple[str, int]], content: bytes, digest: bytes | 
     ("body", "message"),
     [
         (encode_upload([("a", 5)], b"12345", b"x" * 32), "SHA-256"),
-        (encode_upload([("a", 9)], b"12345"), "incomplete|SHA-256"),
+        (encode_upload([("a", 9)], b"12345"), "incomplete"),
         (encode_upload([("a", 99)], b"12345"), "incomplete"),
         (encode_upload([("../a", 5)], b"12345"), "not a plain file name"),
         (encode_upload([("..", 5)], b"12345"), "not a plain file name"),

@@ -1,4 +1,4 @@
-"""Tests for the vLLM engine, its processes and its config, with fake servers.
+"""Tests for vLLM replies, weight changes, launch commands and config. Most of them use a fake server.
 
 The tests in tests/integration/vllm use real servers.
 """
@@ -171,9 +171,9 @@ async def test_incomplete_reply_raises_unavailable(events: bytes, vllm: FakeVllm
 def test_generate_request_has_the_sampling_params_and_detokenizes_only_for_stop_strings() -> None:
     def encode_params(**params: Any) -> dict[str, Any]:
         prompt = np.asarray([5, 6], np.int32)
-        sampling = SamplingParams(max_tokens=50, **params)
+        sampling_params = SamplingParams(max_tokens=50, **params)
         request = encode_generate_request(
-            prompt, sampling, context_left=7, eos_ids=[2], model=None, send_seed=True
+            prompt, sampling_params, context_left=7, eos_ids=[2], model=None, send_seed=True
         )
         return json.loads(request)["sampling_params"]
 
@@ -214,8 +214,8 @@ def test_check_same_shapes_rejects_a_different_architecture(
 
 
 def build_launch(config: VllmEngineConfig, *, cpu: bool = True, adapters: bool = False) -> VllmLaunch:
-    vllm = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
-    return VllmLaunch(config, vllm, Path("model"), "bf16", 512, adapters, core_count=2)
+    installation = VllmInstallation("python", "0.32.0+cpu" if cpu else "0.26.0", needs_scale_out_flag=cpu)
+    return VllmLaunch(config, installation, Path("model"), "bf16", 512, adapters, core_count=2)
 
 
 def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,16 +232,16 @@ def test_launch_passes_the_key_in_the_environment_only(monkeypatch: pytest.Monke
 
 
 def test_launch_command_depends_on_adapters_and_device() -> None:
-    on_gpu = build_launch(
+    gpu_command = build_launch(
         VllmEngineConfig(gpu_memory=0.4, lora_rank=20), cpu=False, adapters=True
     ).build_command(1)
-    assert on_gpu[on_gpu.index("--max-lora-rank") + 1] == "32"
-    assert "0.4" in on_gpu
-    assert "--enforce-eager" not in on_gpu
-    assert "--enable-scale-out" not in on_gpu, "vLLM 0.26 lacks this flag"
-    on_cpu = build_launch(VllmEngineConfig()).build_command(1)
-    assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(on_cpu)
-    assert "--enable-lora" not in on_cpu
+    assert gpu_command[gpu_command.index("--max-lora-rank") + 1] == "32"
+    assert "0.4" in gpu_command
+    assert "--enforce-eager" not in gpu_command
+    assert "--enable-scale-out" not in gpu_command, "vLLM 0.26 lacks this flag"
+    cpu_command = build_launch(VllmEngineConfig()).build_command(1)
+    assert {"--enforce-eager", "--no-enable-chunked-prefill", "--enable-scale-out"} <= set(cpu_command)
+    assert "--enable-lora" not in cpu_command
     with pytest.raises(ConfigError, match="512"):
         round_up_rank(513)
 
@@ -252,7 +252,7 @@ def test_find_vllm_rejects_an_interpreter_without_vllm() -> None:
             find_vllm(python)
 
 
-PARENT_SCRIPT = """
+GUARDED_SCRIPT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 print(child.pid, flush=True)
@@ -260,23 +260,23 @@ time.sleep(60)
 """
 
 
-def test_guard_kills_the_process_tree_when_its_parent_dies() -> None:
+def test_guard_kills_the_process_tree_when_the_process_that_started_it_dies() -> None:
     starter_script = f"""
 import subprocess, sys, time
-guard = subprocess.Popen({guard_command([sys.executable, "-c", PARENT_SCRIPT])!r},
+guard = subprocess.Popen({guard_command([sys.executable, "-c", GUARDED_SCRIPT])!r},
                          stdin=subprocess.PIPE, start_new_session=True)
 time.sleep(60)
 """
-    process = subprocess.Popen([sys.executable, "-c", starter_script], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    grandchild_pid = int(process.stdout.readline())
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    starter = subprocess.Popen([sys.executable, "-c", starter_script], stdout=subprocess.PIPE)
+    assert starter.stdout is not None
+    grandchild_pid = int(starter.stdout.readline())
+    os.kill(starter.pid, signal.SIGKILL)
+    starter.wait()
     deadline = time.monotonic() + 15
     while _is_alive(grandchild_pid):
         assert time.monotonic() < deadline, "the grandchild is still running"
         time.sleep(0.05)
-    process.stdout.close()
+    starter.stdout.close()
 
 
 def _is_alive(pid: int) -> bool:
@@ -299,8 +299,11 @@ def test_engine_process_config_selects_the_part_of_a_mixed_engine() -> None:
     assert [part.engine.type for part in configs] == ["scripted", "scripted", "vllm", "vllm", "vllm"]
     assert [part.engine.servers for part in configs[2:]] == [["http://a:1"], ["http://b:2"], []]  # type: ignore[union-attr]
     assert [engine_python(part) for part in configs] == ["p", "p", None, None, None]
-    with pytest.raises(ValueError, match="must be the number of `servers`, 2, got"):
-        VllmEngineConfig.model_validate({"servers": servers, "count": 3})
+
+
+def test_vllm_config_rejects_a_count_that_differs_from_the_number_of_servers() -> None:
+    with pytest.raises(ValueError, match=r"must match the number of `servers` \(2\), got"):
+        VllmEngineConfig.model_validate({"servers": ["http://a:1", "http://b:2"], "count": 3})
 
 
 def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
@@ -314,7 +317,7 @@ def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
     assert resolve().gpu_memory == 0.9
 
 
-async def test_pool_of_different_engine_types_is_mixed(tiny_model: Path) -> None:
+async def test_pool_of_different_engine_types_has_kind_mixed(tiny_model: Path) -> None:
     pool = EnginePool([create_local_engine(tiny_model), create_scripted_engine(tiny_model)])
     await pool.connect()
     assert pool.info.kind == "mixed"

@@ -75,6 +75,7 @@ async def test_engine_unloads_its_adapters_when_closed(tiny_model: Path, tmp_pat
                 assert await get_served_version(engine) == 1
                 assert len(server.adapters) == 1
             assert not server.adapters
+        # Two engines can use the same server and adapter.
         async with connect_engine(server, tiny_model) as first_engine:
             await first_engine.load(make_adapter_policy(tmp_path, 1))
             async with connect_engine(server, tiny_model) as engine:
@@ -82,12 +83,12 @@ async def test_engine_unloads_its_adapters_when_closed(tiny_model: Path, tmp_pat
                 assert await get_served_version(engine) == 1
 
 
-@pytest.mark.parametrize("reports_start", [True, False])
-async def test_old_adapters_are_unloaded_after_missed_health_checks(
-    reports_start: bool, tiny_model: Path, tmp_path: Path
+@pytest.mark.parametrize("reports_start_time", [True, False])
+async def test_old_adapters_are_unloaded_even_after_missed_health_checks(
+    reports_start_time: bool, tiny_model: Path, tmp_path: Path
 ) -> None:
     async with StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server:
-        server.reports_start_time = reports_start
+        server.reports_start_time = reports_start_time
         async with connect_engine(server, tiny_model) as engine:
             await engine.load(make_adapter_policy(tmp_path, 1))
             for _ in range(2):
@@ -127,14 +128,17 @@ async def test_missed_health_checks_without_restart_keep_version_and_replies(tin
         assert (server.weights, await get_served_version(engine)) == ("run:5", 5)
 
 
-@pytest.mark.parametrize("reports_start", [True, False])
-async def test_restarted_server_does_not_keep_the_old_version(reports_start: bool, tiny_model: Path) -> None:
-    """Weights from the trainer's memory cannot be loaded again, so the base model is served and reported."""
+@pytest.mark.parametrize("reports_start_time", [True, False])
+async def test_restarted_server_does_not_keep_the_old_version(
+    reports_start_time: bool, tiny_model: Path
+) -> None:
+    """Weights from the trainer's memory are lost, so the engine serves the base model and reports version 0.
+    Weights from files are loaded again."""
     async with (
         StatefulFakeVllm(tiny_model).serving() as server,
         connect_engine(server, tiny_model, policy="merged") as engine,
     ):
-        server.reports_start_time = reports_start
+        server.reports_start_time = reports_start_time
         await push_live(engine, make_live_policy(5))
         async with server_down(server, engine):
             server.restart()
@@ -158,10 +162,10 @@ async def test_replies_are_split_by_version_if_the_server_may_have_restarted(tin
         chunks = engine.generate([1, 2, 3], SamplingParams(max_tokens=9))
         assert (await anext(chunks)).versions == [5]
         async with server_down(server, engine):
-            path_count = len(server.paths)
+            request_count = len(server.paths)
             server.events.put_nowait(make_event(8))
             assert (await anext(chunks)).versions == [5]
-        assert {"/pause", "/resume"} <= set(server.paths[path_count:])
+        assert {"/pause", "/resume"} <= set(server.paths[request_count:])
         server.events.put_nowait(make_event(9, finish="length") + END_EVENT)
         server.events.put_nowait(None)
         assert [v async for chunk in chunks for v in chunk.versions] == [0]
@@ -196,6 +200,7 @@ async def test_watcher_retries_after_an_os_error() -> None:
 
     async with FakeVllm().serving() as server:
         config = VllmEngineConfig(servers=[server.url])
+        # The server recovers as soon as the watcher has noticed that it is down.
         callbacks = ServerCallbacks(on_ready, lambda _: server.failing_paths.clear(), lambda _: None)
         external = ExternalVllm(config, callbacks, check_interval=0.02)
         await external.start()

@@ -1,4 +1,4 @@
-"""Tests for vLLM server restarts and for the API key that the server requires."""
+"""Tests for restarts of a vLLM server and for the API key that it requires."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from instar.errors import EngineError, EngineUnavailable
 from tests.unit.engines.test_vllm import build_launch
 from tests.unit.engines.test_vllm_external import wait_until
 
-SERVER = """
+SERVER_SCRIPT = """
 import http.server, os, sys, time
 port, starts_file, failure = int(sys.argv[1]), sys.argv[2], sys.argv[3]
 with open(starts_file, "a") as file:  # One character per start.
@@ -41,7 +41,7 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 @dataclass
 class FakeLaunch:
-    """Launches `SERVER`. Depending on ``failure``, the second start hangs, raises an error or succeeds."""
+    """Launches `SERVER_SCRIPT`. If ``failure`` is "server hangs" or "no memory", the second start fails."""
 
     starts_file: Path
     failure: str
@@ -55,7 +55,7 @@ class FakeLaunch:
         self.start_count += 1
         if self.failure == "no memory" and self.start_count == 2:
             raise OSError(12, "Cannot allocate memory")
-        return [sys.executable, "-I", "-c", SERVER, str(port), str(self.starts_file), self.failure]
+        return [sys.executable, "-I", "-c", SERVER_SCRIPT, str(port), str(self.starts_file), self.failure]
 
     def build_environment(self, key: str, package: Path) -> dict[str, str]:
         return {}
@@ -72,21 +72,21 @@ async def test_process_restarts_again_after_a_failed_restart(failure: str, tmp_p
             raise EngineUnavailable("vLLM responded with status 503: busy")
 
     launch = FakeLaunch(tmp_path / "starts", failure)
-    child = VllmProcess(
+    server = VllmProcess(
         cast(VllmLaunch, launch),
         tmp_path / "log",
         ServerCallbacks(on_ready, lambda _: None, lambda _: None),
         restart_delays=(0.05, 0.05, 0.05),
     )
-    await child.start()
+    await server.start()
     try:
         with contextlib.suppress(EngineError):
-            await child.client.get("/die")
+            await server.client.get("/die")
         await wait_until(lambda: ready_count == (3 if failure == "server is busy" else 2))
         assert launch.start_count == 3
-        assert child.failure is None
+        assert server.failure is None
     finally:
-        await child.close()
+        await server.close()
 
 
 async def send_request(
@@ -146,5 +146,7 @@ def test_command_uses_a_middleware_without_third_party_imports() -> None:
         "from instar.engines.vllm.auth import RequireKeyMiddleware\n"
         "print({name.split('.')[0] for name in set(sys.modules) - before} - sys.stdlib_module_names)"
     )
-    child = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True)
-    assert child.stdout.strip() == "{'instar'}"
+    completed = subprocess.run(
+        [sys.executable, "-S", "-c", program], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "{'instar'}"

@@ -1,4 +1,4 @@
-"""Tests for failures during weight updates of a vLLM server."""
+"""Tests for failures while the weights of a vLLM server change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.weights import NO_VERSION, PauseTiming, ServerWeights
-from instar.errors import EngineUnavailable
+from instar.errors import EngineError, EngineUnavailable
 from tests.unit.engines.fake_vllm import StatefulFakeVllm, make_event
 from tests.unit.engines.test_vllm import start_reply
 
@@ -65,7 +65,7 @@ async def test_version_is_invalid_if_the_server_cannot_be_resumed(
     server: StatefulFakeVllm, weights: ServerWeights
 ) -> None:
     server.failing_paths.add("/resume")
-    with pytest.raises(Exception, match="requested by the test"):
+    with pytest.raises(EngineError, match="requested by the test"):
         await change_version(weights, 5)
     assert weights.version == NO_VERSION
     server.failing_paths.clear()

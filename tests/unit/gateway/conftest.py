@@ -109,7 +109,7 @@ async def run_gateway(
 async def start_gateway(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> AsyncGenerator[StartGateway]:
-    """Return a function that starts a gateway. The gateways are stopped after the test."""
+    """A function that starts a gateway, which is stopped after the test."""
     contexts: list[Any] = []
 
     async def start(

@@ -1,9 +1,10 @@
 """A fake provider on a real socket that serves four dialects with fixed replies and failures.
 
-The requested model selects the behaviour: `plain`, `tools`, `exact` (token ids like vLLM), `bytewise` (the
-stream is sent byte by byte), `crlf`, `truncated` (the stream is incomplete), `disconnecting` (the connection
-is aborted), `limited` (429), `broken` (500), `malformed` (invalid JSON), `failing` (an error event in the
-stream), `keep_open` (the connection stays open after the end of the stream).
+The requested model selects the behaviour: `plain` (text), `tools` (a tool call), `exact` (token ids, like
+vLLM), `bytewise` (the stream is sent byte by byte), `crlf` (the stream has CRLF line ends), `truncated` (the
+stream ends early), `disconnecting` (the connection is aborted), `limited` (429), `broken` (500), `malformed`
+(invalid JSON), `failing` (an error event in the stream), `keep_open` (the connection stays open after the
+stream ends).
 """
 
 from __future__ import annotations
@@ -238,7 +239,7 @@ STREAM_ERROR = {"type": "error", "error": {"type": "overloaded_error", "message"
 
 
 def encode_events(events: list[Any], has_event_names: bool, crlf: bool = False) -> list[bytes]:
-    encoded: list[bytes] = [b": hello\n\n"]
+    encoded: list[bytes] = [b": comment\n\n"]
     for event in events:
         data = event.encode() if isinstance(event, str) else orjson.dumps(event)
         name = f"event: {event['type']}\n".encode() if has_event_names else b""
@@ -252,10 +253,10 @@ class Provider:
     """The server's URL without a path."""
 
     bodies: list[bytes] = field(default_factory=list[bytes])
-    """The bodies of all requests, in order."""
+    """The bodies of all requests, including token counts."""
 
     headers: list[dict[str, str]] = field(default_factory=list[dict[str, str]])
-    """The headers of all model calls, with lower-case names."""
+    """The headers of all requests except token counts, with lower-case names."""
 
     gate: asyncio.Event | None = None
     """If set, streams wait for this event before sending their last third."""

@@ -8,8 +8,8 @@ TOOL_CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}
 def reply(prompt: str, seed: int | None) -> str:
     """Reply to the last turn.
 
-    A tool result gets an answer, a text with ``*`` a tool call, "seed" the seed and "long" 200 words. Any
-    other text is echoed.
+    A tool result is answered with a sentence, a text with ``*`` with a tool call, "seed" with the seed, and
+    "long" with 200 words. Any other text is echoed.
     """
     turns = prompt.split("<|im_start|>")
     role, _, text = turns[-2].removesuffix("<|im_end|>\n").partition("\n")

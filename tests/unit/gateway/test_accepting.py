@@ -15,7 +15,7 @@ from instar.gateway.serve import bind, serve
 CONNECTIONS = 64
 
 
-async def count_iterations(listener: socket.socket) -> int:
+async def serve_and_count_iterations(listener: socket.socket) -> int:
     """Serve the waiting connections. Return the loop iterations between the first and the last request."""
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     iteration = 0
@@ -40,13 +40,13 @@ async def count_iterations(listener: socket.socket) -> int:
 
 
 def test_server_accepts_several_waiting_connections_per_loop_iteration() -> None:
-    # A loop iteration of a busy gateway takes tens of milliseconds, and uvloop accepts only one connection
-    # per iteration and socket.
+    # uvloop accepts only one connection per loop iteration and socket. On a busy gateway, an iteration takes
+    # tens of milliseconds, so that new clients would wait for seconds.
     listener = bind("127.0.0.1", 0)
     with contextlib.ExitStack() as stack:
         address = listener.getsockname()
         clients = [stack.enter_context(socket.create_connection(address)) for _ in range(CONNECTIONS)]
         for client in clients:
             client.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        assert uvloop.run(count_iterations(listener)) < CONNECTIONS // 4
+        assert uvloop.run(serve_and_count_iterations(listener)) < CONNECTIONS // 4
         assert {client.recv(15) for client in clients} == {b"HTTP/1.1 200 OK"}

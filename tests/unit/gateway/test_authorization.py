@@ -49,7 +49,7 @@ FIELD_VALUES: dict[str, Any] = {
 
 
 def read_tables() -> list[dict[str, dict[str, str]]]:
-    """Return the page's tables, each as cells by row and column."""
+    """Return the page's tables. ``table[row][column]`` is the text of a cell."""
     tables: list[dict[str, dict[str, str]]] = []
     section = PAGE.read_text().split("## Authorization matrix")[1].split("\n## ")[0]
     for block in re.findall(r"(?:^\|.*\n)+", section, re.MULTILINE):
@@ -64,7 +64,7 @@ KEY_TABLE, OWNER_TABLE, EFFECT_TABLE = read_tables()
 
 @dataclass(frozen=True)
 class TargetSession:
-    """A session with one call, to which the requests of the matrix refer."""
+    """A session with one call, and the ids that requests in the matrix refer to."""
 
     session: OpenedSession
     call_id: str
@@ -83,7 +83,7 @@ async def open_target(gateway: RunningGateway, key: str = ADMIN_KEY, **fields: A
 
 
 async def prepare_cell(gateway: RunningGateway, column: str) -> tuple[str | None, TargetSession]:
-    """Return the key that a column names, and a new target session with the owner that it names."""
+    """Return the key for a column, and a new target session with the owner that the column names."""
     key_type, _, owner = column.partition(", ")
     other_key = await create_key(gateway.store, "agent", "other")
     channel = {"channel": "train"} if owner == "rollout" else {}
@@ -142,7 +142,7 @@ def build_row_request(
 
 
 async def send_cell_request(gateway: RunningGateway, row: str, column: str) -> tuple[str, str]:
-    """Send the request of a cell. Return "yes" or the status code, and the text of the response."""
+    """Send a cell's request. Return "yes" or the error status, and the response text."""
     key, target = await prepare_cell(gateway, column)
     method, path, body, headers = build_row_request(row, target)
     if key is not None:

@@ -68,7 +68,7 @@ async def test_chat_completion_returns_and_records_the_reply(
     assert call.request_id == response.id
 
 
-async def test_chat_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
+async def test_chat_stream_sends_text_in_chunks_and_then_usage(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     chunks = await stream_chat(gateway, session, [user("héllo 😀")], stream_options={"include_usage": True})
     texts = [chunk.choices[0].delta.content for chunk in chunks if chunk.choices]
@@ -125,9 +125,9 @@ async def test_chat_stream_sends_all_choices(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     chunks = await stream_chat(gateway, session, [user("hello")], n=2)
     for index in (0, 1):
-        own_choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
-        assert "".join(choice.delta.content or "" for choice in own_choices) == "You said: hello"
-        assert own_choices[-1].finish_reason == "stop"
+        choices = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in choices) == "You said: hello"
+        assert choices[-1].finish_reason == "stop"
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -169,13 +169,13 @@ async def test_chat_logprobs_match_the_recorded_ones(gateway: RunningGateway) ->
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_chat_stream_sends_held_back_text_with_logprobs(gateway: RunningGateway) -> None:
+async def test_chat_stream_with_logprobs_sends_held_back_text(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     chunks = await stream_chat(gateway, session, [user("hi")], logprobs=True, stop=["hi there"])
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == "You said: hi"
 
 
-async def test_chat_sessions_sample_differently_despite_equal_agent_seeds(gateway: RunningGateway) -> None:
+async def test_chat_train_sessions_ignore_the_agents_seed(gateway: RunningGateway) -> None:
     seeds: list[int | None] = []
     for seed in (1, 2):
         session = await gateway.open_session(channel="train", seed=seed)
@@ -204,21 +204,21 @@ async def test_chat_retry_with_count_header_returns_the_recorded_reply(gateway: 
     assert len(await gateway.calls(session)) == 1
 
 
-async def test_chat_train_channel_samples_as_configured(start_gateway: StartGateway) -> None:
+async def test_chat_sampling_params_depend_on_the_channel_and_session(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(sampling=SamplingConfig(temperature=1.0, top_p=0.9))
     train, live = await gateway.open_session(channel="train"), await gateway.open_session()
-    overridden = await gateway.open_session(channel="val", sampling={"temperature": 0})
-    for session in (train, live, overridden):
+    val = await gateway.open_session(channel="val", sampling={"temperature": 0})
+    for session in (train, live, val):
         await chat(gateway, session, [user("hi")], temperature=0.3, top_p=0.5)
-    (first_call,), (second_call,), (third_call,) = [await gateway.calls(s) for s in (train, live, overridden)]
-    assert (first_call.params.temperature, first_call.params.top_p) == (1.0, 0.9)
-    assert (second_call.params.temperature, second_call.params.top_p) == (0.3, 0.5)
-    assert third_call.params.temperature == 0
-    assert first_call.behavior_logprobs is not None
-    assert first_call.trainable
+    (train_call,), (live_call,), (val_call,) = [await gateway.calls(s) for s in (train, live, val)]
+    assert (train_call.params.temperature, train_call.params.top_p) == (1.0, 0.9)
+    assert (live_call.params.temperature, live_call.params.top_p) == (0.3, 0.5)
+    assert val_call.params.temperature == 0
+    assert train_call.behavior_logprobs is not None
+    assert train_call.trainable
 
 
-async def test_chat_seeds_derive_from_the_session(gateway: RunningGateway) -> None:
+async def test_chat_live_seed_is_derived_from_the_session_unless_requested(gateway: RunningGateway) -> None:
     seeds: list[list[int | None]] = []
     for _ in range(2):
         session = await gateway.open_session(seed=7)
@@ -286,9 +286,11 @@ async def test_chat_session_continues_after_a_restart(start_gateway: StartGatewa
     session = await first.open_session()
     await chat(first, session, [user("one")])
     second = await start_gateway()
-    moved = OpenedSession(session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key)
+    moved_session = OpenedSession(
+        session.session_id, f"{second.url}/s/{session.session_id}/v1", session.api_key
+    )
     continuation = [user("one"), {"role": "assistant", "content": "You said: one"}, user("two")]
-    await chat(second, moved, continuation)
+    await chat(second, moved_session, continuation)
     first_call, second_call = await second.calls(session)
     assert (second_call.link, second_call.parent_id) == (Link.EXTENDS, first_call.call_id)
 
@@ -318,7 +320,7 @@ async def test_chat_stream_sends_arguments_as_they_arrive(gateway: RunningGatewa
     assert (pieces[0].type, pieces[0].function.name, pieces[0].function.arguments) == ("function", "calc", "")
     assert pieces[0].id
     assert not any(piece.id or piece.function.name for piece in pieces[1:])
-    assert len(pieces) > 5, "arguments are not streamed token by token"
+    assert len(pieces) > 5, "the arguments arrived in a few large pieces"
     assert "".join(piece.function.arguments for piece in pieces) == '{"expression": "24 * 310"}'
     assert [c.choices[0].finish_reason for c in chunks][-1] == "tool_calls"
     (call,) = await gateway.calls(session)

@@ -1,4 +1,4 @@
-"""The completions API over a real socket, with the official OpenAI SDK."""
+"""The completions API: the official `openai` SDK against a running gateway."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ async def test_completions_live_prompt_joins_the_session_it_continues(gateway: R
     assert await send(PROMPT, first_key) != first  # The same prompt may start a new conversation.
 
 
-async def test_completions_stream_sends_one_chunk_per_token(gateway: RunningGateway) -> None:
+async def test_completions_stream_sends_text_in_chunks_and_then_usage(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     chunks = await stream_completion(gateway, session, stream_options={"include_usage": True})
     texts = [chunk.choices[0].text for chunk in chunks if chunk.choices]
@@ -91,7 +91,7 @@ async def test_completions_reply_is_plain_text(start_gateway: StartGateway, mode
     assert replies == [{"role": "assistant", "content": reply}] * 2
 
 
-async def test_completions_apply_default_length_stop_and_n(gateway: RunningGateway) -> None:
+async def test_completions_apply_the_default_max_tokens_stop_and_n(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     long_prompt = PROMPT.replace("hello", "long")
     async with gateway.openai_client(session) as client:
@@ -184,7 +184,7 @@ async def test_completions_score_a_prompt_without_recording(
         {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True},
     ],
 )
-async def test_completions_reject_echo_unless_only_scoring(
+async def test_completions_reject_incomplete_scoring_options(
     gateway: RunningGateway, options: dict[str, Any]
 ) -> None:
     session = await gateway.open_session()
@@ -197,9 +197,9 @@ async def test_completions_reference_scores_prompts_through_the_gateway(
 ) -> None:
     settings = {"type": "completions", "base_url": f"{gateway.url}/v1", "model": "any"}
     key = await create_key(gateway.store, "agent", "student", "student")
-    teacher = CompletionsReference(CompletionsReferenceConfig.model_validate(settings), model, key)
-    await teacher.start()
+    reference = CompletionsReference(CompletionsReferenceConfig.model_validate(settings), model, key)
+    await reference.start()
     ids = np.asarray(renderer.encode(PROMPT + REPLY), np.int32)
     assert gateway.engine is not None
-    assert np.allclose(await teacher.score(ids), await gateway.engine.logprobs(ids), equal_nan=True)
-    await teacher.close()
+    assert np.allclose(await reference.score(ids), await gateway.engine.logprobs(ids), equal_nan=True)
+    await reference.close()

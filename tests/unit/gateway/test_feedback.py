@@ -44,7 +44,7 @@ async def send_feedback(gateway: RunningGateway, key: str = ADMIN_KEY, **body: A
 
 
 async def send_human_feedback(gateway: RunningGateway, session: OpenedSession, **body: Any) -> Any:
-    """Like `send_feedback`, on the session and with a feedback key."""
+    """Send feedback on the session with a feedback key, and return the response body."""
     key = await create_key(gateway.store, "feedback", "agent")
     return await send_feedback(gateway, key, session_id=session.session_id, **body)
 
@@ -70,7 +70,7 @@ async def list_rewards(gateway: RunningGateway, session: OpenedSession) -> list[
 
 
 def get_response_id(response: httpx.Response) -> str:
-    """Return the response id. In a stream, the first event contains it."""
+    """Return the response id, which a stream sends in its first event."""
     if response.headers["content-type"].startswith("application/json"):
         return response.json()["id"]
     line = next(line for line in response.text.splitlines() if line.startswith("data:"))
@@ -113,8 +113,7 @@ async def test_feedback_by_session_call_url_or_key_is_recorded(gateway: RunningG
         (0.75, None),
         (1.0, None),
     ]
-    scorers = ["feedback", "feedback", "agent-feedback", "feedback"]
-    assert [r.scorer for r in rewards] == scorers
+    assert [r.scorer for r in rewards] == ["feedback", "feedback", "agent-feedback", "feedback"]
     assert [r.detail["by"] for r in rewards] == ["admin", "admin", "session", "admin"]
 
 
@@ -161,7 +160,7 @@ async def test_feedback_id_reused_for_different_feedback_is_a_conflict(gateway: 
     assert await list_rewards(gateway, other) == []
 
 
-async def test_feedback_idempotency_key_is_valid_within_its_session(gateway: RunningGateway) -> None:
+async def test_feedback_idempotency_key_applies_only_to_its_session(gateway: RunningGateway) -> None:
     sessions = [(await open_session_with_reply(gateway))[0] for _ in range(2)]
 
     async def send_with_key(session: OpenedSession) -> int:
@@ -204,6 +203,19 @@ async def test_feedback_id_cannot_replace_a_scorers_reward(gateway: RunningGatew
     rule = Reward(session.session_id, 0.0, RewardSource.RULE, reward_id="rule/1")
     await gateway.store.add_rewards([rule])
     assert [r.source for r in await list_rewards(gateway, session)] == [RewardSource.HUMAN, RewardSource.RULE]
+
+
+async def test_feedback_sent_again_after_a_restart_is_recorded_once(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    path = tmp_path / "store.db"
+    body = {"feedback_id": "f", "thumbs": "up", "correction": "Hello."}
+    async with run_scripted_gateway(path, model, renderer) as gateway:
+        _, response = await open_session_with_reply(gateway)
+        first = await send_feedback(gateway, response_id=get_response_id(response), **body)
+    async with run_scripted_gateway(path, model, renderer) as gateway:
+        second = await post_feedback(gateway, response_id=get_response_id(response), **body)
+        assert (second.status_code, second.json()) == (200, first)
 
 
 # --- access -------------------------------------------------------------------------------------
@@ -254,15 +266,29 @@ async def test_feedback_list_needs_the_admin_key(gateway: RunningGateway) -> Non
     for session in sessions:
         await send_feedback(gateway, session.api_key, text="hm")
 
-    async def read(key: str, **query: str) -> httpx.Response:
+    async def list_feedback(key: str, **query: str) -> httpx.Response:
         return await gateway.http.get("/feedback", params=query, headers={"Authorization": f"Bearer {key}"})
 
-    assert (await read(sessions[0].api_key)).status_code == 403
-    listed = (await read(ADMIN_KEY)).json()["feedback"]
+    assert (await list_feedback(sessions[0].api_key)).status_code == 403
+    listed = (await list_feedback(ADMIN_KEY)).json()["feedback"]
     assert [item["session_id"] for item in listed] == [s.session_id for s in sessions]
     assert [item["reward"] for item in listed] == [None, None], "text alone is not a reward"
-    (item,) = (await read(ADMIN_KEY, session=sessions[1].session_id)).json()["feedback"]
+    (item,) = (await list_feedback(ADMIN_KEY, session=sessions[1].session_id)).json()["feedback"]
     assert item["session_id"] == sessions[1].session_id
+
+
+async def test_feedback_by_a_rollout_session_key_is_agent_feedback(gateway: RunningGateway) -> None:
+    session = await gateway.open_session(channel="train")
+    await post(gateway, build_request("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
+    view = await send_feedback(gateway, session.api_key, thumbs="up", correction="Hello.")
+    assert not view["trainable"]
+    (reward,) = await list_rewards(gateway, session)
+    assert reward.source is RewardSource.AGENT
+    view = await send_feedback(gateway, session_id=session.session_id, correction="Hello.")
+    assert view["trainable"], view
+
+
+# --- invalid feedback ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,6 +337,13 @@ async def test_feedback_secrets_are_redacted(gateway: RunningGateway) -> None:
     assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
+async def test_feedback_configured_patterns_are_redacted(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig.model_validate({"redact": {"patterns": ["Zurich"]}}))
+    session, _ = await open_session_with_reply(gateway)
+    view = await send_feedback(gateway, session.api_key, text="I live in Zurich")
+    assert view["text"] == "I live in [redacted]"
+
+
 # --- corrections --------------------------------------------------------------------------------
 
 
@@ -345,9 +378,9 @@ async def test_correction_of_a_truncated_reply_ends_with_the_stop_token(gateway:
     session, _ = await open_session_with_reply(gateway, "long", max_tokens=3)
     call = await get_only_call(gateway, session)
     assert call.finish_reason == "length"
-    complete, _ = await open_session_with_reply(gateway, "short")
+    other_session, _ = await open_session_with_reply(gateway, "short")
     await send_human_feedback(gateway, session, correction="Short.")
-    stop_token_id = (await get_only_call(gateway, complete)).sampled_ids.tolist()[-1]
+    stop_token_id = (await get_only_call(gateway, other_session)).sampled_ids.tolist()[-1]
     assert await load_correction_ids(gateway) == [*encode_text("Short."), stop_token_id]
 
 
@@ -378,7 +411,7 @@ async def test_correction_longer_than_the_context_is_not_trainable(gateway: Runn
     session, _ = await open_session_with_reply(gateway)
     view = await send_human_feedback(gateway, session, correction="word " * 1200)
     assert not view["trainable"]
-    assert "the context has 1024" in view["reason"]
+    assert "the context holds 1024" in view["reason"]
 
 
 async def test_correction_of_a_redacted_call_is_not_trainable(gateway: RunningGateway) -> None:
@@ -396,17 +429,6 @@ async def test_correction_on_the_val_channel_is_not_trainable(gateway: RunningGa
     assert "val" in view["reason"]
 
 
-async def test_feedback_with_a_rollout_session_key_has_source_agent(gateway: RunningGateway) -> None:
-    session = await gateway.open_session(channel="train")
-    await post(gateway, build_request("chat", "hi"), key=session.api_key, prefix=f"/s/{session.session_id}")
-    view = await send_feedback(gateway, session.api_key, thumbs="up", correction="Hello.")
-    assert not view["trainable"]
-    (reward,) = await list_rewards(gateway, session)
-    assert reward.source is RewardSource.AGENT
-    view = await send_feedback(gateway, session_id=session.session_id, correction="Hello.")
-    assert view["trainable"], view
-
-
 async def test_correction_on_an_untrainable_route_is_not_trainable(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
@@ -419,6 +441,9 @@ async def test_correction_on_an_untrainable_route_is_not_trainable(
             False,
             "training on this model is disabled by its route (trainable: false)",
         )
+
+
+# --- provider replies ---------------------------------------------------------------------------
 
 
 @asynccontextmanager
@@ -451,7 +476,7 @@ async def run_provider_gateway(folder: Path, dialect: Any) -> AsyncGenerator[Run
 async def test_correction_of_a_provider_reply_is_not_trainable(
     tmp_path: Path, dialect: str, provider_dialect: str, stream: bool
 ) -> None:
-    """A forwarded response has the provider's id. A translated response has the gateway's."""
+    """A forwarded response has the provider's id, a translated response has the gateway's id."""
     async with run_provider_gateway(tmp_path, provider_dialect) as gateway:
         response = await post(gateway, build_request(dialect, "hi", stream=stream), dialect)
         view = await send_feedback(
@@ -462,7 +487,7 @@ async def test_correction_of_a_provider_reply_is_not_trainable(
         assert "no token ids" in view["reason"]
 
 
-async def test_feedback_on_a_repeated_provider_id_needs_the_call_id(tmp_path: Path) -> None:
+async def test_feedback_by_a_provider_id_of_two_sessions_needs_a_session_key(tmp_path: Path) -> None:
     async with run_provider_gateway(tmp_path, "chat") as gateway:
         sessions = [await gateway.open_session() for _ in range(2)]
         for session in (*sessions, sessions[0]):
@@ -473,23 +498,3 @@ async def test_feedback_on_a_repeated_provider_id_needs_the_call_id(tmp_path: Pa
         assert view["session_id"] == sessions[1].session_id
         request_ids = [call.request_id for call in await gateway.calls(sessions[0])]
         assert request_ids[0] == "chatcmpl-9" != request_ids[1], "each request has its own id"
-
-
-async def test_feedback_sent_again_after_a_restart_is_recorded_once(
-    tmp_path: Path, model: ModelConfig, renderer: Renderer
-) -> None:
-    path = tmp_path / "store.db"
-    body = {"feedback_id": "f", "thumbs": "up", "correction": "Hello."}
-    async with run_scripted_gateway(path, model, renderer) as gateway:
-        _, response = await open_session_with_reply(gateway)
-        first = await send_feedback(gateway, response_id=get_response_id(response), **body)
-    async with run_scripted_gateway(path, model, renderer) as gateway:
-        second = await post_feedback(gateway, response_id=get_response_id(response), **body)
-        assert (second.status_code, second.json()) == (200, first)
-
-
-async def test_feedback_configured_patterns_are_redacted(start_gateway: StartGateway) -> None:
-    gateway = await start_gateway(config=GatewayConfig.model_validate({"redact": {"patterns": ["Zurich"]}}))
-    session, _ = await open_session_with_reply(gateway)
-    view = await send_feedback(gateway, session.api_key, text="I live in Zurich")
-    assert view["text"] == "I live in [redacted]"

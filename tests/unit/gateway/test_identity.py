@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"type"
 SESSION_UUID = "5c9e7a1c-90f0-4a8f-8bf1-000000000001"
 
 
-async def get_error_code(gateway: RunningGateway, body: Any, **options: Any) -> tuple[int, str | None]:
+async def post_and_get_error(gateway: RunningGateway, body: Any, **options: Any) -> tuple[int, str | None]:
     response = await post(gateway, body, **options)
     return response.status_code, response.json()["error"]["code"]
 
@@ -43,7 +43,7 @@ async def test_session_by_url_key_or_header_precedes_the_agents_id(
 ) -> None:
     session_id_headers = {"session_id": "other", "x_session_id": "another"}
     body = build_request(dialect, "hi")
-    live = get_session_id(await post(gateway, body, dialect, **session_id_headers))
+    live_id = get_session_id(await post(gateway, body, dialect, **session_id_headers))
     for make_options in (
         lambda s: {"prefix": f"/s/{s.session_id}"},
         lambda s: {"key": s.api_key},
@@ -53,8 +53,8 @@ async def test_session_by_url_key_or_header_precedes_the_agents_id(
         session_id = get_session_id(
             await post(gateway, body, dialect, **session_id_headers, **make_options(session))
         )
-        assert session_id == session.session_id != live
-    assert get_session_id(await post(gateway, body, dialect, **session_id_headers)) == live
+        assert session_id == session.session_id != live_id
+    assert get_session_id(await post(gateway, body, dialect, **session_id_headers)) == live_id
 
 
 async def test_session_by_agent_id_precedes_content(gateway: RunningGateway) -> None:
@@ -68,12 +68,15 @@ async def test_conflicting_session_ids_are_rejected(gateway: RunningGateway) -> 
     session, other_session = await gateway.open_session(), await gateway.open_session()
     body, url = build_request("chat", "hi"), f"/s/{session.session_id}"
     conflict = (403, "session_conflict")
-    assert await get_error_code(gateway, body, prefix=url, key=other_session.api_key) == conflict
+    assert await post_and_get_error(gateway, body, prefix=url, key=other_session.api_key) == conflict
     assert (
-        await get_error_code(gateway, body, prefix=url, x_instar_session=other_session.session_id) == conflict
+        await post_and_get_error(gateway, body, prefix=url, x_instar_session=other_session.session_id)
+        == conflict
     )
     assert (
-        await get_error_code(gateway, body, key=session.api_key, x_instar_session=other_session.session_id)
+        await post_and_get_error(
+            gateway, body, key=session.api_key, x_instar_session=other_session.session_id
+        )
         == conflict
     )
     first = await post(gateway, build_request("responses", "hi"), "responses", key=session.api_key)
@@ -113,18 +116,18 @@ def change_session_id(value: Any) -> Any:
     return value.replace(SESSION_UUID, SESSION_UUID[:-1] + "2") if SESSION_UUID in value else value + "2"
 
 
-@pytest.mark.parametrize(("dialect", "body", "headers"), AGENT_SESSION_IDS)
+@pytest.mark.parametrize(("dialect", "id_fields", "id_headers"), AGENT_SESSION_IDS)
 async def test_session_ids_of_known_agents_are_recognized(
-    gateway: RunningGateway, dialect: str, body: dict[str, Any], headers: dict[str, str]
+    gateway: RunningGateway, dialect: str, id_fields: dict[str, Any], id_headers: dict[str, str]
 ) -> None:
-    async def find_session(id_fields: dict[str, Any], id_headers: dict[str, str]) -> str:
-        body = {**build_request(dialect, "hi"), **id_fields}
-        headers = {"Authorization": f"Bearer {ADMIN_KEY}", **id_headers}
+    async def find_session(fields: dict[str, Any], headers: dict[str, str]) -> str:
+        body = {**build_request(dialect, "hi"), **fields}
+        headers = {"Authorization": f"Bearer {ADMIN_KEY}", **headers}
         return get_session_id(await gateway.http.post(PATHS[dialect], json=body, headers=headers))
 
-    first = await find_session(body, headers)
-    assert await find_session(body, headers) == first
-    assert await find_session(change_session_id(body), change_session_id(headers)) != first
+    first = await find_session(id_fields, id_headers)
+    assert await find_session(id_fields, id_headers) == first
+    assert await find_session(change_session_id(id_fields), change_session_id(id_headers)) != first
     session = await gateway.store.session(first)
     assert session is not None
     assert session.external_id
@@ -153,7 +156,7 @@ async def test_session_id_equal_to_a_user_id_is_a_different_session(gateway: Run
     assert by_user != by_session
 
 
-async def test_session_id_of_any_length_is_accepted(gateway: RunningGateway) -> None:
+async def test_long_session_id_is_accepted(gateway: RunningGateway) -> None:
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 20_000)))
     assert get_session_id(await post(gateway, build_request("chat", "hi", user="a" * 20_000))) == first
     session = await gateway.store.session(first)
@@ -206,28 +209,29 @@ async def test_concurrent_calls_after_session_end_open_one_new_session(start_gat
 @pytest.mark.parametrize("dialect", MESSAGE_DIALECTS)
 async def test_sessions_with_equal_content_differ_by_key_or_id(gateway: RunningGateway, dialect: str) -> None:
     keys = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
-    opening = build_request(dialect, "hi")
-    first = [get_session_id(await post(gateway, opening, dialect, key=key)) for key in keys]
-    assert first[0] != first[1]
+    first_body = build_request(dialect, "hi")
+    by_key = [get_session_id(await post(gateway, first_body, dialect, key=key)) for key in keys]
+    assert by_key[0] != by_key[1]
     continuation = build_request(dialect, "hi", "You said: hi", "more")
     continued = [get_session_id(await post(gateway, continuation, dialect, key=key)) for key in keys]
-    assert continued == first
-    by_id = [get_session_id(await post(gateway, opening, dialect, x_session_id=f"s{i}")) for i in range(2)]
+    assert continued == by_key
+    by_id = [get_session_id(await post(gateway, first_body, dialect, x_session_id=f"s{i}")) for i in range(2)]
     continued = [
         get_session_id(await post(gateway, continuation, dialect, x_session_id=f"s{i}")) for i in range(2)
     ]
     assert by_id[0] != by_id[1]
     assert continued == by_id
-    for session in first + by_id:
-        assert [c.link for c in await gateway.store.calls(session)] == [Link.ROOT, Link.EXTENDS]
+    for session_id in by_key + by_id:
+        assert [c.link for c in await gateway.store.calls(session_id)] == [Link.ROOT, Link.EXTENDS]
 
 
 async def test_session_with_id_is_not_matched_by_content(gateway: RunningGateway) -> None:
-    opening, continuation = build_request("chat", "hi"), build_request("chat", "hi", "You said: hi", "more")
-    by_content = get_session_id(await post(gateway, opening))
+    first_body = build_request("chat", "hi")
+    continuation = build_request("chat", "hi", "You said: hi", "more")
+    by_content = get_session_id(await post(gateway, first_body))
     opened = await gateway.open_session()
-    await post(gateway, opening, key=opened.api_key)
-    await post(gateway, opening, x_session_id="s")
+    await post(gateway, first_body, key=opened.api_key)
+    await post(gateway, first_body, x_session_id="s")
     assert get_session_id(await post(gateway, continuation)) == by_content
 
 
@@ -243,8 +247,8 @@ async def test_session_is_found_by_content_after_a_restart(
         continuation = build_request(dialect, "hi", "You said: hi", "more")
         assert get_session_id(await post(gateway, continuation, dialect)) == first
         assert get_session_id(await post(gateway, continuation, dialect, x_session_id="s")) == by_id
-        for session in (first, by_id):
-            root, continued = await gateway.store.calls(session)
+        for session_id in (first, by_id):
+            root, continued = await gateway.store.calls(session_id)
             assert (continued.link, continued.parent_id) == (Link.EXTENDS, root.call_id)
             assert continued.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
 
@@ -261,37 +265,37 @@ async def start_tool_call(gateway: RunningGateway, **options: Any) -> tuple[str,
 
 async def test_sessions_with_equal_text_differ_by_their_tool_call_ids(gateway: RunningGateway) -> None:
     sessions = [await start_tool_call(gateway) for _ in range(3)]
-    assert len({session for session, _ in sessions}) == 3
-    for session, continuation in sessions:
+    assert len({session_id for session_id, _ in sessions}) == 3
+    for session_id, continuation in sessions:
         response = await post(gateway, continuation)
-        assert get_session_id(response) == session
+        assert get_session_id(response) == session_id
         messages = [*continuation["messages"], response.json()["choices"][0]["message"]]
         continuation["messages"] = [*messages, {"role": "user", "content": "Thanks."}]
-    for session, continuation in reversed(sessions):
-        assert get_session_id(await post(gateway, continuation)) == session
-        calls = await gateway.store.calls(session)
+    for session_id, continuation in reversed(sessions):
+        assert get_session_id(await post(gateway, continuation)) == session_id
+        calls = await gateway.store.calls(session_id)
         assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
 
 
-@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("is_changed", [False, True])
 async def test_sessions_with_equal_text_differ_by_their_tool_call_ids_after_a_restart(
-    tmp_path: Path, model: ModelConfig, renderer: Renderer, changed: bool
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, is_changed: bool
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
     async with run_scripted_gateway(*gateway_args) as gateway:
         sessions = [await start_tool_call(gateway) for _ in range(2)]
     async with run_scripted_gateway(*gateway_args) as gateway:
         sessions.append(await start_tool_call(gateway))
-        for session, continuation in sessions:
-            if changed:  # Some agents change the whitespace of a reply.
+        for session_id, continuation in sessions:
+            if is_changed:  # Some agents change the whitespace of a reply.
                 continuation["messages"][1]["content"] += "\n"
-            assert get_session_id(await post(gateway, continuation)) == session
+            assert get_session_id(await post(gateway, continuation)) == session_id
 
 
 async def test_sessions_with_equal_text_differ_by_the_ids_of_earlier_tool_calls(
     gateway: RunningGateway,
 ) -> None:
-    """The ids of the tool calls come from the client, not from the gateway."""
+    """The client chose the ids of these tool calls, not the gateway."""
     sessions: list[tuple[str, list[Any]]] = []
     for i in range(2):
         call = {"id": f"client-{i}", "type": "function", "function": {"name": "calc", "arguments": "{}"}}
@@ -303,9 +307,9 @@ async def test_sessions_with_equal_text_differ_by_the_ids_of_earlier_tool_calls(
         response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS})
         messages += [response.json()["choices"][0]["message"], {"role": "user", "content": "Thanks."}]
         sessions.append((get_session_id(response), messages))
-    for session, messages in sessions:
+    for session_id, messages in sessions:
         response = await post(gateway, {"model": "m", "messages": messages, "tools": TOOLS})
-        assert get_session_id(response) == session
+        assert get_session_id(response) == session_id
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
@@ -313,14 +317,15 @@ async def test_call_that_matches_two_sessions_opens_a_new_session(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
-    opening, continuation = build_request(dialect, "hi"), build_request(dialect, "hi", "You said: hi", "more")
+    first_body = build_request(dialect, "hi")
+    continuation = build_request(dialect, "hi", "You said: hi", "more")
     async with run_scripted_gateway(*gateway_args) as gateway:
-        sessions = [get_session_id(await post(gateway, opening, dialect)) for _ in range(2)]
-        third = get_session_id(await post(gateway, continuation, dialect))
-        assert third not in sessions
-        await gateway.post_json(f"/sessions/{sessions[1]}/complete", {})
-        await gateway.post_json(f"/sessions/{third}/complete", {})
-        assert get_session_id(await post(gateway, continuation, dialect)) == sessions[0]
+        session_ids = [get_session_id(await post(gateway, first_body, dialect)) for _ in range(2)]
+        third_id = get_session_id(await post(gateway, continuation, dialect))
+        assert third_id not in session_ids
+        await gateway.post_json(f"/sessions/{session_ids[1]}/complete", {})
+        await gateway.post_json(f"/sessions/{third_id}/complete", {})
+        assert get_session_id(await post(gateway, continuation, dialect)) == session_ids[0]
 
 
 async def test_call_that_matches_two_stored_sessions_opens_a_new_session(
@@ -328,13 +333,13 @@ async def test_call_that_matches_two_stored_sessions_opens_a_new_session(
 ) -> None:
     gateway_args = (tmp_path / "store.db", model, renderer)
     async with run_scripted_gateway(*gateway_args) as gateway:
-        sessions = [get_session_id(await post(gateway, build_request("chat", "hi"))) for _ in range(2)]
+        session_ids = [get_session_id(await post(gateway, build_request("chat", "hi"))) for _ in range(2)]
     async with run_scripted_gateway(*gateway_args) as gateway:
         continuation = build_request("chat", "hi", "You said: hi", "more")
-        assert get_session_id(await post(gateway, continuation)) not in sessions
+        assert get_session_id(await post(gateway, continuation)) not in session_ids
 
 
-async def test_session_is_found_by_an_extended_reply(gateway: RunningGateway) -> None:
+async def test_session_is_found_if_the_agent_appends_to_a_reply(gateway: RunningGateway) -> None:
     first = await post(gateway, build_request("chat", "hello"))
     reply_text = first.json()["choices"][0]["message"]["content"]
     extended = await post(
@@ -378,26 +383,29 @@ async def test_response_is_continued_after_a_restart(
 
 async def test_agent_cannot_use_sessions_of_another_agent(gateway: RunningGateway) -> None:
     ann, ben = [await create_key(gateway.store, "agent", name) for name in ("ann", "ben")]
-    session = get_session_id(await post(gateway, build_request("chat", "hi"), key=ann))
+    session_id = get_session_id(await post(gateway, build_request("chat", "hi"), key=ann))
     ben_headers = {"Authorization": f"Bearer {ben}"}
-    path = f"/sessions/{session}"
+    path = f"/sessions/{session_id}"
     responses = [
         await gateway.http.get(path, headers=ben_headers),
         await gateway.post_json(f"{path}/complete", {"reward": 1}, ben),
         await gateway.post_json(f"{path}/fail", {"reason": "x"}, ben),
         await gateway.post_json(f"{path}/calls", {"calls": []}, ben),
-        await post(gateway, build_request("chat", "hi"), key=ben, prefix=f"/s/{session}"),
-        await post(gateway, build_request("chat", "hi"), key=ben, x_instar_session=session),
-        await gateway.http.post(f"/s/{session}/v1/generate", json={"prompt_ids": [1]}, headers=ben_headers),
-        await gateway.post_json(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
+        await post(gateway, build_request("chat", "hi"), key=ben, prefix=f"/s/{session_id}"),
+        await post(gateway, build_request("chat", "hi"), key=ben, x_instar_session=session_id),
+        await gateway.http.post(
+            f"/s/{session_id}/v1/generate", json={"prompt_ids": [1]}, headers=ben_headers
+        ),
         await gateway.http.get("/stats", headers=ben_headers),
+        # The session's own agent may send `reward`, but not `rewards`.
+        await gateway.post_json(f"{path}/complete", {"rewards": [{"value": 1.0}]}, ann),
     ]
     assert [response.status_code for response in responses] == [403] * len(responses)
-    stored = await gateway.store.session(session)
+    stored = await gateway.store.session(session_id)
     assert stored is not None
     assert stored.status is SessionStatus.OPEN
-    assert await gateway.store.rewards(session) == []
-    assert len(await gateway.store.calls(session)) == 1
+    assert await gateway.store.rewards(session_id) == []
+    assert len(await gateway.store.calls(session_id)) == 1
 
 
 async def test_session_key_cannot_use_other_sessions(gateway: RunningGateway) -> None:
@@ -424,14 +432,14 @@ async def test_live_session_is_stored_with_its_first_call(start_gateway: StartGa
     first_call = asyncio.create_task(post(gateway, build_request("chat", "hi", user="ann")))
     await wait_for_in_flight(gateway, 1)
     assert await gateway.store.sessions("run") == []
-    session = get_session_id(await first_call)
-    assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session]
+    session_id = get_session_id(await first_call)
+    assert [row.session.session_id for row in await gateway.store.sessions("run")] == [session_id]
 
 
 async def test_rejected_first_call_stores_no_session(gateway: RunningGateway) -> None:
-    for i in range(3):
+    for _ in range(3):
         too_long = build_request("chat", "word " * 2000, user="ann")
-        assert (await post(gateway, too_long)).status_code == 400, i
+        assert (await post(gateway, too_long)).status_code == 400
         unsupported = build_request("chat", "hi", user="ann", store=True)
         assert (await post(gateway, unsupported)).status_code == 400
     assert await gateway.store.sessions("run") == []

@@ -1,4 +1,4 @@
-"""Live sessions are closed when they are idle for too long; active and rollout sessions are not."""
+"""Live sessions without calls for `idle_timeout` are closed; active and rollout sessions are not."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def wait_until_closed(gateway: RunningGateway, session_id: str, timeout_se
             await asyncio.sleep(0.02)
 
 
-async def test_idle_session_is_closed_and_its_id_can_be_reused(start_gateway: StartGateway) -> None:
+async def test_idle_session_is_closed_and_the_next_call_opens_a_new_one(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG)
     first = get_session_id(await post(gateway, build_request("chat", "hi", user="ann")))
     session = await wait_until_closed(gateway, first)

@@ -25,10 +25,8 @@ def auth_headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-async def chat(
-    gateway: RunningGateway, key: str, path: str = "/v1/chat/completions", **options: Any
-) -> httpx.Response:
-    return await gateway.http.post(path, json=CHAT_BODY, headers=auth_headers(key), **options)
+async def chat(gateway: RunningGateway, key: str, path: str = "/v1/chat/completions") -> httpx.Response:
+    return await gateway.http.post(path, json=CHAT_BODY, headers=auth_headers(key))
 
 
 async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: RunningGateway) -> None:
@@ -42,15 +40,15 @@ async def test_agent_key_opens_uses_reads_and_completes_own_sessions(gateway: Ru
     assert (await chat(gateway, key, f"/s/{session_id}/v1/chat/completions")).status_code == 200
     read = await gateway.http.get(f"/sessions/{session_id}", headers=auth_headers(key))
     assert (read.status_code, len(read.json()["calls"])) == (200, 1)
-    ended = await gateway.post_json(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
-    assert ended.status_code == 200, ended.text
+    completed = await gateway.post_json(f"/sessions/{session_id}/complete", {"reward": 1.0}, key)
+    assert completed.status_code == 200, completed.text
     assert [reward.value for reward in await gateway.store.rewards(session_id)] == [1.0]
 
 
 @pytest.mark.parametrize(
     "field", [{"group_id": "run/train/000000"}, {"slot": 1}, {"attempt": 999}, {"channel": "val"}]
 )
-async def test_agent_key_with_rollout_field_error_names_the_field(
+async def test_agent_key_with_a_rollout_field_gets_an_error_that_names_it(
     gateway: RunningGateway, field: dict[str, Any]
 ) -> None:
     key = await create_key(gateway.store, "agent", "coder")
@@ -104,8 +102,8 @@ async def test_second_admin_key_has_full_access(gateway: RunningGateway) -> None
     session = await gateway.open_session()
     assert (await gateway.post_json("/sessions", {}, key)).status_code == 201
     body = {"rewards": [{"value": 1.0, "source": "rule"}]}
-    ended = await gateway.post_json(f"/sessions/{session.session_id}/complete", body, key)
-    assert ended.status_code == 200, ended.text
+    completed = await gateway.post_json(f"/sessions/{session.session_id}/complete", body, key)
+    assert completed.status_code == 200, completed.text
 
 
 async def test_revoked_key_is_rejected_within_five_seconds(gateway: RunningGateway) -> None:
@@ -192,6 +190,7 @@ def test_weak_or_unprintable_admin_key_is_rejected(host: str, key: str, message:
     with pytest.raises(ConfigError, match=message) as caught:
         resolve_admin_key({VARIABLE: key}, VARIABLE, host)
     assert VARIABLE in str(caught.value)
+    # A short test key may also occur as a word in the message.
     assert len(key) < 15 or key.strip() not in str(caught.value)
 
 

@@ -1,4 +1,4 @@
-"""The Messages dialect without a gateway: requests, token counts, errors and replies."""
+"""The Messages dialect without a gateway: requests, token counts, errors and responses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def parse_request(**fields: Any) -> ModelRequest:
     return DIALECT.parse_request(json.dumps({**REQUEST, **fields}).encode())
 
 
-def read_messages(*messages: Any) -> tuple[Message, ...]:
+def parse_messages(*messages: Any) -> tuple[Message, ...]:
     return parse_request(messages=messages).messages
 
 
@@ -44,7 +44,7 @@ def format_reply(
     return AnthropicMessage.model_validate_json(body, strict=True)
 
 
-# --- requests -----------------------------------------------------------------------------------
+# --- requests, token counts and errors ----------------------------------------------------------
 
 
 def test_messages_request_from_claude_code_is_parsed() -> None:
@@ -124,7 +124,7 @@ def test_messages_request_drops_the_billing_line() -> None:
 
 def test_messages_request_keeps_text_before_tool_results() -> None:
     results = [{"type": "tool_result", "tool_use_id": i, "content": i, "is_error": i == "b"} for i in "ab"]
-    messages = read_messages({"role": "user", "content": [text("First."), results[0], text(""), results[1]]})
+    messages = parse_messages({"role": "user", "content": [text("First."), results[0], text(""), results[1]]})
     assert [(m["role"], m["content"]) for m in messages if m["content"]] == [
         ("user", "First."),
         ("tool", "a"),
@@ -254,8 +254,8 @@ def assert_error_names_path(error: ApiError, path: str) -> None:
 
 def test_messages_request_distinguishes_images() -> None:
     def parse_content(data: str, **fields: Any) -> str:
-        picture = {"type": "image", "source": {"type": "base64", "data": data}, **fields}
-        return read_messages(user(text("Look:"), picture))[0]["content"]
+        image = {"type": "image", "source": {"type": "base64", "data": data}, **fields}
+        return parse_messages(user(text("Look:"), image))[0]["content"]
 
     assert re.fullmatch(r"Look:\n\n\[image [0-9a-f]{16}\]", parse_content("AA"))
     assert parse_content("AA") == parse_content("AA", cache_control={"type": "ephemeral"})
@@ -352,7 +352,7 @@ def test_messages_error_type_matches_the_status(status: int, error_type: str) ->
     }
 
 
-# --- replies ------------------------------------------------------------------------------------
+# --- responses ----------------------------------------------------------------------------------
 
 REPLY = Message(role="assistant", content="Hello.", reasoning="A greeting.")
 
@@ -384,14 +384,14 @@ def test_messages_response_includes_thinking_only_on_request() -> None:
     assert len(format_reply(REPLY, request=parse_request(thinking={"type": "disabled"})).content) == 1
 
 
-def test_messages_response_for_an_empty_reply_has_an_empty_text() -> None:
+def test_messages_response_for_an_empty_reply_has_an_empty_text_block() -> None:
     (block,) = format_reply(Message(role="assistant", content="")).content
     assert block.type == "text"
     assert block.text == ""
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "3", '{"a": ', '{"a": NaN}', '{"a": 1e999}'])
-def test_messages_response_writes_non_object_arguments_as_text(arguments: str) -> None:
+def test_messages_response_writes_invalid_arguments_as_text(arguments: str) -> None:
     call = ToolCall(id="t", name="calc", arguments=arguments)
     response = format_reply(Message(role="assistant", content="", tool_calls=[call]))
     (block,) = response.content

@@ -32,7 +32,7 @@ def user(content: Any) -> Any:
 
 
 def client_options(session: OpenedSession) -> dict[str, Any]:
-    """Return the client's options. The URL has no `/v1`, because the SDK adds it."""
+    """Return the client's options. The base URL has no `/v1`, because the SDK adds it."""
     return {"base_url": session.base_url.removesuffix("/v1"), "api_key": session.api_key, "max_retries": 0}
 
 
@@ -99,17 +99,17 @@ async def test_anthropic_sdk_tool_turns_extend_the_recorded_tokens(
     assert third.content[0].text == "You said: thanks"
     calls = await gateway.calls(session)
     assert [call.link for call in calls] == [Link.ROOT, Link.EXTENDS, Link.EXTENDS]
-    for before, after, response in zip(calls, calls[1:], [first, second], strict=False):
-        sequence = before.sequence.tolist()
-        assert after.prompt_ids[: len(sequence)].tolist() == sequence
-        assert response.usage.input_tokens + response.usage.cache_read_input_tokens == len(before.prompt_ids)
-        assert response.usage.output_tokens == len(before.sampled_ids)
-        assert before.request_id == response.id
-        assert before.dialect == "messages"
-        assert before.trainable
+    for call, next_call, response in zip(calls, calls[1:], [first, second], strict=False):
+        sequence = call.sequence.tolist()
+        assert next_call.prompt_ids[: len(sequence)].tolist() == sequence
+        assert response.usage.input_tokens + response.usage.cache_read_input_tokens == len(call.prompt_ids)
+        assert response.usage.output_tokens == len(call.sampled_ids)
+        assert call.request_id == response.id
+        assert call.dialect == "messages"
+        assert call.trainable
 
 
-async def test_anthropic_sdk_streams_token_by_token(gateway: RunningGateway) -> None:
+async def test_anthropic_sdk_receives_text_and_arguments_in_pieces(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         stream = await client.messages.create(
@@ -192,12 +192,12 @@ async def test_anthropic_sdk_provider_features_need_an_anthropic_provider(
             with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\]\.content\[0\]"):
                 await create_async(session, **parameters)
             assert provider.bodies == []
-            return
-        response = await create_async(session, **parameters)
-        assert response.content[0].text == TEXT
-        assert orjson.loads(provider.bodies[0]) == parameters
-        (call,) = await gateway.calls(session)
-        assert call.messages[0]["content"].startswith("[image ")
+        else:
+            response = await create_async(session, **parameters)
+            assert response.content[0].text == TEXT
+            assert orjson.loads(provider.bodies[0]) == parameters
+            (call,) = await gateway.calls(session)
+            assert call.messages[0]["content"].startswith("[image ")
 
 
 async def test_anthropic_sdk_counts_tokens(gateway: RunningGateway) -> None:
@@ -223,7 +223,7 @@ async def test_anthropic_sdk_lists_models(gateway: RunningGateway) -> None:
 
 
 async def test_anthropic_sdk_beta_request_is_accepted(gateway: RunningGateway) -> None:
-    """Claude Code sends `?beta=true`, a header with the names of betas, and their settings in the body."""
+    """Claude Code sends `?beta=true`, the names of the betas in a header, and their settings in the body."""
     session = await gateway.open_session()
     async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         response = await client.beta.messages.create(
@@ -241,15 +241,15 @@ async def test_messages_session_is_found_by_claude_code_id(gateway: RunningGatew
     body = {"model": "instar", "max_tokens": 8, "messages": [user("hi")]}
     headers = {"x-api-key": ADMIN_KEY}
 
-    async def send(name: str) -> httpx.Response:
-        metadata = {"user_id": f"user_1_account_2_session_{name}"}
+    async def send(session_id: str) -> httpx.Response:
+        metadata = {"user_id": f"user_1_account_2_session_{session_id}"}
         return await gateway.http.post("/v1/messages", json={**body, "metadata": metadata}, headers=headers)
 
-    for name in ("a-1", "b-2", "a-1"):
-        assert (await send(name)).status_code == 200
-    sessions = {
-        name: await gateway.store.session_by_external_id("run", "agent", f"claude-session:{name}")
-        for name in ("a-1", "b-2")
-    }
-    counts = [len(await gateway.store.calls(session.session_id)) for session in sessions.values() if session]
-    assert counts == [2, 1]
+    for session_id in ("a-1", "b-2", "a-1"):
+        assert (await send(session_id)).status_code == 200
+    sessions = [
+        await gateway.store.session_by_external_id("run", "agent", f"claude-session:{session_id}")
+        for session_id in ("a-1", "b-2")
+    ]
+    call_counts = [len(await gateway.store.calls(session.session_id)) for session in sessions if session]
+    assert call_counts == [2, 1]

@@ -16,13 +16,20 @@ from instar.gateway.dialects.base import ModelRequest
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.record.hashing import canonical_content
 from instar.types import Message, ToolCall
-from tests.unit.gateway.test_messages import DIALECT, REQUEST, make_choice, parse_request, read_messages, text
+from tests.unit.gateway.test_messages import (
+    DIALECT,
+    REQUEST,
+    make_choice,
+    parse_messages,
+    parse_request,
+    text,
+)
 
 EVENT_ADAPTER: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
 def parse_events(body: bytes) -> Iterator[Any]:
-    """Yield the parsed events, after checking that each has the name and fields of its type."""
+    """Yield the parsed events except pings. Check that each event has the name and fields of its type."""
     for part in body.decode().split("\n\n")[:-1]:
         head, data = part.split("\n")
         value = json.loads(data.removeprefix("data: "))
@@ -37,25 +44,25 @@ def assemble_message(stream: Sequence[Any]) -> dict[str, Any]:
     assert [event["type"] for event in stream[-2:]] == ["message_delta", "message_stop"]
     assert stream[0]["type"] == "message_start"
     blocks: list[dict[str, Any]] = []
-    closed = 0
+    closed_count = 0
     for event in stream[1:-2]:
         match event:
             case {"type": "content_block_start"}:
-                assert event["index"] == len(blocks) == closed
+                assert event["index"] == len(blocks) == closed_count
                 blocks.append({**event["content_block"]})
             case {"type": "content_block_stop"}:
-                closed += 1
-                assert event["index"] == closed - 1
+                assert event["index"] == closed_count
+                closed_count += 1
             case {"delta": {"type": "input_json_delta"}}:
                 blocks[event["index"]].setdefault("json", "")
                 blocks[event["index"]]["json"] += event["delta"]["partial_json"]
             case {"delta": delta}:
-                assert event["index"] == closed
+                assert event["index"] == closed_count
                 (name,) = set(delta) - {"type"}
                 blocks[event["index"]][name] += delta[name]
             case _:
-                pytest.fail(f"{event}")
-    assert closed == len(blocks)
+                pytest.fail(f"unexpected event: {event}")
+    assert closed_count == len(blocks)
     for block in blocks:
         if "json" in block:
             block["input"] = json.loads(block.pop("json"))
@@ -97,9 +104,9 @@ def test_messages_stream_signs_thinking_even_if_omitted(display: str, expected_t
     message = Message(role="assistant", content="Yes.", reasoning="Hm.")
     deltas = [ReplyDelta(reasoning="Hm"), ReplyDelta(reasoning="."), ReplyDelta(text="Yes.")]
     response = stream_reply(deltas, message, parse_request(thinking={"type": "adaptive", "display": display}))
-    thought, reply_text = response["content"]
-    assert (thought["thinking"], reply_text["text"]) == (expected_thinking, "Yes.")
-    assert thought["signature"]
+    thinking_block, text_block = response["content"]
+    assert (thinking_block["thinking"], text_block["text"]) == (expected_thinking, "Yes.")
+    assert thinking_block["signature"]
 
 
 def test_messages_stream_error_is_an_error_event() -> None:
@@ -144,16 +151,16 @@ def echo_reply(blocks: list[dict[str, Any]], rng: random.Random) -> list[dict[st
     dropped, and keys reordered."""
     blocks = [block for block in blocks if block["type"] != "thinking" or rng.random() < 0.5]
     echoed: list[dict[str, Any]] = []
-    texts = [i for i, block in enumerate(blocks) if block["type"] == "text"]
+    text_indexes = [i for i, block in enumerate(blocks) if block["type"] == "text"]
     trim = rng.random() < 0.5
     for i, block in enumerate(blocks):
         if block["type"] != "text":
             echoed.append(dict(reversed(block.items())))
             continue
         reply_text = block["text"]
-        if trim and i == texts[0]:
+        if trim and i == text_indexes[0]:
             reply_text = reply_text.lstrip()
-        if trim and i == texts[-1]:
+        if trim and i == text_indexes[-1]:
             reply_text = reply_text.rstrip()
         cut = rng.randrange(len(reply_text) + 1)
         parts = [reply_text[:cut], reply_text[cut:]] if rng.random() < 0.3 else [reply_text]
@@ -172,7 +179,7 @@ def test_messages_reply_sent_back_matches_the_recorded_one(has_thinking: bool) -
         body = DIALECT.format_response("msg_1", request, [make_choice(message)])
         for response in (json.loads(body), stream_reply(deltas, message, request)):
             message_param = {"role": "assistant", "content": echo_reply(response["content"], rng)}
-            (parsed,) = read_messages(message_param, *REQUEST["messages"])[:-1]
+            (parsed,) = parse_messages(message_param, *REQUEST["messages"])[:-1]
             assert canonical_content(parsed) == canonical_content(message), (seed, response)
             ids = [call["id"] for call in message.get("tool_calls", ())]
             assert [call["id"] for call in parsed.get("tool_calls", ())] == ids

@@ -44,11 +44,11 @@ def list_described_routes(description: dict[str, Any]) -> set[str]:
     return {f"{method.upper()} {path}" for path, item in description["paths"].items() for method in item}
 
 
-def embed_components(value: Any, description: dict[str, Any]) -> Any:
+def embed_components(schema: Any, description: dict[str, Any]) -> Any:
     """Return the schema with the component schemas as `$defs`, so that its references can be resolved."""
-    text = json.dumps(value).replace("#/components/schemas/", "#/$defs/")
-    schemas = json.dumps(description["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/")
-    return {**json.loads(text), "$defs": json.loads(schemas)}
+    text = json.dumps(schema).replace("#/components/schemas/", "#/$defs/")
+    components = json.dumps(description["components"]["schemas"]).replace("#/components/schemas/", "#/$defs/")
+    return {**json.loads(text), "$defs": json.loads(components)}
 
 
 async def check_exchange(
@@ -96,7 +96,7 @@ async def test_description_in_docs_is_current() -> None:
     assert OPENAPI_FILE.read_text() == await render_api(), "run `make docs`"
 
 
-async def test_description_has_valid_schemas_and_unique_ids() -> None:
+async def test_description_has_valid_schemas_references_and_operations() -> None:
     description = (await create_app_without_engine()).description
     for schema in description["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)

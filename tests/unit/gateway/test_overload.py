@@ -1,4 +1,4 @@
-"""Connections to a gateway at capacity: calls are rejected before they are parsed."""
+"""A gateway with `max_in_flight` calls rejects further calls before it parses them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_rejected_call_with_connection_close_closes_the_connection(
     writer.close()
 
 
-async def test_call_that_follows_a_reply_on_its_connection_is_rejected_if_full(
+async def test_later_call_on_a_connection_is_rejected_only_while_the_gateway_is_full(
     start_gateway: StartGateway,
 ) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_in_flight=1), delay=0.02)
@@ -100,17 +100,16 @@ async def test_call_that_follows_a_reply_on_its_connection_is_rejected_if_full(
 async def test_other_routes_of_a_full_gateway_are_served(full_gateway: RunningGateway) -> None:
     reader, writer = await connect(full_gateway)
     writer.write(encode_request("/sessions", {}))
-    assert (await read_response(reader))[0] in (200, 201)
-    head = build_head("/v1/unknown", 2)
-    writer.write(head + b"{}")
+    assert (await read_response(reader))[0] == 201
+    writer.write(build_head("/v1/unknown", 2) + b"{}")
     assert (await read_response(reader))[0] == 404
     writer.close()
 
 
-PLAIN = (
+PLAIN_REQUEST = (
     b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nConnection: keep-alive\r\n\r\n{}"
 )
-UNUSUAL = {
+MALFORMED_CHANGES = {
     "long length": (b"Content-Length: 2", b"Content-Length: " + b"1" * 5000),
     "two lengths": (b"Content-Length: 2", b"Content-Length: 2\r\nContent-Length: 9"),
     "space before the colon": (b"Content-Length: 2", b"Content-Length: 2\r\nContent-Length : 9"),
@@ -120,17 +119,20 @@ UNUSUAL = {
     "no colon": (b"Host: x", b"Host"),
     "space in the path": (b"/v1/chat", b"/v1 /chat"),
 }
+"""Replacements in `PLAIN_REQUEST` that make it malformed."""
 
 
-def test_plain_post_request_has_a_path() -> None:
-    assert find_post_path(PLAIN) == b"/v1/chat/completions"
-    assert find_post_path(PLAIN.replace(b" HTTP/1.1", b"?a=b%20c HTTP/1.1")) == b"/v1/chat/completions"
+def test_find_post_path_returns_the_path_of_a_plain_request() -> None:
+    assert find_post_path(PLAIN_REQUEST) == b"/v1/chat/completions"
+    assert (
+        find_post_path(PLAIN_REQUEST.replace(b" HTTP/1.1", b"?a=b%20c HTTP/1.1")) == b"/v1/chat/completions"
+    )
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        *UNUSUAL.values(),
+        *MALFORMED_CHANGES.values(),
         (b"keep-alive", b"close"),
         (b" keep-alive", b"close"),
         (b"keep-alive", b"keep-alive, close"),
@@ -143,18 +145,18 @@ def test_plain_post_request_has_a_path() -> None:
         (b"Host: x", b"Upgrade: h2c"),
     ],
 )
-def test_unusual_request_is_left_to_the_parser(change: tuple[bytes, bytes]) -> None:
-    data = PLAIN.replace(*change)
-    assert data != PLAIN
+def test_find_post_path_leaves_other_requests_to_the_parser(change: tuple[bytes, bytes]) -> None:
+    data = PLAIN_REQUEST.replace(*change)
+    assert data != PLAIN_REQUEST
     assert find_post_path(data) is None
 
 
-@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("change", MALFORMED_CHANGES.values(), ids=MALFORMED_CHANGES)
 async def test_malformed_request_on_a_full_gateway_closes_the_connection(
     full_gateway: RunningGateway, change: tuple[bytes, bytes]
 ) -> None:
     reader, writer = await connect(full_gateway)
-    writer.write(PLAIN.replace(*change))
+    writer.write(PLAIN_REQUEST.replace(*change))
     assert (await read_response(reader))[0] == 400
     async with asyncio.timeout(30):
         assert await reader.read() == b""
@@ -162,7 +164,7 @@ async def test_malformed_request_on_a_full_gateway_closes_the_connection(
 
 
 async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
-    """The write buffer would grow with every request of a client that does not read."""
+    """Otherwise, a client that does not read could make the write buffer grow with every request."""
     config = uvicorn.Config(_respond_with_nothing, http=LimitedHttpProtocol.with_limits(1 << 20, 60.0))
     config.load()
     protocol_class = LimitedHttpProtocol.with_limits(1 << 20, 60.0, lambda _: b"rejected")
@@ -172,10 +174,10 @@ async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
     transport.is_closing.return_value = False
     transport.get_extra_info.return_value = None
     protocol.connection_made(transport)
-    protocol.data_received(PLAIN)
+    protocol.data_received(PLAIN_REQUEST)
     transport.write.assert_called_once_with(b"rejected")
     protocol.pause_writing()
-    protocol.data_received(PLAIN)
+    protocol.data_received(PLAIN_REQUEST)
     transport.write.assert_called_once()
     protocol.connection_lost(None)
     await asyncio.gather(*state.tasks)

@@ -1,4 +1,4 @@
-"""No secret is stored, and nothing that was sampled after a secret is used for training."""
+"""Secrets are never stored, and calls whose prompt or reply contains a secret are not trainable."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_stored_bytes(path: Path) -> bytes:
 def contains_secret(path: Path, secret: str, ids: list[int] | None = None) -> bool:
     """Return True if the store contains the secret, a part of it, or its token ids ``ids``."""
     encodings = [secret.encode(), secret[8:24].encode()]
-    if ids:
+    if ids:  # The first and last ids may differ with the surrounding text.
         encodings.append(np.asarray(ids[2:-2], np.int32).tobytes())
     data = read_stored_bytes(path)
     return any(encoding in data for encoding in encodings)
@@ -253,22 +253,23 @@ async def test_only_calls_after_a_secret_are_untrainable(
     async with run_scripted_gateway(*gateway_args) as gateway:
         fourth = await send_request(gateway, [*with_secret, "You said: go on", "and on"], **request_options)
         assert_redacted(fourth)
+        # The third call's tokens are not stored, so the fourth call may be unable to extend them.
         assert fourth.parent_id in (third.call_id, None)
         repeated = await send_request(gateway, with_secret, **request_options)
         assert_redacted(repeated)
         assert repeated.link is Link.SIBLING
         clean = await send_request(gateway, ["hi", "You said: hi", "something else"], **request_options)
         assert clean.trainable
-        after = await send_request(
+        continued = await send_request(
             gateway, ["hi", "You said: hi", "something else", clean.reply["content"], "x"], **request_options
         )
-        assert after.trainable
-        assert after.link is Link.EXTENDS
+        assert continued.trainable
+        assert continued.link is Link.EXTENDS
     assert not contains_secret(tmp_path / "store.db", SECRET, encode_text(SECRET))
 
 
 class PromptRecordingEngine(ScriptedEngine):
-    """Keeps the prompts that it receives."""
+    """Records the prompts that it receives."""
 
     prompts: list[list[int]]
 
@@ -278,7 +279,7 @@ class PromptRecordingEngine(ScriptedEngine):
             yield chunk
 
 
-async def test_redacted_conversation_continues_with_exact_tokens(
+async def test_redacted_conversation_prompts_extend_the_original_tokens(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
     engine = PromptRecordingEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
@@ -287,8 +288,8 @@ async def test_redacted_conversation_continues_with_exact_tokens(
     for turn in range(4):
         response = await post(gateway, build_request("chat", *messages), x_session_id="s")
         messages += [response.json()["choices"][0]["message"]["content"], f"turn {turn}"]
-    for before, after in zip(engine.prompts, engine.prompts[1:], strict=False):
-        assert after[: len(before)] == before
+    for prompt, next_prompt in zip(engine.prompts, engine.prompts[1:], strict=False):
+        assert next_prompt[: len(prompt)] == prompt
     calls = await list_calls(gateway, get_session_id(response))
     assert [call.link for call in calls] == [Link.ROOT, *[Link.EXTENDS] * 3]
     for call in calls:
@@ -314,7 +315,7 @@ async def test_repeated_redacted_completion_is_a_sibling_after_a_restart(
 async def test_secret_in_one_of_several_replies_redacts_only_that_reply(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:
-    script = ScriptedEngineConfig(function=f"{__name__}:leak_sometimes")
+    script = ScriptedEngineConfig(function=f"{__name__}:leak_with_odd_seed")
     gateway = await start_gateway(engine=ScriptedEngine(model, script))
     session = await gateway.open_session(seed=7)
     response = await post(gateway, build_request("chat", "hi", n=8), key=session.api_key)
@@ -328,21 +329,21 @@ async def test_secret_in_one_of_several_replies_redacts_only_that_reply(
         else:
             assert_redacted(call)
     clean = next(call for call in calls if call.trainable)
-    after = await post(
+    response = await post(
         gateway, build_request("chat", "hi", clean.reply["content"], "more"), key=session.api_key
     )
-    assert after.status_code == 200
+    assert response.status_code == 200
     last = (await gateway.calls(session))[-1]
     assert (last.link, last.parent_id) == (Link.EXTENDS, clean.call_id)
     assert not contains_secret(gateway.store_path, SECRET, encode_text(SECRET))
 
 
-def leak_sometimes(prompt: str, seed: int | None) -> str:
+def leak_with_odd_seed(prompt: str, seed: int | None) -> str:
     return f"it is {SECRET}" if (seed or 0) % 2 else f"I will not tell {seed}"
 
 
 async def test_redacted_reply_is_sampled_again_on_retry(gateway: RunningGateway) -> None:
-    """The redacted text must not be replayed to the agent, and the original text is not stored."""
+    """A replay would send the redacted text to the agent, because the original text is not stored."""
     session = await gateway.open_session()
     body = build_request("chat", f"key {SECRET}")
     first = await post(gateway, body, key=session.api_key, idempotency_key="k")
@@ -364,14 +365,14 @@ async def test_reply_without_a_secret_to_a_redacted_prompt_is_replayed(
     assert retry.json()["usage"] == first.json()["usage"]
 
 
-# --- hashes -------------------------------------------------------------------------------------
+# --- hashes and gateway keys --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dialect", ["chat", "completions"])
 async def test_message_hashes_are_keyed(
     tmp_path: Path, model: ModelConfig, renderer: Renderer, dialect: str
 ) -> None:
-    """Without the key, nobody can check whether a stored hash belongs to a given text."""
+    """Without the key, a stored hash cannot be compared with the hash of a guessed text."""
     stored_hashes: list[tuple[bytes, bytes]] = []
     for name, key in (("a", b"one"), ("b", b"two")):
         async with run_scripted_gateway(tmp_path / name, model, renderer, hash_key=key) as gateway:

@@ -39,12 +39,12 @@ WORDS = [
 ParseOutcome = tuple[ModelRequest, HashChain] | tuple[str, str | None, str | None]
 
 
-def new_parser() -> RequestParser:
+def create_parser() -> RequestParser:
     return RequestParser(GatewayConfig(), HASHER)
 
 
 def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> ParseOutcome:
-    """Return the request and its hash chain, or the fields of the error, in a comparable form."""
+    """Return the request and its hash chain, or the error's fields. Both can be compared with ``==``."""
     try:
         request, chain = parser.parse(dialect, caller, body)
     except ApiError as error:
@@ -55,11 +55,11 @@ def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> 
 
 
 def parse_uncached(dialect: Dialect, body: bytes) -> ParseOutcome:
-    return parse(new_parser(), dialect, "caller", body)
+    return parse(create_parser(), dialect, "caller", body)
 
 
 class BodyGenerator:
-    """Generates the request bodies of an agent whose history grows, and sometimes edits or corrupts them."""
+    """Generates request bodies with a growing history. Some bodies are edited, truncated or invalid."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -129,6 +129,7 @@ class BodyGenerator:
         return self.encode_body()
 
     def encode_body(self, drop_last: bool = False) -> bytes:
+        """Encode the body. With ``drop_last``, later bodies do not have its last message."""
         messages = {"messages": self.messages}
         fields = {**messages, **self.fields} if self.messages_first else {**self.fields, **messages}
         text = json.dumps(fields, ensure_ascii=self.ensure_ascii, separators=self.separators)
@@ -163,7 +164,7 @@ class BodyGenerator:
 @pytest.mark.parametrize("seed", range(40))
 def test_parser_random_bodies_match_uncached_result(seed: int) -> None:
     rng = random.Random(seed)
-    parser = new_parser()
+    parser = create_parser()
     generators = [BodyGenerator(rng) for _ in range(3)]
     for _ in range(40):
         body = rng.choice(generators).next_body()
@@ -174,7 +175,7 @@ def test_parser_random_bodies_match_uncached_result(seed: int) -> None:
 @pytest.mark.parametrize("name", list_names("dialects"))
 def test_parser_growing_history_matches_uncached_result(name: str) -> None:
     dialect: Dialect = resolve("dialects", name)()
-    parser = new_parser()
+    parser = create_parser()
     turns: list[Any] = []
     for i in range(30):
         turns += [{"role": "user", "content": f"{i} " * 400}, {"role": "assistant", "content": f"a{i}"}]
@@ -193,6 +194,7 @@ def test_parser_growing_history_matches_uncached_result(name: str) -> None:
 
 
 def make_growing_bodies(count: int, size: int = 2000) -> list[bytes]:
+    """Return bodies with 1 to ``count`` messages of about ``size`` bytes each."""
     turns = [{"role": "user", "content": f"{i} " + "w" * size} for i in range(count)]
     return [json.dumps({"model": "m", "messages": turns[: i + 1]}).encode() for i in range(count)]
 
@@ -214,8 +216,7 @@ def test_cache_long_history_parses_new_messages_only() -> None:
 def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
     cache = RequestCache(HASHER)
     valid = make_growing_bodies(8)[-1]
-    part = b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
-    unsupported = valid[:-2] + part
+    unsupported = valid[:-2] + b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
     for _ in range(2):
         request, _ = cache.parse(CHAT, "c", unsupported)
         assert request.unsupported_error is not None
@@ -225,13 +226,13 @@ def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
     assert request.unsupported_error is not None
     invalid = valid[:-2] + b',{"role":"robot"}]}'
     for _ in range(2):
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as caught:
             cache.parse(CHAT, "c", invalid)
-        assert raised.value.param == "messages[8].role"
+        assert caught.value.param == "messages[8].role"
 
 
 def test_cache_other_caller_matches_uncached_result() -> None:
-    parser = new_parser()
+    parser = create_parser()
     bodies = make_growing_bodies(12)
     for body in bodies:
         parse(parser, CHAT, "ann", body)

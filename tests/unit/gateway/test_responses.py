@@ -69,13 +69,13 @@ def stream_events(
     request: ModelRequest,
     pieces: Iterable[Sequence[ReplyDelta]],
     message: Message,
-    finish: FinishReason = "stop",
+    finish_reason: FinishReason = "stop",
 ) -> list[Json]:
     """Return the events of a stream, validated by the SDK."""
     writer = DIALECT.stream_writer_class(RESPONSE_ID, request)
     raw = writer.begin(0)
     raw += b"".join(writer.write_deltas(0, deltas, ()) for deltas in pieces)
-    raw += writer.finish([make_choice(message, finish)])
+    raw += writer.finish([make_choice(message, finish_reason)])
     events: list[Json] = []
     for block in raw.decode().removesuffix("\n\n").split("\n\n"):
         name, data = block.split("\n")
@@ -152,11 +152,9 @@ def test_responses_request_joins_calls_separated_by_results() -> None:
     reply = assistant("", call("calc", '{"x": 1}', "a"), call("calc", '{"x": 2}', "b"))
     first, second = format_reply(request, reply)["output"]
     outputs = [{"type": "function_call_output", "call_id": c, "output": c} for c in "ab"]
-    read_back = parse_request(
-        input=[{"role": "user", "content": "Hi"}, first, outputs[0], second, outputs[1]]
-    )
-    assert [message["role"] for message in read_back.messages] == ["user", "assistant", "tool", "tool"]
-    assert read_back.messages[1] == reply
+    parsed = parse_request(input=[{"role": "user", "content": "Hi"}, first, outputs[0], second, outputs[1]])
+    assert [message["role"] for message in parsed.messages] == ["user", "assistant", "tool", "tool"]
+    assert parsed.messages[1] == reply
 
 
 def test_responses_request_keeps_adjacent_replies_separate() -> None:
@@ -226,10 +224,19 @@ def test_responses_request_from_codex_is_accepted() -> None:
     assert request.session_hints[0] == "session_id:01a1df40"
 
 
+@pytest.mark.parametrize("scenario", ["compaction", "edit", "retry", "subagents"])
+def test_responses_recorded_codex_traffic_is_accepted(scenario: str) -> None:
+    with gzip.open(TRAFFIC / f"codex-{scenario}.json.gz") as file:
+        exchanges = json.load(file)
+    requests = [DIALECT.parse_request(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
+    assert [request.unsupported_error for request in requests] == [None] * len(exchanges)
+    assert len({request.session_hints[0] for request in requests}) == 1
+
+
 def test_responses_request_distinguishes_unsupported_content() -> None:
     """A provider may support content that the engines reject, so different images must not be equal."""
-    pictures = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
-    first, second = (parse_request(input=[{"role": "user", "content": [part]}]) for part in pictures)
+    image_parts = [{"type": "input_image", "image_url": url} for url in ("a", "b")]
+    first, second = (parse_request(input=[{"role": "user", "content": [part]}]) for part in image_parts)
     assert first.messages != second.messages
     searched = [{"type": "web_search_call", "id": "ws_1"}, {"role": "assistant", "content": "Found."}]
     assert parse_request(input=searched).messages == (assistant("Found."),)
@@ -302,13 +309,6 @@ def test_responses_request_rejects_invalid_bodies(body: bytes) -> None:
     assert caught.value.status == 400
 
 
-def test_responses_echo_keeps_large_integers_in_schemas() -> None:
-    huge = {**CALC_TOOL, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
-    assert str(10**30).encode() in DIALECT.format_response(
-        RESPONSE_ID, parse_request(tools=[huge]), [make_choice(assistant("Hi"))]
-    )
-
-
 # --- responses ----------------------------------------------------------------------------------
 
 
@@ -321,6 +321,13 @@ def test_responses_response_has_all_fields() -> None:
     assert (body["output"][2]["name"], body["output"][2]["namespace"]) == ("spawn", "agents")
     assert body["usage"]["input_tokens_details"]["cached_tokens"] == 5
     assert Response.model_validate(body).output_text == "So."
+
+
+def test_responses_response_keeps_large_integers_in_tool_schemas() -> None:
+    tool = {**CALC_TOOL, "parameters": {"type": "object", "properties": {"x": {"maximum": 10**30}}}}
+    assert str(10**30).encode() in DIALECT.format_response(
+        RESPONSE_ID, parse_request(tools=[tool]), [make_choice(assistant("Hi"))]
+    )
 
 
 def test_responses_truncated_reply_is_incomplete() -> None:
@@ -352,10 +359,10 @@ def test_responses_logprobs_cover_only_the_text() -> None:
     )
     raw += writer.finish([make_choice(assistant("So.", reasoning="Hm"))])
     last = json.loads(raw.rpartition(b"data: ")[2])["response"]["output"][1]
-    assert last == {**body["output"][1]}
+    assert last == body["output"][1]
 
 
-def test_responses_stream_ends_with_response_failed() -> None:
+def test_responses_stream_error_is_a_response_failed_event() -> None:
     writer = DIALECT.stream_writer_class(RESPONSE_ID, parse_request())
     writer.begin(0)
     writer.write_deltas(0, [ReplyDelta(text="So")], ())
@@ -365,18 +372,18 @@ def test_responses_stream_ends_with_response_failed() -> None:
     assert (event["type"], event["response"]["error"]["message"]) == ("response.failed", "gone")
 
 
-# --- round trip of replies ----------------------------------------------------------------------
+# --- random replies: round trips and streams ----------------------------------------------------
 
 TEXTS = ["", " ", "\n\n", "Hello", "a\nb ", ' "quoted" \\ ', "ünï 🦎 ", "<tag>{}", "\u2028x\x07"]
 ARGUMENTS = ["{}", '{"x": [1, {"y": null}], "z": "🦎\\n"}', '{ "x" :1.50}', "not json", '{"x": ', ""]
-INPUTS = ["", '*** Begin Patch\n+é\t"q" \\\n', "🦎🦎", '{"input": "x"}', "/\u2028\x01"]
+PATCH_INPUTS = ["", '*** Begin Patch\n+é\t"q" \\\n', "🦎🦎", '{"input": "x"}', "/\u2028\x01"]
 
 
 def make_random_call(rng: random.Random, index: int) -> ToolCall:
     name = rng.choice(["calc", "apply_patch", "agents__spawn", "unknown_tool"])
     arguments = rng.choice(ARGUMENTS)
     if name == "apply_patch" and rng.random() < 0.8:
-        arguments = json.dumps({"input": rng.choice(INPUTS)}, ensure_ascii=rng.random() < 0.5)
+        arguments = json.dumps({"input": rng.choice(PATCH_INPUTS)}, ensure_ascii=rng.random() < 0.5)
     return call(name, arguments, f"call-{index}")
 
 
@@ -411,7 +418,7 @@ def split_into_deltas(rng: random.Random, message: Message) -> Iterator[list[Rep
 
 
 def echo_items(rng: random.Random, items: list[Json]) -> list[Json]:
-    """Return the items as an agent may send them back: in a different order, or without some fields."""
+    """Return the items as an agent might send them back: reordered, or without some fields."""
     groups = [[item for item in items if item["type"] in types] for types in (
         {"reasoning"}, {"message"}, {"function_call", "custom_tool_call"},
     )]  # fmt: skip
@@ -460,6 +467,9 @@ def test_responses_stream_events_add_up_to_the_response(seed: int) -> None:
         assert {event["item_id"] for event in item_events if "item_id" in event} <= {item["id"]}
 
 
+# --- tool calls ---------------------------------------------------------------------------------
+
+
 def test_responses_stream_sends_custom_input_as_it_arrives() -> None:
     text = 'a"\\\n/é🦎'
     arguments = json.dumps({"input": text})
@@ -486,12 +496,3 @@ def test_responses_whitespace_before_a_call_is_not_a_message() -> None:
     assert [item["type"] for item in format_reply(parse_request(tools=TOOLS), reply)["output"]] == [
         "function_call"
     ]
-
-
-@pytest.mark.parametrize("scenario", ["compaction", "edit", "retry", "subagents"])
-def test_responses_recorded_codex_traffic_is_accepted(scenario: str) -> None:
-    with gzip.open(TRAFFIC / f"codex-{scenario}.json.gz") as packed:
-        exchanges = json.load(packed)
-    requests = [DIALECT.parse_request(json.dumps(exchange["body"]).encode()) for exchange in exchanges]
-    assert [request.unsupported_error for request in requests] == [None] * len(exchanges)
-    assert len({request.session_hints[0] for request in requests}) == 1

@@ -59,7 +59,7 @@ async def stream_sync(session: OpenedSession, **params: Any) -> Any:
 CREATE_FUNCTIONS = [create_async, stream_async, create_sync, stream_sync]
 
 
-def make_result(call: Any) -> dict[str, Any]:
+def make_tool_result(call: Any) -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": call.call_id, "output": "7440"}
 
 
@@ -74,7 +74,7 @@ async def test_openai_sdk_tool_turns_extend_the_recorded_call(
     assert first.output_text.strip() == "Let me see."
     call = first.output[-1]
     assert (call.type, call.name, call.arguments) == ("function_call", "calc", '{"expression": "24 * 310"}')
-    items += [*first.output, make_result(call)]
+    items += [*first.output, make_tool_result(call)]
     second = await create_response(session, input=items, **params)
     assert second.output_text == "The answer is 7440."
     items += [*second.output, {"role": "user", "content": "thanks"}]
@@ -93,7 +93,11 @@ async def test_openai_sdk_continues_a_response_by_id(
     first = await create_response(session, input="What is 24 * 310?", instructions="Be exact.", **params)
     call = first.output[-1]
     second = await create_response(
-        session, input=[make_result(call)], instructions="Be exact.", previous_response_id=first.id, **params
+        session,
+        input=[make_tool_result(call)],
+        instructions="Be exact.",
+        previous_response_id=first.id,
+        **params,
     )
     assert second.output_text == "The answer is 7440."
     assert second.previous_response_id == first.id
@@ -125,7 +129,7 @@ async def test_openai_sdk_unknown_previous_response_is_rejected(gateway: Running
     assert caught.value.param == "previous_response_id"
 
 
-async def test_openai_sdk_streams_token_by_token(gateway: RunningGateway) -> None:
+async def test_openai_sdk_receives_text_in_pieces(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     params: dict[str, Any] = {"model": "instar", "input": "Some words to say again", "stream": True}
     async with openai.AsyncOpenAI(**client_options(session)) as client:

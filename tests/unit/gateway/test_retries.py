@@ -1,8 +1,10 @@
-"""Retries and requests for undelivered replies are replayed; other repeated requests become siblings."""
+"""Retries get the recorded reply, as do repeated requests whose reply was not delivered. Other repeated
+requests are sampled again."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -32,7 +34,7 @@ from tests.unit.gateway.wire import (
 )
 
 RETRY_HEADERS = {"x_stainless_retry_count": "1"}
-KEY_HEADERS = {"idempotency_key": "one"}
+IDEMPOTENCY_HEADERS = {"idempotency_key": "one"}
 
 
 def drop_timestamps(response: httpx.Response) -> Any:
@@ -53,14 +55,14 @@ async def list_links(gateway: RunningGateway) -> list[Link]:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, KEY_HEADERS])
+@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, IDEMPOTENCY_HEADERS])
 async def test_retry_of_a_recorded_call_is_replayed(
     gateway: RunningGateway, dialect: str, retry_headers: dict[str, str]
 ) -> None:
     session = await gateway.open_session()
     body = build_request(dialect, "hi")
-    first = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
-    headers = retry_headers if retry_headers is KEY_HEADERS else {**retry_headers, **KEY_HEADERS}
+    first = await post(gateway, body, dialect, key=session.api_key, **IDEMPOTENCY_HEADERS)
+    headers = {**IDEMPOTENCY_HEADERS, **retry_headers}
     retry = await post(gateway, body, dialect, key=session.api_key, **headers)
     assert drop_timestamps(retry) == drop_timestamps(first)
     assert len(await gateway.calls(session)) == 1
@@ -79,9 +81,9 @@ async def test_retry_of_a_first_call_finds_its_session(gateway: RunningGateway, 
 
 
 async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: RunningGateway) -> None:
-    first = await post(gateway, build_request("chat", "hi"), **KEY_HEADERS)
+    first = await post(gateway, build_request("chat", "hi"), **IDEMPOTENCY_HEADERS)
     assert drop_timestamps(
-        await post(gateway, build_request("chat", "hi"), **KEY_HEADERS)
+        await post(gateway, build_request("chat", "hi"), **IDEMPOTENCY_HEADERS)
     ) == drop_timestamps(first)
     assert get_session_id(
         await post(gateway, build_request("chat", "hi"), idempotency_key="two")
@@ -93,8 +95,8 @@ async def test_retry_of_a_first_call_by_idempotency_key_is_replayed(gateway: Run
 async def test_replay_of_a_stream_request_is_streamed(gateway: RunningGateway, dialect: str) -> None:
     session = await gateway.open_session()
     body = build_request(dialect, "hi", stream=True)
-    first = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
-    retry = await post(gateway, body, dialect, key=session.api_key, **KEY_HEADERS)
+    first = await post(gateway, body, dialect, key=session.api_key, **IDEMPOTENCY_HEADERS)
+    retry = await post(gateway, body, dialect, key=session.api_key, **IDEMPOTENCY_HEADERS)
     assert retry.headers["content-type"].startswith("text/event-stream")
     (call,) = await gateway.calls(session)
     assert call.request_id in first.text
@@ -138,7 +140,7 @@ async def test_replay_of_generate_returns_the_tokens(gateway: RunningGateway) ->
     assert retry.json()["id"] == first.json()["id"]
     assert retried_choice == first_choice
     streamed = await gateway.http.post("/v1/generate", json={**body, "stream": True}, headers=headers)
-    lines = [httpx.Response(200, content=line).json() for line in streamed.text.splitlines()]
+    lines = [json.loads(line) for line in streamed.text.splitlines()]
     tokens = [token for line in lines for token in line["token_ids"]]
     assert tokens == first.json()["choices"][0]["token_ids"]
     assert lines[-1]["finish_reason"] == "stop"
@@ -152,7 +154,7 @@ def encode_prompt() -> list[int]:
 async def test_request_with_a_different_idempotency_key_is_sampled(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     body = build_request("chat", "hi")
-    first = await post(gateway, body, key=session.api_key, **KEY_HEADERS)
+    first = await post(gateway, body, key=session.api_key, **IDEMPOTENCY_HEADERS)
     other = await post(gateway, body, key=session.api_key, idempotency_key="two", **RETRY_HEADERS)
     assert other.json()["id"] != first.json()["id"]
     assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
@@ -160,8 +162,8 @@ async def test_request_with_a_different_idempotency_key_is_sampled(gateway: Runn
 
 async def test_idempotency_key_with_a_different_body_is_sampled(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
-    first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **KEY_HEADERS)
-    other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **KEY_HEADERS)
+    first = await post(gateway, build_request("chat", "hi"), key=session.api_key, **IDEMPOTENCY_HEADERS)
+    other = await post(gateway, build_request("chat", "ho"), key=session.api_key, **IDEMPOTENCY_HEADERS)
     assert other.json()["choices"][0]["message"]["content"] == "You said: ho"
     assert other.json()["id"] != first.json()["id"]
 
@@ -182,10 +184,10 @@ async def test_retry_after_a_restart_is_replayed(
     async with run_scripted_gateway(*gateway_args) as gateway:
         session = await gateway.open_session()
         request_options = {"key": session.api_key, "prefix": f"/s/{session.session_id}"}
-        first = await post(gateway, body, dialect, **request_options, **KEY_HEADERS)
+        first = await post(gateway, body, dialect, **request_options, **IDEMPOTENCY_HEADERS)
     async with run_scripted_gateway(*gateway_args) as gateway:
         assert drop_timestamps(
-            await post(gateway, body, dialect, **request_options, **KEY_HEADERS)
+            await post(gateway, body, dialect, **request_options, **IDEMPOTENCY_HEADERS)
         ) == drop_timestamps(first)
         assert drop_timestamps(
             await post(gateway, body, dialect, **request_options, **RETRY_HEADERS)
@@ -195,17 +197,17 @@ async def test_retry_after_a_restart_is_replayed(
         assert await list_links(gateway) == [Link.ROOT, Link.SIBLING]
 
 
-# --- in flight ----------------------------------------------------------------------------------
+# --- requests in flight -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, KEY_HEADERS])
+@pytest.mark.parametrize("retry_headers", [RETRY_HEADERS, IDEMPOTENCY_HEADERS])
 async def test_retry_waits_for_the_request_in_progress(
     start_gateway: StartGateway, retry_headers: dict[str, str]
 ) -> None:
     gateway = await start_gateway(delay=0.01)
     body = build_request("chat", "hi there")
     first = asyncio.create_task(
-        post(gateway, body, **({} if retry_headers is RETRY_HEADERS else KEY_HEADERS))
+        post(gateway, body, **({} if retry_headers is RETRY_HEADERS else IDEMPOTENCY_HEADERS))
     )
     await wait_for_in_flight(gateway, 1)
     retries = await asyncio.gather(*(post(gateway, body, **retry_headers) for _ in range(3)))
@@ -214,7 +216,7 @@ async def test_retry_waits_for_the_request_in_progress(
     assert await list_links(gateway) == [Link.ROOT]
 
 
-async def test_retry_waits_for_the_request_with_its_key(start_gateway: StartGateway) -> None:
+async def test_retry_waits_for_the_request_with_its_idempotency_key(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(delay=0.01)
     session = await gateway.open_session(seed=3)
     body = build_request("chat", "seed")
@@ -290,7 +292,9 @@ async def test_aborted_stream_is_recorded_with_its_tokens(start_gateway: StartGa
     assert sibling.request_id != aborted.request_id
 
 
-async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGateway) -> None:
+async def test_concurrent_retries_of_an_aborted_request_share_one_new_reply(
+    start_gateway: StartGateway,
+) -> None:
     gateway = await start_gateway(delay=0.002)
     session = await gateway.open_session()
     async with read_partial_stream(gateway, "chat", session.api_key):
@@ -308,22 +312,22 @@ async def test_retries_of_an_aborted_request_are_sampled(start_gateway: StartGat
 
 
 class GatedStore(SqliteStore):
-    """Sets ``adding`` when calls are about to be added, and waits for ``released`` before it adds them."""
+    """Sets ``add_started`` before it adds calls, and waits for ``released``."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.adding = asyncio.Event()
+        self.add_started = asyncio.Event()
         self.released = asyncio.Event()
 
     async def add_calls(self, *args: Any, **options: Any) -> None:
-        self.adding.set()
+        self.add_started.set()
         await self.released.wait()
         await super().add_calls(*args, **options)
 
 
-@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("recorded_before_retry", [False, True])
 async def test_undelivered_reply_is_replayed_to_the_next_request(
-    start_gateway: StartGateway, recorded: bool
+    start_gateway: StartGateway, recorded_before_retry: bool
 ) -> None:
     gateway = await start_gateway(store_class=GatedStore)
     store = gateway.store
@@ -333,25 +337,25 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
         async with httpx.AsyncClient(base_url=gateway.url) as http:
             headers = {"Authorization": f"Bearer {request_options.get('key', ADMIN_KEY)}"}
             first = asyncio.create_task(http.post(PATHS["chat"], json=body, headers=headers))
-            await store.adding.wait()
+            await store.add_started.wait()
             first.cancel()
             await asyncio.gather(first, return_exceptions=True)
-        if recorded:
+        if recorded_before_retry:
             store.released.set()
             await wait_for_in_flight(gateway, 0)
         previous_count = len(await list_all_calls(gateway))
         retry = asyncio.create_task(post(gateway, body, **request_options))
-        if not recorded:
+        if not recorded_before_retry:
             await wait_for_in_flight(gateway, 2)
         store.released.set()
         response = await retry
         assert response.json()["choices"][0]["message"]["content"] == "You said: hi"
         calls = await gateway.store.calls(get_session_id(response))
         assert [call.request_id for call in calls] == [response.json()["id"]]
-        assert len(await list_all_calls(gateway)) == previous_count + (0 if recorded else 1)
+        assert len(await list_all_calls(gateway)) == previous_count + (0 if recorded_before_retry else 1)
         third = await post(gateway, body, **request_options)
         assert third.json()["id"] != response.json()["id"]
-        store.adding.clear()
+        store.add_started.clear()
         store.released.clear()
 
 
@@ -360,7 +364,7 @@ async def test_undelivered_reply_is_replayed_to_the_next_request(
 
 @pytest.fixture
 async def provider_gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
-    """Run a gateway that forwards calls to a provider."""
+    """A gateway that forwards calls to a provider."""
     async with run_provider() as provider:
         upstream = HttpUpstream(
             UpstreamEngineConfig(
@@ -382,9 +386,9 @@ async def test_retry_of_a_provider_call_is_replayed(
     provider_gateway: RunningGateway, dialect: str, stream: bool
 ) -> None:
     body = build_request(dialect, "hi", stream=stream) | {"model": "plain"}
-    first = await post(provider_gateway, body, dialect, user_agent="x", **KEY_HEADERS)
+    first = await post(provider_gateway, body, dialect, user_agent="x", **IDEMPOTENCY_HEADERS)
     assert first.status_code == 200, first.text
-    retry = await post(provider_gateway, body, dialect, **KEY_HEADERS)
+    retry = await post(provider_gateway, body, dialect, **IDEMPOTENCY_HEADERS)
     assert retry.status_code == 200, retry.text
     assert retry.headers["content-type"].split(";")[0] == first.headers["content-type"].split(";")[0]
     (call,) = await list_all_calls(provider_gateway)

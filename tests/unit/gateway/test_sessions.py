@@ -1,4 +1,4 @@
-"""Sessions: access, opening and ending them, eviction from memory, and their URLs."""
+"""Session access, opening, ending, eviction from memory and URLs."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ async def test_deeply_nested_metadata_is_rejected_without_a_logged_error(
     gateway: RunningGateway, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     session = await gateway.open_session()
-    nested = b"[" * 700 + b"]" * 700  # Fewer levels than the decoder allows.
+    nested = b"[" * 700 + b"]" * 700  # The decoder accepts this depth, so the gateway must check it.
     reason = b'"reason": "r", ' if path == "fail" else b""
     body = b"{" + reason + b'"metadata": {"a": ' + nested + b"}}"
     url = f"/sessions/{session.session_id}/{path}" if path else "/sessions"

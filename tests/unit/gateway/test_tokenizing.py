@@ -1,4 +1,4 @@
-"""Large prompts are rejected early or tokenized in threads, while the gateway serves other requests."""
+"""Large prompts do not block the gateway: they are rejected early or tokenized in threads."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ async def measure_blocked_fraction(work: Awaitable[T]) -> tuple[T, float]:
     """Return the result and the longest time that the event loop was blocked, as a fraction of the process's
     CPU time. Unlike wall time, CPU time does not depend on other processes."""
     task = asyncio.ensure_future(work)
-    started, previous = time.process_time(), time.thread_time()
+    start, previous = time.process_time(), time.thread_time()
     longest = 0.0
     while not task.done():
         await asyncio.sleep(0)
         longest, previous = max(longest, time.thread_time() - previous), time.thread_time()
-    return await task, longest / (time.process_time() - started)
+    return await task, longest / (time.process_time() - start)
 
 
 @pytest.mark.parametrize("dialect", PATHS)
@@ -117,7 +117,7 @@ async def test_large_prompts_extend_the_recorded_tokens(
         assert call.prompt_ids[: len(root.sequence)].tolist() == root.sequence.tolist()
 
 
-# --- limits per key -----------------------------------------------------------------------------
+# --- the tokenizer pool -------------------------------------------------------------------------
 
 
 async def test_pool_runs_one_prompt_per_key_at_a_time() -> None:
@@ -136,9 +136,9 @@ async def test_pool_rejects_a_key_with_too_many_waiting_prompts() -> None:
     pool, finish = TokenizerPool(GatewayConfig(max_in_flight=8)), threading.Event()
     tasks = [asyncio.create_task(pool.run("one", finish.wait)) for _ in range(2)]
     await asyncio.sleep(0)
-    with pytest.raises(ApiError, match="2 large prompts") as error:
+    with pytest.raises(ApiError, match="2 large prompts") as caught:
         await pool.run("one", lambda: None)
-    assert (error.value.status, error.value.retry_after) == (429, 1)
+    assert (caught.value.status, caught.value.retry_after) == (429, 1)
     await pool.run("two", lambda: None)
     finish.set()
     await asyncio.gather(*tasks)

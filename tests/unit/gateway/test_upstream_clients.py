@@ -25,7 +25,9 @@ StartGateway = Callable[..., Any]
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 AGENT_DIALECTS = ("chat", "responses", "messages")
 DIALECT_PAIRS = [
-    (agent, dialect) for agent in AGENT_DIALECTS for dialect in dict.fromkeys(("chat", "messages", agent))
+    (agent_dialect, provider_dialect)
+    for agent_dialect in AGENT_DIALECTS
+    for provider_dialect in dict.fromkeys(("chat", "messages", agent_dialect))
 ]
 
 
@@ -39,14 +41,14 @@ async def provider() -> AsyncGenerator[Provider]:
 async def start_gateway(tmp_path: Path, provider: Provider) -> AsyncGenerator[StartGateway]:
     async with AsyncExitStack() as stack:
 
-        async def start_gateway(dialect: str, **settings: Any) -> RunningGateway:
+        async def start(dialect: str, **settings: Any) -> RunningGateway:
             base_url = provider.url + ("" if dialect == "messages" else "/v1")
             upstream = HttpUpstream(UpstreamEngineConfig(base_url=base_url, dialect=dialect, **settings))
             stack.push_async_callback(upstream.close)
             gateway = run_gateway(tmp_path / "store.db", None, None, GatewayConfig(), upstream=upstream)
             return await stack.enter_async_context(gateway)
 
-        yield start_gateway
+        yield start
 
 
 def create_anthropic_client(session: OpenedSession) -> anthropic.AsyncAnthropic:
@@ -55,17 +57,17 @@ def create_anthropic_client(session: OpenedSession) -> anthropic.AsyncAnthropic:
 
 
 async def create_reply(
-    gateway: RunningGateway, session: OpenedSession, agent: str, model: str
+    gateway: RunningGateway, session: OpenedSession, agent_dialect: str, model: str
 ) -> tuple[str, str]:
-    """Return the text and the tool call arguments that the SDK for the agent's dialect parsed."""
-    if agent == "messages":
+    """Request a reply with the SDK of the agent's dialect. Return its text and its tool call arguments."""
+    if agent_dialect == "messages":
         async with create_anthropic_client(session) as client:
             message = await client.messages.create(model=model, max_tokens=50, messages=MESSAGES)
         texts = [block.text for block in message.content if block.type == "text"]
         inputs = [orjson.dumps(block.input).decode() for block in message.content if block.type == "tool_use"]
         return "".join(texts), "".join(inputs)
     async with gateway.openai_client(session) as client:
-        if agent == "responses":
+        if agent_dialect == "responses":
             response = await client.responses.create(model=model, input="hi")
             call_arguments = [item.arguments for item in response.output if item.type == "function_call"]
             return response.output_text, "".join(call_arguments)
@@ -76,11 +78,11 @@ async def create_reply(
 
 
 async def stream_reply(
-    gateway: RunningGateway, session: OpenedSession, agent: str, model: str
+    gateway: RunningGateway, session: OpenedSession, agent_dialect: str, model: str
 ) -> tuple[str, str]:
-    """Like `create_reply`, but join the text and arguments from the events of a stream."""
+    """Like `create_reply`, but with a stream, whose text and arguments are joined."""
     text = arguments = ""
-    if agent == "messages":
+    if agent_dialect == "messages":
         async with create_anthropic_client(session) as client:
             async with client.messages.stream(model=model, max_tokens=50, messages=MESSAGES) as events:
                 async for event in events:
@@ -88,7 +90,7 @@ async def stream_reply(
                     arguments += event.partial_json if event.type == "input_json" else ""
         return text, arguments
     async with gateway.openai_client(session) as client:
-        if agent == "responses":
+        if agent_dialect == "responses":
             async for event in await client.responses.create(model=model, input="hi", stream=True):
                 text += event.delta if event.type == "response.output_text.delta" else ""
                 arguments += event.delta if event.type == "response.function_call_arguments.delta" else ""
@@ -104,21 +106,21 @@ async def stream_reply(
 
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
-@pytest.mark.parametrize("send", [create_reply, stream_reply])
-@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
+@pytest.mark.parametrize("request_reply", [create_reply, stream_reply])
+@pytest.mark.parametrize(("agent_dialect", "provider_dialect"), DIALECT_PAIRS)
 async def test_upstream_serves_every_agent_dialect_from_every_provider(
-    start_gateway: StartGateway, agent: str, dialect: str, send: Any, model: str
+    start_gateway: StartGateway, agent_dialect: str, provider_dialect: str, request_reply: Any, model: str
 ) -> None:
-    gateway = await start_gateway(dialect)
+    gateway = await start_gateway(provider_dialect)
     session = await gateway.open_session()
-    text, arguments = await send(gateway, session, agent, model)
+    text, arguments = await request_reply(gateway, session, agent_dialect, model)
     assert text == (TEXT if model == "plain" else "")
     assert not arguments if model == "plain" else orjson.loads(arguments) == orjson.loads(ARGUMENTS)
     (call,) = await gateway.calls(session)
     assert call.status is CallStatus.OK
     assert call.reply["content"] == text
     assert (call.trainable, call.reason) == (False, "the provider returned no token ids")
-    assert call.dialect == agent
+    assert call.dialect == agent_dialect
 
 
 async def test_upstream_exact_tokens_are_recorded(start_gateway: StartGateway) -> None:
@@ -131,23 +133,25 @@ async def test_upstream_exact_tokens_are_recorded(start_gateway: StartGateway) -
     assert call.logprobs.tolist() == [-0.5, -0.5, -0.5]
 
 
-@pytest.mark.parametrize("agent", AGENT_DIALECTS)
-async def test_upstream_error_reaches_the_agent(start_gateway: StartGateway, agent: str) -> None:
+@pytest.mark.parametrize("agent_dialect", AGENT_DIALECTS)
+async def test_upstream_error_reaches_the_agent(start_gateway: StartGateway, agent_dialect: str) -> None:
     gateway = await start_gateway("chat", also=["responses", "messages"])
     session = await gateway.open_session()
-    expected = anthropic.RateLimitError if agent == "messages" else openai.RateLimitError
+    expected = anthropic.RateLimitError if agent_dialect == "messages" else openai.RateLimitError
     with pytest.raises(expected, match="Slow down") as caught:
-        await create_reply(gateway, session, agent, "limited")
+        await create_reply(gateway, session, agent_dialect, "limited")
     assert caught.value.response.headers["retry-after"] == "7"
     assert await gateway.calls(session) == []
 
 
-@pytest.mark.parametrize("agent", AGENT_DIALECTS)
-async def test_upstream_partial_reply_is_recorded_as_aborted(start_gateway: StartGateway, agent: str) -> None:
+@pytest.mark.parametrize("agent_dialect", AGENT_DIALECTS)
+async def test_upstream_partial_reply_is_recorded_as_aborted(
+    start_gateway: StartGateway, agent_dialect: str
+) -> None:
     gateway = await start_gateway("chat", also=["responses", "messages"])
     session = await gateway.open_session()
     with pytest.raises((openai.OpenAIError, anthropic.APIError)):
-        await stream_reply(gateway, session, agent, "truncated")
+        await stream_reply(gateway, session, agent_dialect, "truncated")
     call = await wait_for_call(gateway, session)
     assert call.status is CallStatus.ABORTED
     assert call.reply["content"]
@@ -167,8 +171,8 @@ async def test_upstream_does_not_receive_session_keys(
 ) -> None:
     gateway = await start_gateway("chat", also=["messages"])
     session = await gateway.open_session()
-    for agent in ("chat", "messages"):
-        await create_reply(gateway, session, agent, "plain")
+    for agent_dialect in ("chat", "messages"):
+        await create_reply(gateway, session, agent_dialect, "plain")
     assert session.api_key not in str(provider.headers)
 
 

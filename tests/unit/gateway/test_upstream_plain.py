@@ -16,7 +16,7 @@ OK_RESPONSE = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi"
 
 
 class CountingServer:
-    """Counts the connections to it."""
+    """Counts its connections."""
 
     def __init__(self, handle: ConnectionHandler) -> None:
         self.connections = 0
@@ -55,7 +55,9 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(length)
 
 
-def respond_always(raw_response: bytes, *, disconnect: bool = False) -> ConnectionHandler:
+def make_handler(raw_response: bytes, *, disconnect: bool = False) -> ConnectionHandler:
+    """Return a handler that sends the response to every request or, with ``disconnect``, to the first."""
+
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while True:
             await read_request(reader)
@@ -72,7 +74,7 @@ async def post(client: PlainClient, body: bytes = b"{}") -> PlainResponse:
 
 
 async def test_plain_client_reuses_connections() -> None:
-    async with run_server(respond_always(OK_RESPONSE)) as (client, server):
+    async with run_server(make_handler(OK_RESPONSE)) as (client, server):
         for _ in range(3):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -80,14 +82,14 @@ async def test_plain_client_reuses_connections() -> None:
 
 
 async def test_plain_client_opens_a_connection_per_concurrent_request() -> None:
-    async with run_server(respond_always(OK_RESPONSE)) as (client, server):
+    async with run_server(make_handler(OK_RESPONSE)) as (client, server):
         responses = await asyncio.gather(*[post(client) for _ in range(5)])
         assert [await response.read() for response in responses] == [b"hi"] * 5
         assert server.connections == 5
 
 
 async def test_plain_client_drops_idle_connections() -> None:
-    async with run_server(respond_always(OK_RESPONSE), idle_seconds=0.0) as (client, server):
+    async with run_server(make_handler(OK_RESPONSE), idle_seconds=0.0) as (client, server):
         for _ in range(2):
             await (await post(client)).read()
         assert server.connections == 2
@@ -109,7 +111,7 @@ async def test_plain_client_sends_the_request() -> None:
 
 
 async def test_plain_client_rejects_line_breaks_in_headers() -> None:
-    async with run_server(respond_always(OK_RESPONSE)) as (client, _):
+    async with run_server(make_handler(OK_RESPONSE)) as (client, _):
         with pytest.raises(ValueError, match="line break"):
             await client.post("/", {"a": "b\r\nc: d"}, b"")
 
@@ -127,7 +129,7 @@ async def test_plain_client_rejects_line_breaks_in_headers() -> None:
 async def test_plain_client_reads_every_body_framing(
     raw_response: bytes, disconnect: bool, is_reused: bool
 ) -> None:
-    async with run_server(respond_always(raw_response, disconnect=disconnect)) as (client, server):
+    async with run_server(make_handler(raw_response, disconnect=disconnect)) as (client, server):
         for _ in range(2):
             response = await post(client)
             assert (response.status, await response.read()) == (200, b"hi")
@@ -142,20 +144,20 @@ async def test_plain_client_reads_every_body_framing(
     ],
 )
 async def test_plain_client_raises_for_truncated_responses(raw_response: bytes) -> None:
-    async with run_server(respond_always(raw_response, disconnect=True)) as (client, _):
+    async with run_server(make_handler(raw_response, disconnect=True)) as (client, _):
         response = await post(client)
         with pytest.raises(aiohttp.ClientPayloadError):
             await response.read()
 
 
 async def test_plain_client_raises_when_the_server_disconnects() -> None:
-    async with run_server(respond_always(b"", disconnect=True)) as (client, _):
+    async with run_server(make_handler(b"", disconnect=True)) as (client, _):
         with pytest.raises(aiohttp.ServerDisconnectedError):
             await post(client)
 
 
 async def test_plain_client_raises_for_invalid_http() -> None:
-    async with run_server(respond_always(b"220 mail.example ESMTP\r\n")) as (client, _):
+    async with run_server(make_handler(b"220 mail.example ESMTP\r\n")) as (client, _):
         with pytest.raises(aiohttp.ClientPayloadError, match="not valid HTTP"):
             await post(client)
 
@@ -193,7 +195,7 @@ async def test_plain_client_closes_the_connection_after_an_early_response() -> N
 
 
 @pytest.mark.parametrize("has_response", [False, True])
-async def test_plain_client_closes_the_connection_of_a_cancelled_request(has_response: bool) -> None:
+async def test_plain_client_disconnects_if_a_request_or_response_is_not_finished(has_response: bool) -> None:
     disconnected = asyncio.Event()
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

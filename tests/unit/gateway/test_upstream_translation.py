@@ -23,7 +23,10 @@ from tests.unit.gateway.provider import ARGUMENTS, TEXT, Provider, run_provider
 AGENT_DIALECTS = ("chat", "responses", "messages")
 PROVIDER_DIALECTS = ("chat", "messages")
 DIALECT_PAIRS = [
-    (agent, provider) for agent in AGENT_DIALECTS for provider in PROVIDER_DIALECTS if agent != provider
+    (agent_dialect, provider_dialect)
+    for agent_dialect in AGENT_DIALECTS
+    for provider_dialect in PROVIDER_DIALECTS
+    if agent_dialect != provider_dialect
 ]
 
 TOOL = Tool(
@@ -97,11 +100,11 @@ def join_deltas(chunks: list[UpstreamChunk]) -> Message:
 
 
 @pytest.mark.parametrize("model", ["plain", "tools"])
-@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
+@pytest.mark.parametrize(("agent_dialect", "provider_dialect"), DIALECT_PAIRS)
 async def test_translated_response_is_a_single_chunk(
-    create_upstream: CreateUpstream, agent: str, dialect: str, model: str
+    create_upstream: CreateUpstream, agent_dialect: str, provider_dialect: str, model: str
 ) -> None:
-    (chunk,) = await send(create_upstream(dialect), agent, build_request(model))
+    (chunk,) = await send(create_upstream(provider_dialect), agent_dialect, build_request(model))
     assert (chunk.raw, chunk.deltas) == (b"", [])
     (choice,) = chunk.choices or ()
     assert choice.message["content"] == ("" if model == "tools" else TEXT)
@@ -109,11 +112,11 @@ async def test_translated_response_is_a_single_chunk(
 
 
 @pytest.mark.parametrize("model", ["plain", "tools", "bytewise"])
-@pytest.mark.parametrize(("agent", "dialect"), DIALECT_PAIRS)
+@pytest.mark.parametrize(("agent_dialect", "provider_dialect"), DIALECT_PAIRS)
 async def test_translated_deltas_add_up_to_the_reply(
-    create_upstream: CreateUpstream, agent: str, dialect: str, model: str
+    create_upstream: CreateUpstream, agent_dialect: str, provider_dialect: str, model: str
 ) -> None:
-    chunks = await send(create_upstream(dialect), agent, build_request(model, stream=True))
+    chunks = await send(create_upstream(provider_dialect), agent_dialect, build_request(model, stream=True))
     assert all(chunk.raw == b"" for chunk in chunks)
     (choice,) = chunks[-1].choices or ()
     assert join_deltas(chunks) == choice.message
@@ -125,12 +128,12 @@ async def test_translated_deltas_add_up_to_the_reply(
         assert orjson.loads(arguments) == orjson.loads(ARGUMENTS)
 
 
-@pytest.mark.parametrize("agent", ["responses", "messages"])
+@pytest.mark.parametrize("agent_dialect", ["responses", "messages"])
 async def test_translation_builds_a_chat_request(
-    provider: Provider, create_upstream: CreateUpstream, agent: str
+    provider: Provider, create_upstream: CreateUpstream, agent_dialect: str
 ) -> None:
     settings = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop": ("\n\n",), "seed": 3}
-    await send(create_upstream("chat", model="m"), agent, build_request(stream=True, **settings))
+    await send(create_upstream("chat", model="m"), agent_dialect, build_request(stream=True, **settings))
     body = provider.last_request
     TypeAdapter(CompletionCreateParams).validate_python(body)
     assert body["model"] == "m"
@@ -146,11 +149,13 @@ async def test_translation_builds_a_chat_request(
     }
 
 
-@pytest.mark.parametrize("agent", ["chat", "responses"])
+@pytest.mark.parametrize("agent_dialect", ["chat", "responses"])
 async def test_translation_builds_a_messages_request(
-    provider: Provider, create_upstream: CreateUpstream, agent: str
+    provider: Provider, create_upstream: CreateUpstream, agent_dialect: str
 ) -> None:
-    await send(create_upstream("messages", model="m"), agent, build_request(temperature=0.5, stop=("x",)))
+    await send(
+        create_upstream("messages", model="m"), agent_dialect, build_request(temperature=0.5, stop=("x",))
+    )
     body = provider.last_request
     TypeAdapter(MessageCreateParams).validate_python(body)
     assert (body["system"], body["max_tokens"], body["stop_sequences"]) == ("Be brief.", 8192, ["x"])
@@ -181,13 +186,16 @@ async def test_translation_rejects_unsupported_requests(create_upstream: CreateU
 
 
 @pytest.mark.parametrize(
-    ("dialect", "agent"), [("responses", "chat"), ("completions", "chat"), ("chat", "completions")]
+    ("provider_dialect", "agent_dialect"),
+    [("responses", "chat"), ("completions", "chat"), ("chat", "completions")],
 )
 async def test_translation_rejects_unsupported_dialects(
-    create_upstream: CreateUpstream, dialect: str, agent: str
+    create_upstream: CreateUpstream, provider_dialect: str, agent_dialect: str
 ) -> None:
-    with pytest.raises(ApiError, match=f"does not support '{agent}'; it supports: {dialect}"):
-        await send(create_upstream(dialect), agent, build_request())
+    with pytest.raises(
+        ApiError, match=f"does not support '{agent_dialect}'; it supports: {provider_dialect}"
+    ):
+        await send(create_upstream(provider_dialect), agent_dialect, build_request())
 
 
 async def test_translation_moves_the_agents_key_to_the_providers_header(

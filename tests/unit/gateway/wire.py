@@ -1,4 +1,4 @@
-"""Requests in every dialect over plain HTTP, and a gateway that can be restarted on its store."""
+"""Helpers that send requests in every dialect over plain HTTP, and restart a gateway on its store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`HttpClient` against a real server, and the functions that check keys."""
+"""Tests for `HttpClient` against a real server, and for the functions that check keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connection reuse in `PlainClient`."""
+"""Tests for connection reuse in `PlainClient`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_request_cancelled_after_its_response_does_not_abort_the_next_requ
     client = PlainClient("127.0.0.1", server.sockets[0].getsockname()[1], idle_timeout=30, connect_timeout=10)
     async with server, asyncio.timeout(10):
         first = asyncio.create_task(client.post("/", {}, b""))
-        while not client._idle_connections:  # noqa: ASYNC110 - the first task must not see the response yet
+        while not client._idle_connections:  # noqa: ASYNC110 - waits for the response, but not for the task
             await asyncio.sleep(0)
         second = asyncio.create_task(client.post("/", {}, b""))
         first.cancel()

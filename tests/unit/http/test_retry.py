@@ -1,4 +1,4 @@
-"""Retry delays, repeated attempts, and the Retry-After header."""
+"""Tests for retry delays, repeated attempts and the Retry-After header."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class BusyError(Exception):
         self.retry_after = retry_after
 
 
-def test_delay_doubles_up_to_the_maximum_and_is_at_least_the_requested_delay() -> None:
+def test_delay_doubles_up_to_the_maximum_unless_at_least_is_longer() -> None:
     policy = RetryPolicy(first_delay=0.5, max_delay=3.0, jitter=(1.0, 1.0))
     assert [policy.delay(failures) for failures in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
     assert policy.delay(10_000) == 3.0

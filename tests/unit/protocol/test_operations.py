@@ -1,4 +1,4 @@
-"""Tests that operations run once, in the order of their sequence ids, and that results can be retrieved."""
+"""Tests that operations run once, in the order of their sequence ids, and that results can be fetched."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ async def test_wait_returns_when_the_operation_is_done(operations: OperationSche
 
     operation = operations.submit("sample", "me", work)
     start = asyncio.get_running_loop().time()
-    waits = await asyncio.gather(*(operations.wait(operation, "me", 30) for _ in range(5)))
-    assert [outcome and outcome.value for outcome in waits] == ["done"] * 5
+    outcomes = await asyncio.gather(*(operations.wait(operation, "me", 30) for _ in range(5)))
+    assert [outcome and outcome.value for outcome in outcomes] == ["done"] * 5
     assert asyncio.get_running_loop().time() - start < 1
 
 
@@ -116,8 +116,7 @@ async def test_repeated_key_or_sequence_id_returns_the_same_operation(
     assert operations.submit("step", "me", work, queue_name="m", seq=1) == first
     assert await get_value(operations, first) == 1
     # Each owner has separate keys.
-    other = operations.submit("step", "you", work, key="k")
-    assert other != first
+    assert operations.submit("step", "you", work, key="k") != first
 
 
 async def test_sequence_id_or_key_of_another_operation_is_rejected(operations: OperationScheduler) -> None:
@@ -201,7 +200,7 @@ async def test_rejected_sequence_id_does_not_block_later_operations(operations: 
         operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
 
 
-async def test_sequence_gap_that_closes_in_time_fails_nothing(operations: OperationScheduler) -> None:
+async def test_sequence_gap_that_closes_in_time_fails_no_operation(operations: OperationScheduler) -> None:
     third = operations.submit("step", "me", return_value(3), queue_name="m", seq=3)
     await asyncio.sleep(LIMITS.sequence_gap_timeout / 2)
     operations.submit("step", "me", return_value(1), queue_name="m", seq=1)
@@ -243,9 +242,9 @@ async def test_expired_results_are_not_computed_again(operations: OperationSched
 
 async def test_operations_of_another_owner_are_not_found(operations: OperationScheduler) -> None:
     operation = operations.submit("sample", "you", return_value(1))
-    for unknown in (operation, "op-unknown"):
+    for operation_id in (operation, "op-unknown"):
         with pytest.raises(ProtocolError) as caught:
-            await operations.wait(unknown, "me", 1)
+            await operations.wait(operation_id, "me", 1)
         assert caught.value.status == 404
 
 
@@ -264,11 +263,11 @@ async def test_closing_the_scheduler_wakes_all_waiters() -> None:
     operations = OperationScheduler(LIMITS)
     running = operations.submit("step", "me", asyncio.Event().wait, queue_name="m", seq=1)
     waiting = operations.submit("step", "me", return_value(2), queue_name="m", seq=2)
-    waits = [asyncio.create_task(operations.wait(op, "me", 30)) for op in (running, waiting)]
+    wait_tasks = [asyncio.create_task(operations.wait(op, "me", 30)) for op in (running, waiting)]
     await asyncio.sleep(0.01)
     await operations.close()
-    for wait in waits:
-        outcome = await asyncio.wait_for(wait, 1)
+    for wait_task in wait_tasks:
+        outcome = await asyncio.wait_for(wait_task, 1)
         assert outcome is not None
         assert outcome.error is not None
         assert outcome.error.status == 503

@@ -69,7 +69,7 @@ async def create_model(service: TrainingService, owner: str = "me", **adapter: i
 
 
 async def train(model: TrainingModel | LocalBackend, steps: int = 3, seed: int = 0) -> list[float]:
-    """Train with pipelined calls, as clients do."""
+    """Train with pipelined calls, as clients do, and return the losses."""
     calls = []
     for step in range(steps):
         calls.append(asyncio.ensure_future(model.forward_backward(make_tree_samples(seed + step), LOSS)))
@@ -104,9 +104,11 @@ async def test_service_trains_bit_identically_alongside_other_models(
     model_under_test, *others = await asyncio.gather(
         create_model(service, rank=rank, seed=5), *(create_model(service, seed=seed) for seed in (6, 7))
     )
-    concurrent_runs = [train(other, seed=other.adapter.seed or 0) for other in others]
-    sampling = service.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4)
-    losses, *_ = await asyncio.gather(train(model_under_test), *concurrent_runs, sampling)
+    losses, *_ = await asyncio.gather(
+        train(model_under_test),
+        *(train(other, seed=other.adapter.seed or 0) for other in others),
+        service.sample(None, "me", PROMPT, SamplingParams(max_tokens=30), 4),
+    )
 
     assert losses == expected_losses
     info = await model_under_test.export("trained")
@@ -134,7 +136,7 @@ async def test_models_share_the_base_weights(model: ModelConfig) -> None:
     ],
 )
 async def test_requested_layers_are_trained_and_sampled(
-    service: TrainingService, tmp_path: Path, flags: dict[str, int], expected: set[str]
+    service: TrainingService, tmp_path: Path, flags: dict[str, bool], expected: set[str]
 ) -> None:
     trained = await create_model(service, **flags)
     before = await compute_logprobs(trained, PROMPT)
@@ -144,8 +146,8 @@ async def test_requested_layers_are_trained_and_sampled(
 
     layer_types = {"self_attn": "attn", "mlp": "mlp", "lm_head": "head"}
     names = load_file(get_adapter_folder(info, tmp_path) / "adapter_model.safetensors").keys()
-    changed = {layer_types[part] for name in names for part in name.split(".") if part in layer_types}
-    assert changed == expected
+    adapted = {layer_types[part] for name in names for part in name.split(".") if part in layer_types}
+    assert adapted == expected
 
     (reply,) = await service.sample(info.path, "me", PROMPT, SamplingParams(max_tokens=8, seed=1), 1)
     after = await compute_logprobs(trained, PROMPT + reply.token_ids)
@@ -265,7 +267,8 @@ async def test_more_policies_than_max_samplers_share_engines(open_service: OpenS
         expected: dict[str | None, Floats] = {None: await compute_logprobs(model, PROMPT)}
         for step in range(3):
             await train(model, steps=1, seed=step)
-            info = await (model.export if step else lambda name: model.save(name, optimizer=True))(f"v{step}")
+            # The first policy is a saved state, which can also be sampled.
+            info = await (model.export(f"v{step}") if step else model.save("v0", optimizer=True))
             expected[info.path] = await compute_logprobs(model, PROMPT)
         paths = [*expected, *reversed(expected)] * 2
         reported = await asyncio.gather(*(service.compute_logprobs(path, "me", PROMPT) for path in paths))
@@ -276,19 +279,19 @@ async def test_more_policies_than_max_samplers_share_engines(open_service: OpenS
 async def test_policy_in_use_keeps_its_engine(open_service: OpenService) -> None:
     async with open_service(max_samplers=2) as service:
         model = await create_model(service)
-        versions: list[str] = []
+        paths: list[str] = []
         for step in range(3):
             await train(model, steps=1, seed=step)
-            versions.append((await model.export(f"v{step}")).path)
-        reply = asyncio.create_task(
-            service.sample(versions[0], "me", PROMPT, SamplingParams(max_tokens=100, seed=2), 1)
+            paths.append((await model.export(f"v{step}")).path)
+        sample_task = asyncio.create_task(
+            service.sample(paths[0], "me", PROMPT, SamplingParams(max_tokens=100, seed=2), 1)
         )
         await asyncio.sleep(0)
-        while not reply.done():
-            for other in versions[1:]:
-                await service.compute_logprobs(other, "me", PROMPT)
-        (sampled,) = await reply
-        reported = await service.compute_logprobs(versions[0], "me", PROMPT + sampled.token_ids)
+        while not sample_task.done():
+            for path in paths[1:]:
+                await service.compute_logprobs(path, "me", PROMPT)
+        (sampled,) = await sample_task
+        reported = await service.compute_logprobs(paths[0], "me", PROMPT + sampled.token_ids)
         np.testing.assert_allclose(sampled.logprobs, reported[len(PROMPT) :], atol=1e-5)
 
 
@@ -308,7 +311,7 @@ async def test_busy_engines_share_the_kv_memory_and_idle_ones_release_it(
         pooled.engine._scheduler for key, pooled in service._sampler_pool._engines.items() if key
     ]
     assert policy_scheduler._kv_tokens == all_kv_tokens
-    tasks = [asyncio.create_task(service.sample(name, "me", PROMPT, params, 8)) for name in (None, path)]
+    tasks = [asyncio.create_task(service.sample(policy, "me", PROMPT, params, 8)) for policy in (None, path)]
     await wait_until(lambda: base_scheduler._kv_tokens == policy_scheduler._kv_tokens == all_kv_tokens // 2)
     await asyncio.gather(*tasks)
 
@@ -368,8 +371,8 @@ async def test_sessions_and_models_of_another_owner_are_not_found(service: Train
 
 
 async def test_session_without_heartbeats_ends_with_its_models(open_service: OpenService) -> None:
-    # Long enough to create two models on a loaded machine. A lookup renews the session, so the test waits for
-    # twice its lifetime before the first lookup.
+    # The lifetime is long enough to create two models on a loaded machine. A lookup renews the session, so
+    # the test waits for twice the lifetime before the first lookup.
     async with open_service(session_ttl=4.0) as service:
         idle, active = await create_model(service), await create_model(service)
         sampler = await idle.export("kept")

@@ -54,7 +54,7 @@ def test_caching_encoder_matches_uncached_encoding_of_default_model() -> None:
     check_encoder(CachingEncoder(tokenizer), list(tokenizer.all_special_tokens))
 
 
-def test_caching_encoder_does_not_split_at_tokens_that_strip_space() -> None:
+def test_caching_encoder_does_not_split_at_tokens_that_strip_whitespace() -> None:
     from tokenizers import AddedToken
 
     tokenizer = make_tiny_tokenizer()

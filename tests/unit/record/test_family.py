@@ -27,12 +27,8 @@ def qwen3() -> FamilyRenderer:
     return FamilyRenderer(tokenizer, "qwen3")
 
 
-def encode(renderer: FamilyRenderer, text: str) -> list[int]:
-    return renderer.encode(text)
-
-
 def test_family_stream_matches_parse(qwen3: FamilyRenderer) -> None:
-    ids = [*encode(qwen3, REPLY), qwen3.stop_token_ids[0]]
+    ids = [*qwen3.encode(REPLY), qwen3.stop_token_ids[0]]
     message = qwen3.parse(ids, [CALC])
     assert (message["content"], message.get("reasoning")) == ("Let me see, 日本.", "hm")
     assert [call["arguments"] for call in message.get("tool_calls", ())] == ['{"expression": "24 * 310"}']
@@ -53,7 +49,7 @@ def test_family_stream_matches_parse(qwen3: FamilyRenderer) -> None:
 @pytest.mark.parametrize("ended", [True, False])
 def test_family_tool_results_extend_the_sequence(qwen3: FamilyRenderer, ended: bool) -> None:
     prompt = qwen3.render([QUESTION], [CALC])
-    sampled = encode(qwen3, REPLY) + ([qwen3.stop_token_ids[0]] if ended else [])
+    sampled = qwen3.encode(REPLY) + ([qwen3.stop_token_ids[0]] if ended else [])
     new = [Message(role="tool", content="7440", tool_call_id="x")]
     extended = qwen3.extend(prompt, sampled, new, [CALC])
     assert extended is not None
@@ -62,11 +58,11 @@ def test_family_tool_results_extend_the_sequence(qwen3: FamilyRenderer, ended: b
 
 def test_family_question_after_reasoning_is_not_bridged(qwen3: FamilyRenderer) -> None:
     prompt = qwen3.render([QUESTION])
-    assert qwen3.extend(prompt, encode(qwen3, "<think>\nhm\n</think>\n\nYes"), [QUESTION]) is None
+    assert qwen3.extend(prompt, qwen3.encode("<think>\nhm\n</think>\n\nYes"), [QUESTION]) is None
 
 
 def test_family_malformed_call_is_text(qwen3: FamilyRenderer) -> None:
-    reply = qwen3.parse(encode(qwen3, "hi <tool_call>\n{bad\n</tool_call>"), [CALC])
+    reply = qwen3.parse(qwen3.encode("hi <tool_call>\n{bad\n</tool_call>"), [CALC])
     assert "tool_calls" not in reply
     assert reply["content"].startswith("hi")
     assert "<tool_call>\n{bad\n</tool_call>" in reply["content"]
@@ -77,7 +73,7 @@ def feed_tokens(
 ) -> list[ReplyDelta]:
     """Feed the text token by token and check that the deltas add up to the message."""
     parser = renderer.stream([CALC], stop, eager=eager)
-    deltas = [delta for token in encode(renderer, text) for delta in parser.feed([token])]
+    deltas = [delta for token in renderer.encode(text) for delta in parser.feed([token])]
     deltas += parser.finish()
     message = parser.message
     assert "".join(delta.text for delta in deltas) == message["content"]
@@ -100,7 +96,7 @@ def test_family_stream_emits_arguments_as_written(qwen3: FamilyRenderer) -> None
 
 def test_family_stream_emits_a_call_when_it_is_closed(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream([CALC])
-    assert any(delta.call for delta in parser.feed(encode(qwen3, REPLY)))
+    assert any(delta.call for delta in parser.feed(qwen3.encode(REPLY)))
 
 
 def test_family_stream_keeps_a_truncated_call_once_emitted(qwen3: FamilyRenderer) -> None:
@@ -129,7 +125,7 @@ def test_family_stream_does_not_emit_stop_strings(qwen3: FamilyRenderer) -> None
 def test_family_stream_emits_text_as_sampled(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream([CALC])
     text = ""
-    for i, token in enumerate(encode(qwen3, "a < b <b>bold</b> " * 50)):
+    for i, token in enumerate(qwen3.encode("a < b <b>bold</b> " * 50)):
         text += join_text(parser.feed([token]))
         assert len(text.split()) >= (i - 12) // 12, "the text is more than a few tokens late"
 
@@ -144,5 +140,5 @@ def test_family_stream_deltas_of_random_replies_add_up(qwen3: FamilyRenderer) ->
 
 def test_family_plain_reply_is_text(qwen3: FamilyRenderer) -> None:
     parser = qwen3.stream_text(["END"])
-    deltas = [*parser.feed(encode(qwen3, f" {REPLY}\n END")), *parser.finish()]
+    deltas = [*parser.feed(qwen3.encode(f" {REPLY}\n END")), *parser.finish()]
     assert join_text(deltas) == parser.message["content"] == f" {REPLY}\n "

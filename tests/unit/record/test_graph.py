@@ -234,7 +234,7 @@ def test_restored_graph_gives_the_same_placements(
         actual.base_tokens,
         actual.base_messages,
     )
-    assert rebuilt.finished_requests == session.graph.finished_requests == len(session.calls)
+    assert rebuilt.successful_request_count == session.graph.successful_request_count == len(session.calls)
 
 
 def test_reply_with_added_defaults_is_matched_by_call_ids(tiny_renderer: TemplateRenderer) -> None:
@@ -311,10 +311,10 @@ def _add_prompt_call(session: GraphSession, placement: Placement, prompt: str, r
     return call
 
 
-def test_aborted_calls_do_not_count_as_finished(tiny_renderer: TemplateRenderer) -> None:
+def test_aborted_calls_do_not_count_as_successful(tiny_renderer: TemplateRenderer) -> None:
     session = GraphSession(tiny_renderer)
     session.add_call([user("one")], session.encode_reply("tw"), status=CallStatus.ABORTED)
-    assert session.graph.finished_requests == 0
+    assert session.graph.successful_request_count == 0
     assert session.graph.find_recorded(session.place([user("one")]).key) == []
 
 

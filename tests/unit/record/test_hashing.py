@@ -144,11 +144,11 @@ def test_hash_chain_key_covers_messages_and_tools() -> None:
 def test_hash_chain_pack_can_be_unpacked() -> None:
     messages = [user("a"), reply("b"), user("c"), reply("d")]
     chain: HashChain = HASHER.hash_messages(messages, [TOOL])
-    for since in range(5):
-        packed = chain.pack(since)
+    for start in range(5):
+        packed = chain.pack(start)
         assert not is_prompt_digest(packed)
         tools, digests = unpack_digests(packed)
-        assert chain.prefix(since).with_tools(tools).extend(digests) == chain
+        assert chain.prefix(start).with_tools(tools).extend(digests) == chain
     packed = HASHER.pack_prompt_digest("once", " upon")
     assert is_prompt_digest(packed)
     assert unpack_prompt_digest(packed) == (HASHER.hash_text("once"), (9, HASHER.hash_text("once upon")))

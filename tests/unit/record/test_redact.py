@@ -158,7 +158,7 @@ def test_redactor_keeps_secrets_if_configured() -> None:
     assert redactor.redact_text(f"{API_KEY} xyz") == f"{API_KEY} [redacted]"
 
 
-def test_redactor_invalid_pattern_error_names_its_path() -> None:
+def test_invalid_pattern_error_includes_config_path() -> None:
     with pytest.raises(ConfigError, match=r"gateway\.redact\.patterns\[1\]"):
         Redactor.from_config(RedactConfig(patterns=["fine", "("]))
 

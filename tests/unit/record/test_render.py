@@ -75,7 +75,7 @@ def test_truncated_reply_is_closed_by_unsampled_tokens(renderer: TemplateRendere
     assert truncated == ended
 
 
-def test_generic_tool_block_is_short(renderer: TemplateRenderer) -> None:
+def test_generic_tool_list_is_a_system_message(renderer: TemplateRenderer) -> None:
     text = renderer._decode(renderer.render([QUESTION], [CALC]))
     assert (
         "<|im_start|>system\nTools:\n"

@@ -16,10 +16,6 @@ from tests.unit.record.conversations import CALC, collect_calls, make_call_text,
 TOOL_CALL = '<tool_call>{"name": "calc", "arguments": {"expression": "24 * 310"}}</tool_call>'
 
 
-def encode(renderer: TemplateRenderer, text: str) -> list[int]:
-    return renderer.encode(text)
-
-
 def feed_in_chunks(parser: StreamParser, ids: list[int], sizes: list[int]) -> list[ReplyDelta]:
     deltas: list[ReplyDelta] = []
     position = 0
@@ -39,7 +35,7 @@ def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRendere
     vocab_size = len(renderer._tokenizer)
     for turn in range(200):
         if turn % 3:
-            ids = encode(renderer, rng.choice(["", "<think>", " <think>hm</think>\n"]) + make_reply_text(rng))
+            ids = renderer.encode(rng.choice(["", "<think>", " <think>hm</think>\n"]) + make_reply_text(rng))
         else:
             ids = [rng.randrange(vocab_size) for _ in range(rng.randint(0, 80))]
         stop = rng.choice([(), ("stop",), ("\n\n", "wor")])
@@ -55,7 +51,7 @@ def test_stream_yields_the_same_reply_for_any_chunking(renderer: TemplateRendere
 def test_stream_never_splits_characters(tiny_renderer: TemplateRenderer) -> None:
     text = "naïve 日本語 😀👩‍👩‍👧 end"
     parser = tiny_renderer.stream()
-    ids = encode(tiny_renderer, text)
+    ids = tiny_renderer.encode(text)
     deltas = feed_in_chunks(parser, ids, [1] * len(ids))
     assert len(ids) > len(text), "the tiny tokenizer no longer has single-byte tokens"
     assert len(deltas) > 10, "the reply is not streamed"
@@ -64,19 +60,19 @@ def test_stream_never_splits_characters(tiny_renderer: TemplateRenderer) -> None
 
 
 def test_stream_emits_invalid_bytes_without_delay(tiny_renderer: TemplateRenderer) -> None:
-    lone_byte = encode(tiny_renderer, "é")[-1:]
+    lone_byte = tiny_renderer.encode("é")[-1:]
     parser = tiny_renderer.stream()
     assert sum(len(delta.text) for delta in parser.feed(lone_byte * 50)) >= 45
 
 
 def test_stream_parses_calls_and_surrounding_text(tiny_renderer: TemplateRenderer) -> None:
-    reply = tiny_renderer.parse(encode(tiny_renderer, f"Let me.\n{TOOL_CALL}\n{TOOL_CALL}\n"), [CALC])
+    reply = tiny_renderer.parse(tiny_renderer.encode(f"Let me.\n{TOOL_CALL}\n{TOOL_CALL}\n"), [CALC])
     assert reply["content"] == "Let me."
     assert [call["arguments"] for call in reply.get("tool_calls", ())] == ['{"expression": "24 * 310"}'] * 2
 
 
 def test_stream_without_tools_treats_a_call_as_text(tiny_renderer: TemplateRenderer) -> None:
-    assert tiny_renderer.parse(encode(tiny_renderer, TOOL_CALL)) == {
+    assert tiny_renderer.parse(tiny_renderer.encode(TOOL_CALL)) == {
         "role": "assistant",
         "content": TOOL_CALL,
     }
@@ -97,26 +93,26 @@ def test_stream_without_tools_treats_a_call_as_text(tiny_renderer: TemplateRende
     ],
 )
 def test_stream_treats_malformed_calls_as_text(tiny_renderer: TemplateRenderer, text: str) -> None:
-    assert tiny_renderer.parse(encode(tiny_renderer, text), [CALC]) == {"role": "assistant", "content": text}
+    assert tiny_renderer.parse(tiny_renderer.encode(text), [CALC]) == {"role": "assistant", "content": text}
 
 
 def test_stream_parses_a_valid_call_after_a_broken_one(tiny_renderer: TemplateRenderer) -> None:
-    reply = tiny_renderer.parse(encode(tiny_renderer, f"<tool_call>oops {TOOL_CALL}"), [CALC])
+    reply = tiny_renderer.parse(tiny_renderer.encode(f"<tool_call>oops {TOOL_CALL}"), [CALC])
     assert reply["content"] == "<tool_call>oops"
     assert len(reply.get("tool_calls", ())) == 1
 
 
 def test_stream_holds_back_the_start_of_a_stop_string(tiny_renderer: TemplateRenderer) -> None:
     parser = tiny_renderer.stream(stop=["END"])
-    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "one EN"))) == "one"
-    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "GLAND EN"))) == " ENGLAND"
-    assert "".join(d.text for d in parser.feed(encode(tiny_renderer, "D two"))) == ""
+    assert "".join(d.text for d in parser.feed(tiny_renderer.encode("one EN"))) == "one"
+    assert "".join(d.text for d in parser.feed(tiny_renderer.encode("GLAND EN"))) == " ENGLAND"
+    assert "".join(d.text for d in parser.feed(tiny_renderer.encode("D two"))) == ""
     assert "".join(d.text for d in parser.finish()) == " "
     assert parser.message["content"] == "one ENGLAND "
 
 
 def test_stream_parses_reasoning(tiny_renderer: TemplateRenderer) -> None:
-    reply = tiny_renderer.parse(encode(tiny_renderer, "<think>\nhm</think>\n\nYes"))
+    reply = tiny_renderer.parse(tiny_renderer.encode("<think>\nhm</think>\n\nYes"))
     assert reply == {"role": "assistant", "content": "Yes", "reasoning": "\nhm"}
 
 
@@ -136,7 +132,7 @@ def test_format_call_quotes_invalid_arguments() -> None:
 
 def parse_eagerly(renderer: TemplateRenderer, text: str, size: int = 1) -> tuple[list[ReplyDelta], Message]:
     parser = renderer.stream([CALC], eager=True)
-    ids = encode(renderer, text)
+    ids = renderer.encode(text)
     deltas = feed_in_chunks(parser, ids, [size] * (len(ids) // size))
     assert collect_calls(deltas) == parser.message.get("tool_calls", [])
     assert "".join(delta.text for delta in deltas) == parser.message["content"]
@@ -148,7 +144,7 @@ def test_eager_stream_yields_the_same_reply_for_valid_calls(renderer: TemplateRe
     for _ in range(150):
         text = f"{make_words(rng).replace('<', '')}{make_call_text(rng)}\n{make_call_text(rng)}"
         _, message = parse_eagerly(renderer, text, rng.choice([1, 1, 2, 7]))
-        assert drop_ids(message) == drop_ids(renderer.parse(encode(renderer, text), [CALC]))
+        assert drop_ids(message) == drop_ids(renderer.parse(renderer.encode(text), [CALC]))
 
 
 def test_eager_stream_emits_arguments_as_written(tiny_renderer: TemplateRenderer) -> None:
@@ -164,8 +160,8 @@ def test_eager_stream_emits_arguments_as_written(tiny_renderer: TemplateRenderer
 
 def test_eager_stream_announces_a_call_with_its_first_value(tiny_renderer: TemplateRenderer) -> None:
     parser = tiny_renderer.stream([CALC], eager=True)
-    assert not parser.feed(encode(tiny_renderer, '<tool_call>{"name": "calc", "arguments": {"n": 1'))
-    first, second = parser.feed(encode(tiny_renderer, ","))
+    assert not parser.feed(tiny_renderer.encode('<tool_call>{"name": "calc", "arguments": {"n": 1'))
+    first, second = parser.feed(tiny_renderer.encode(","))
     assert first.call == ToolCallDelta(0, first.call.id if first.call else "", "calc")
     assert second.call == ToolCallDelta(0, arguments='{"n": 1,')
 
@@ -244,5 +240,5 @@ def is_json_object(text: str) -> bool:
 def test_stream_text_yields_only_text(tiny_renderer: TemplateRenderer) -> None:
     text = f" <think>hm</think> {TOOL_CALL}\n END two"
     parser = tiny_renderer.stream_text(["END"])
-    deltas = feed_in_chunks(parser, encode(tiny_renderer, text), [1] * 500)
+    deltas = feed_in_chunks(parser, tiny_renderer.encode(text), [1] * 500)
     assert "".join(d.text for d in deltas) == parser.message["content"] == text.removesuffix("END two")

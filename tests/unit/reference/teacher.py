@@ -8,8 +8,8 @@ The requested model name selects the behaviour:
 - `sglang`: supports `echo`, but only if a token is sampled
 - `llama`: returns only the logprobs of sampled tokens
 - `bos`: prepends a token to the prompt
-- `named`: supports `echo` and names tokens by their ids
-- `wrong_ids`: like `named`, with wrong ids
+- `token_ids`: supports `echo` and returns token ids instead of texts
+- `wrong_ids`: like `token_ids`, with wrong ids
 - `foreign`: has a different vocabulary
 - `flaky`: fails three times, then behaves like `vllm`
 - `unresponsive`: does not respond
@@ -93,7 +93,7 @@ class TeacherServer:
         if model == "llama":
             return choice | {"logprobs": {"token_logprobs": [-0.5], "tokens": ["x"]}}
         texts = [self.tokenizer.decode([token]) for token in ids]
-        if model in ("named", "wrong_ids"):
+        if model in ("token_ids", "wrong_ids"):
             texts = [f"token_id:{token + (model == 'wrong_ids')}" for token in ids]
         return choice | {
             "logprobs": {"token_logprobs": [*values, *sampled], "tokens": [*texts, *("x" for _ in sampled)]}

@@ -46,7 +46,7 @@ def make_sample(seed: int, length: int = 40, trained: slice = slice(20, 30)) -> 
     return Sample(f"s{seed}", "s", make_token_ids(length, seed), mask, zeros, zeros, zeros.astype(np.int32))
 
 
-@pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "named", "flaky"])
+@pytest.mark.parametrize("name", ["vllm", "openai", "strict", "sglang", "token_ids", "flaky"])
 async def test_completions_reference_reads_every_response_format(
     teacher: TeacherServer, model: ModelConfig, name: str
 ) -> None:

@@ -23,8 +23,8 @@ from tests.unit.rewards.judges import TASK, make_answer_transcript, start_judge
 
 @pytest.fixture
 async def server() -> AsyncGenerator[JudgeServer]:
-    async with serve_judge(lambda request: {"reasons": "partly correct", "score": 0.75}) as started:
-        yield started
+    async with serve_judge(lambda request: {"reasons": "partly correct", "score": 0.75}) as server:
+        yield server
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ async def test_restart_keeps_votes_that_arrived(path: Path, server: JudgeServer)
     assert reward.cost == pytest.approx(0.0009)
 
 
-# --- budget -------------------------------------------------------------------------------------
+# --- budget and concurrency ---------------------------------------------------------------------
 
 
 async def test_call_budget_survives_restart_and_counts_unparseable_answers(
@@ -171,7 +171,7 @@ async def test_concurrent_questions_are_limited(path: Path, server: JudgeServer)
     assert server.max_concurrency <= 3
 
 
-# --- failures ----------------------------------------------------------------------------
+# --- failures -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -345,6 +345,9 @@ async def test_missing_key_or_invalid_url_raises_at_start(path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             async with start_judge(path, **{"url": "http://x/v1", **settings}):
                 pass
+
+
+# --- answers ------------------------------------------------------------------------------------
 
 
 def test_candidate_answers_yield_last_object_first() -> None:

@@ -37,7 +37,7 @@ def make_rule_reward(value: float) -> Reward:
     return Reward("s", value, RewardSource.RULE, "math")
 
 
-async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -> None:
+async def test_vote_agreement_is_one_minus_mean_difference(tmp_path: Path) -> None:
     (result,) = await measure_agreement(
         tmp_path, [[make_judge_reward(0.5, votes=[0.5, 0.5])], [make_judge_reward(0.5, votes=[0.0, 1.0])]]
     )
@@ -57,7 +57,7 @@ async def test_agreement_of_votes_is_one_minus_mean_difference(tmp_path: Path) -
     assert result.vote_agreement is None
 
 
-async def test_agreement_of_orders_is_fraction_of_agreeing_pairs(tmp_path: Path) -> None:
+async def test_order_agreement_is_fraction_of_agreeing_pairs(tmp_path: Path) -> None:
     (result,) = await measure_agreement(
         tmp_path,
         [

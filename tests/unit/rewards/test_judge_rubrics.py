@@ -153,7 +153,7 @@ async def test_followup_judge_skips_sessions_without_followup(path: Path) -> Non
     assert server.requests == []
 
 
-# --- pairs --------------------------------------------------------------------------------------
+# --- pairwise -----------------------------------------------------------------------------------
 
 
 def prefer_longer_answer(request: JudgeRequest) -> Any:

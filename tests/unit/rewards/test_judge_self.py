@@ -33,8 +33,8 @@ async def gateway(tmp_path: Path) -> AsyncGenerator[RunningGateway]:
     model = ModelConfig(name=str(tmp_path / "model"), max_context=8192)
     engine = ScriptedEngine(model, ScriptedEngineConfig(replies=[ANSWER]))
     renderer = load_renderer(tmp_path / "model", model)
-    async with run_gateway(tmp_path / "store.db", engine, renderer, GatewayConfig()) as served:
-        yield served
+    async with run_gateway(tmp_path / "store.db", engine, renderer, GatewayConfig()) as gateway:
+        yield gateway
 
 
 def create_run_model_judge() -> Judge:

@@ -90,10 +90,10 @@ async def test_slow_rule_does_not_block_and_times_out() -> None:
     async def load() -> list[Transcript]:
         return [make_transcript("yes")]
 
-    ticking = asyncio.create_task(tick())
+    tick_task = asyncio.create_task(tick())
     scorer = create_scorer(make_config(type="rule", function=f"{MODULE}:score_slowly"))
     result = await score_sessions(scorer, TASK, ["s"], load, ScoringConfig(deadline=0.3, retries=0))
-    ticking.cancel()
+    tick_task.cancel()
     assert "did not finish within 0.3 s" in (result.scores[0].reason or "")
     assert ticks > 5
 
@@ -154,7 +154,7 @@ def test_scorers_with_the_same_name_are_rejected() -> None:
     sections = [section, section | {"args": {"points": 2}}]
     with pytest.raises(
         ConfigError,
-        match=r"reward\.1: the name .*match_exactly' is already used by reward\.0; .* a different name",
+        match=r"reward\.1: the name .*match_exactly' is already used by reward\.0; rename or remove one",
     ):
         create_scorers(RunConfig.model_validate({"reward": sections}))
     sections[1]["name"] = "double"

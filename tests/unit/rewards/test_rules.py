@@ -17,9 +17,9 @@ from instar.config import ExactRewardConfig, RunConfig, rules
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.factory import create_scorers
 from instar.rewards.rules.answers import (
-    compute_settings_version,
     extract_answer,
     find_last_number,
+    hash_settings,
     parse_number,
 )
 from instar.rewards.rules.sandbox_rules import RUNNER_SCRIPT
@@ -102,12 +102,8 @@ async def test_expected_field_may_be_nested_and_missing_field_raises() -> None:
 
 def test_rule_version_depends_on_settings_but_not_on_name() -> None:
     plain = ExactRewardConfig(type="exact")
-    assert compute_settings_version(plain) == compute_settings_version(
-        plain.model_copy(update={"name": "other"})
-    )
-    assert compute_settings_version(plain) != compute_settings_version(
-        plain.model_copy(update={"ignore_case": True})
-    )
+    assert hash_settings(plain) == hash_settings(plain.model_copy(update={"name": "other"}))
+    assert hash_settings(plain) != hash_settings(plain.model_copy(update={"ignore_case": True}))
 
 
 MATH_CASES = [

@@ -85,7 +85,7 @@ async def test_admission_replaces_dropped_groups(store: Store) -> None:
     await store.close_group(f"{RUN}/train/000001", GroupStatus.DROPPED, "session_failed")
     assert await run.fill() == 1
     assert await run.fill() == 0
-    assert await run.batcher.next_batch(1, 0, 7, timeout=0.0) is None, "both are too old for version 7"
+    assert await run.batcher.next_batch(1, 0, 7, timeout=0.0) is None, "both groups are too old for version 7"
     assert await run.fill(version=7) == 2
     await run.claim(1, version=7)
     await run.commit(1)

@@ -121,8 +121,10 @@ async def test_config_error_in_evaluation_is_raised(harness: RolloutHarness) -> 
 
 
 @pytest.mark.parametrize(("tool", "accuracy"), [("calc", 1.0), ("random", 0.0)])
-async def test_demo_agent_solves_its_tasks_with_the_tool(tmp_path: Path, tool: str, accuracy: float) -> None:
-    """The agent uses the OpenAI SDK with tool calls; with random tool results no answer is correct."""
+async def test_demo_agent_solves_tasks_only_with_the_calculator(
+    tmp_path: Path, tool: str, accuracy: float
+) -> None:
+    """The agent uses the OpenAI SDK with tool calls. With random tool results, no answer is correct."""
     async with open_harness(tmp_path, script="reply_with_calculator") as harness:
         held_out = {"type": "python", "function": "instar.demo.tasks:heldout_tasks", "args": {"size": 12}}
         config = make_config(

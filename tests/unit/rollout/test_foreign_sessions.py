@@ -14,6 +14,7 @@ from instar.data.batcher import Batcher
 from instar.gateway.auth import create_key
 from instar.http.auth import hash_key
 from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Session, SessionStatus
+from tests.unit.data.builders import insert_session
 from tests.unit.rollout.harness import RUN, RolloutHarness, make_config
 from tests.unit.rollout.test_runner import run_once
 
@@ -48,7 +49,7 @@ class Attacker:
         session_id = f"sess-{group.group_id.replace('/', '-')}-{len(self.session_ids)}"
         session = Session(session_id, RUN, "attacker", RUN, Channel.LIVE)
         session = replace(session, group_id=group.group_id, slot=slot, attempt=ATTEMPT, **fields)
-        await self._harness.store.open_session(session, hash_key(session_id))
+        await insert_session(self._harness.store, session, hash_key(session_id))
         await self._finish(session_id, slot, session_id)
 
     async def _finish(self, session_id: str, slot: int, key: str | None = None) -> None:

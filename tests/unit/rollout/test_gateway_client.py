@@ -63,13 +63,13 @@ async def test_gateway_client_waits_for_an_unavailable_gateway() -> None:
     port = listener.getsockname()[1]
     listener.close()
     client = GatewayClient(f"http://127.0.0.1:{port}", "k", max_wait=20)
-    opening = asyncio.create_task(client.open_session(OpenSession(channel=Channel.TRAIN)))
+    open_task = asyncio.create_task(client.open_session(OpenSession(channel=Channel.TRAIN)))
     await asyncio.sleep(0.3)
-    assert not opening.done()
+    assert not open_task.done()
     stop = asyncio.Event()
     app = Starlette(routes=[Route("/sessions", open_session, methods=["POST"])])
     server = asyncio.create_task(serve(app, bind("127.0.0.1", port), stop=stop, grace=1))
-    assert (await asyncio.wait_for(opening, 20)).session_id == "s"
+    assert (await asyncio.wait_for(open_task, 20)).session_id == "s"
     assert responses == []
     await client.close()
     stop.set()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -251,13 +252,38 @@ async def test_open_groups_of_a_stopped_run_are_resumed(harness: RolloutHarness,
     harness_module.gate.set()
     (group,) = await run_once(harness, harness.create_runner(config), groups=1)
     assert group.status is GroupStatus.READY
-    ended = Counter((s.slot, s.attempt, s.status, s.reason) for s in await load_sessions(harness, group))
+    outcomes = Counter((s.slot, s.attempt, s.status, s.reason) for s in await load_sessions(harness, group))
     last_attempt = 1 if graceful else 2
-    assert ended[(1, last_attempt, SessionStatus.COMPLETED, None)] == 1
-    assert ended[(0, 1, SessionStatus.COMPLETED, None)] == 1
-    interrupted = [key for key in ended if key[2] is SessionStatus.ABANDONED]
+    assert outcomes[(1, last_attempt, SessionStatus.COMPLETED, None)] == 1
+    assert outcomes[(0, 1, SessionStatus.COMPLETED, None)] == 1
+    interrupted = [key for key in outcomes if key[2] is SessionStatus.ABANDONED]
     assert {key[3] for key in interrupted} == {"interrupted"}
     assert len(interrupted) == (2 if graceful else 3)
+
+
+async def test_cancelled_run_waits_until_every_session_is_abandoned(
+    harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second session is abandoned long after the first one, when its slot is cancelled again."""
+    harness_module.gate = asyncio.Event()
+    end_session = harness.store.end_session
+    is_first_ended = asyncio.Event()
+
+    async def end_one_after_the_other(session_id: str, *arguments: Any) -> Any:
+        if is_first_ended.is_set():
+            await asyncio.sleep(0.2)
+        is_first_ended.set()
+        return await end_session(session_id, *arguments)
+
+    monkeypatch.setattr(harness.store, "end_session", end_one_after_the_other)
+    config = make_config(harness.folder, agent="wait_for_gate", trainer={"groups_per_step": 1})
+    running = asyncio.create_task(harness.create_runner(config).run())
+    await wait_until(lambda: len(questions) >= 2)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    (group,) = await harness.store.groups(RUN, Channel.TRAIN)
+    statuses = [session.status for session in await load_sessions(harness, group)]
+    assert statuses == [SessionStatus.ABANDONED, SessionStatus.ABANDONED]
 
 
 async def test_resumed_group_with_failed_session_is_dropped(harness: RolloutHarness) -> None:
@@ -373,9 +399,9 @@ async def test_gateway_restart_loses_no_session(harness: RolloutHarness) -> None
     runner.drain()
     await running
     (group,) = await harness.store.groups(RUN, Channel.TRAIN)
-    ended = await load_sessions(harness, group)
-    assert Counter(session.status for session in ended) == {
+    sessions = await load_sessions(harness, group)
+    assert Counter(session.status for session in sessions) == {
         SessionStatus.ABANDONED: 2,
         SessionStatus.COMPLETED: 2,
     }
-    assert len({(session.slot, session.seed) for session in ended}) == 2
+    assert len({(session.slot, session.seed) for session in sessions}) == 2

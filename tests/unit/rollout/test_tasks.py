@@ -48,7 +48,7 @@ def test_jsonl_tasks_are_loaded_with_ids(tmp_path: Path) -> None:
         ("", r"the jsonl task set is empty"),
     ],
 )
-def test_jsonl_errors_name_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_jsonl_is_rejected(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):

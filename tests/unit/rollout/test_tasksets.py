@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from instar.config import TasksConfig
 from instar.errors import ConfigError
 from instar.rollout.tasks import TaskSet, load_tasks
-from instar.rollout.tasksets.gsm8k import final_number
+from instar.rollout.tasksets.gsm8k import find_final_number
 from instar.rollout.tasksets.reasoning_gym import interleave_by_weight
 from instar.rollout.tasksets.textarena import TextArenaGame
 from instar.rollout.tasksets.word_problems import make_problems
@@ -73,8 +73,8 @@ def test_gsm8k_tasks_are_read_from_files(tmp_path: Path, name: str) -> None:
         ("", None),
     ],
 )
-def test_final_number_uses_marked_or_last_number(text: str, number: float | None) -> None:
-    assert final_number(text) == number
+def test_find_final_number_uses_marked_or_last_number(text: str, number: float | None) -> None:
+    assert find_final_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_final_number_uses_marked_or_last_number(text: str, number: float | None
         (b"", "the gsm8k task set is empty"),
     ],
 )
-def test_gsm8k_errors_name_file_and_line(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_gsm8k_file_is_rejected(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "test.jsonl"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message):
@@ -198,7 +198,7 @@ def test_textarena_moves_may_lack_brackets() -> None:
     assert game.collect_rewards() == {0: 1}
 
 
-# --- packages -----------------------------------------------------------------------------------
+# --- task sets from other packages --------------------------------------------------------------
 
 
 def test_humaneval_tests_accept_canonical_solutions() -> None:

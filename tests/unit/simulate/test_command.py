@@ -39,7 +39,7 @@ def simulate(path: Path, *options: str) -> dict[str, Any]:
     return json.loads(result.stdout.strip().splitlines()[-1])
 
 
-def test_simulate_json_prints_one_line(tmp_path: Path) -> None:
+def test_simulate_json_contains_the_result(tmp_path: Path) -> None:
     path = write_config(tmp_path, simulate={"tool_seconds": 1.0, "turns": [1, 2, 8]})
     output = simulate(path)
     assert (output["engines"], output["max_staleness"], output["steps"], output["samples"]) == (2, 1, 6, 48)

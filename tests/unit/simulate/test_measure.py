@@ -21,14 +21,14 @@ def test_fit_speed_recovers_speed_of_shared_engines() -> None:
     calls: list[CallTiming] = []
     start = 0.0
     for wave in range(60):
-        batch = (1, 4, 16)[wave % 3]
+        batch_size = (1, 4, 16)[wave % 3]
         tokens = 20 + wave
-        seconds = (tokens - 1) * (0.01 + 0.002 * (batch - 1))
-        calls += [CallTiming(start, start + 0.1, start + 0.1 + seconds, tokens)] * batch
+        seconds = (tokens - 1) * (0.01 + 0.002 * (batch_size - 1))
+        calls += [CallTiming(start, start + 0.1, start + 0.1 + seconds, tokens)] * batch_size
         start += 1.0 + seconds
     speed = fit_speed(calls, engines=1, max_batch=64)
-    for batch in (1, 16, 64):
-        assert speed(batch) == pytest.approx(batch / (0.01 + 0.002 * (batch - 1)), rel=0.02)
+    for batch_size in (1, 16, 64):
+        assert speed(batch_size) == pytest.approx(batch_size / (0.01 + 0.002 * (batch_size - 1)), rel=0.02)
     assert fit_speed(calls, engines=4, max_batch=64)(1) < 1.1 * speed(1)
 
 
@@ -36,9 +36,9 @@ def test_fit_latency_separates_base_latency_and_growth() -> None:
     """The calls come in waves of 1, 4 and 16 that begin and end together."""
     calls: list[CallTiming] = []
     for wave in range(60):
-        batch, start = (1, 4, 16)[wave % 3], 10.0 * wave
-        first_token = start + 0.02 * (1 + 0.25 * (batch - 1))
-        calls += [CallTiming(start, first_token, first_token + 1.0, 20)] * batch
+        batch_size, start = (1, 4, 16)[wave % 3], 10.0 * wave
+        first_token = start + 0.02 * (1 + 0.25 * (batch_size - 1))
+        calls += [CallTiming(start, first_token, first_token + 1.0, 20)] * batch_size
     latency, growth = fit_latency(calls, engines=1)
     assert growth == pytest.approx(0.25)
     assert latency.values == pytest.approx([0.02] * len(calls))
@@ -75,8 +75,10 @@ def test_fit_training_uses_distinct_tokens_if_reported() -> None:
     ]
     base, per_token = fit_training([*steps, {"train_seconds": 2.0, "sequence_tokens": 0}])
     assert base == pytest.approx(2.0)
-    sampled = sum(step["sequence_tokens"] for step in steps[1:])
-    assert per_token * sampled == pytest.approx(1e-3 * sum(step["distinct_tokens"] for step in steps[1:]))
+    sequence_tokens = sum(step["sequence_tokens"] for step in steps[1:])
+    assert per_token * sequence_tokens == pytest.approx(
+        1e-3 * sum(step["distinct_tokens"] for step in steps[1:])
+    )
 
 
 def test_branching_session_counts_tokens_of_all_samples() -> None:
@@ -103,9 +105,9 @@ def test_workload_file_round_trips(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "nonsense", json.dumps({"turns": []}), json.dumps({"turns": [[1, 0, 1]]}), "[1]"]
+    "line", ["{}", "not json", json.dumps({"turns": []}), json.dumps({"turns": [[1, 0, 1]]}), "[1]"]
 )
-def test_read_workload_with_invalid_line_names_it(tmp_path: Path, line: str) -> None:
+def test_read_workload_error_includes_line_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "work.jsonl"
     path.write_text('{"turns": [[1, 2, 3]]}\n' + line)
     with pytest.raises(ConfigError, match="line 2"):

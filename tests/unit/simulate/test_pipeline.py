@@ -321,9 +321,9 @@ def test_simulation_stays_below_the_bound(seed: int) -> None:
 
 @pytest.mark.parametrize("policy", ["keep", "refill", "drop"])
 @pytest.mark.parametrize("trains_on_failed", [False, True])
-@pytest.mark.parametrize("limit", ["trainer", "rollout"])
+@pytest.mark.parametrize("bottleneck", ["trainer", "rollout"])
 def test_throughput_with_failures_stays_below_the_bound(
-    policy: Any, trains_on_failed: bool, limit: str
+    policy: Any, trains_on_failed: bool, bottleneck: str
 ) -> None:
     """The bound is also tight: the mean throughput over several seeds comes close to it."""
     truncated = DistributionConfig(median=1.0, sigma=1.5, max=1.5)
@@ -332,14 +332,14 @@ def test_throughput_with_failures_stays_below_the_bound(
         failures=0.3,
         latency=truncated,
         publish_seconds=truncated,
-        train_base=30.0 if limit == "trainer" else 0.1,
+        train_base=30.0 if bottleneck == "trainer" else 0.1,
         train_per_token=1e-3,
     )
     cluster = make_cluster(
         max_staleness=1000, steps=100, concurrency=16, group_policy=policy, trains_on_failed=trains_on_failed
     )
     bound = compute_upper_bound(workload, cluster)
-    assert bound.limit == limit
+    assert bound.bottleneck == bottleneck
     rates = [simulate(workload, cluster, seed=seed).samples_per_hour for seed in range(4)]
     assert 0.8 < statistics.mean(rates) / bound.samples_per_hour <= 1.02
 
@@ -360,7 +360,7 @@ def test_saturated_trainer_reaches_the_bound() -> None:
     workload = make_workload([make_session(50)], train_base=30.0)
     cluster = make_cluster(max_staleness=2, steps=50)
     bound = compute_upper_bound(workload, cluster)
-    assert bound.limit == "trainer"
+    assert bound.bottleneck == "trainer"
     assert bound.samples_per_hour == pytest.approx(3600 * 4 / 31)
     assert simulate(workload, cluster).samples_per_hour > 0.97 * bound.samples_per_hour
     half_live = replace(cluster, live_group_counter=count_one_group_per_step)

@@ -4,8 +4,8 @@ LOCATION is a file path or ``postgresql://…#schema``. NAME is the prefix of th
 a number that makes the steps of this process unique.
 
 ``write`` adds calls until it is killed, and ``count`` adds 200. ``claim`` tries to claim 40 samples, each in
-its own step. ``fill`` adds calls until the disk is full. If NAME contains "limit", ``fill`` sets a file-size
-limit, and lifts it to add one more call at the end. ``read`` prints the number of calls.
+its own step. ``fill`` adds calls until the disk is full. If NAME contains "limit", ``fill`` limits the file
+size first, and finally removes the limit and adds one more call. ``read`` prints the number of calls.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from .factories import RUN_ID, make_call, make_claim, make_session
 
 
 def print_line(line: str) -> None:
+    """Print without buffering, so that no line is lost if the process is killed."""
     os.write(1, f"{line}\n".encode())
 
 

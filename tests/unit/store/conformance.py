@@ -29,7 +29,7 @@ from .conformance_feedback import FeedbackTests
 from .conformance_gateway import GatewayTests
 from .conformance_listing import ListingTests
 from .conformance_records import RecordTests
-from .conformance_sharing import SeveralHostsTests
+from .conformance_sharing import SeveralStoresTests
 from .conformance_training import GroupAndStepTests, PolicyTests, ProgressTests
 from .factories import (
     CALCULATOR,
@@ -47,7 +47,7 @@ StoreFactory = Callable[[], Store]
 
 
 class StoreFixtures:
-    """Subclasses override `open_store`. It opens the same storage throughout a test, initially empty."""
+    """Subclasses override `open_store`, which opens the test's storage. It is empty when a test starts."""
 
     @pytest.fixture
     def open_store(self) -> StoreFactory:
@@ -254,8 +254,8 @@ class CallTests(StoreFixtures):
         assert stored.ended_at == pytest.approx(time.time(), abs=30)
 
     async def test_calls_with_shared_prefixes_are_rebuilt_exactly(self, store: Store) -> None:
-        """The calls are a chain, a second child of one call, a branch from inside a reply, and a call that
-        continues this session in another one."""
+        """The calls are a chain, a regenerated reply with a follow-up, a branch from the middle of a reply,
+        and a call in another session that continues the chain."""
         await store.open_session(make_session())
         await store.open_session(make_session("sub"))
         root = make_call("root", tools=(CALCULATOR,), ended_at=1.0)
@@ -264,8 +264,8 @@ class CallTests(StoreFixtures):
         regenerated = make_next_call(
             second, "regenerated", ids(30), user("more"), sampled_ids=ids(5), ended_at=1.0
         )
-        within = make_call(
-            "within",
+        branch = make_call(
+            "branch",
             prompt_ids=np.concatenate([second.sequence[:4], ids(90)]),
             messages=(*second.messages[:1], user("rewritten")),
             link=Link.BRANCH,
@@ -274,19 +274,19 @@ class CallTests(StoreFixtures):
             base_messages=1,
             ended_at=1.0,
         )
-        after = make_next_call(regenerated, "after", ids(31), user("yes"), ended_at=1.0)
-        outside = replace(
-            make_next_call(third, "outside", ids(40), user("sub-agent"), ended_at=1.0), session_id="sub"
+        follow_up = make_next_call(regenerated, "follow_up", ids(31), user("yes"), ended_at=1.0)
+        sub_agent = replace(
+            make_next_call(third, "sub_agent", ids(40), user("sub-agent"), ended_at=1.0), session_id="sub"
         )
-        calls = [root, second, third, regenerated, within, after]
+        calls = [root, second, third, regenerated, branch, follow_up]
         await store.add_calls(calls[:2])
-        for call in [*calls[2:], outside]:
+        for call in [*calls[2:], sub_agent]:
             await store.add_calls([call])
         for stored, call in zip(await store.calls("s"), calls, strict=True):
             assert_same_call(stored, call)
         (stored,) = await store.calls("sub")
-        assert_same_call(stored, outside)
-        for call in [*calls, outside]:
+        assert_same_call(stored, sub_agent)
+        for call in [*calls, sub_agent]:
             stored_call = await store.call(call.call_id)
             assert stored_call is not None
             assert_same_call(stored_call, call)
@@ -343,7 +343,7 @@ class CallTests(StoreFixtures):
             assert_same_call(stored, expected)
 
 
-class SharingTests(StoreFixtures):
+class LifecycleTests(StoreFixtures):
     async def test_write_is_visible_to_another_store_immediately(
         self, store: Store, open_store: StoreFactory
     ) -> None:
@@ -381,8 +381,8 @@ class StoreConformance(
     PolicyTests,
     GroupAndStepTests,
     ProgressTests,
-    SharingTests,
-    SeveralHostsTests,
+    LifecycleTests,
+    SeveralStoresTests,
     ListingTests,
     FeedbackTests,
     AnnotationTests,

@@ -1,4 +1,4 @@
-"""Conformance tests for annotations: scores, tags and a judge's answers."""
+"""Conformance tests for annotations: scores, tags and judgments."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ async def list_unscored(store: Store, scorer: str = SCORER, **options: object) -
 class ScoreTests:
     async def test_end_session_with_scores_stores_them_once(self, store: Store) -> None:
         await store.open_session(make_session("s"))
-        failed_score = Score("s", "math", ScoreState.FALLBACK, 4, "no answer", 7.0)
+        fallback_score = Score("s", "math", ScoreState.FALLBACK, 4, "no answer", 7.0)
         rewards = [make_reward("s", reward_id="r")]
-        assert await store.end_session("s", SessionStatus.COMPLETED, None, rewards, None, [failed_score])
+        assert await store.end_session("s", SessionStatus.COMPLETED, None, rewards, None, [fallback_score])
         assert not await store.end_session(
             "s", SessionStatus.COMPLETED, None, rewards, None, [make_score("s")]
         )
-        assert await store.scores(["s"]) == {"s": [failed_score]}
+        assert await store.scores(["s"]) == {"s": [fallback_score]}
         assert len(await store.rewards("s")) == 1
 
     async def test_record_scores_of_a_scored_session_stores_none(self, store: Store) -> None:
@@ -102,29 +102,31 @@ class ScoreTests:
         await store.record_scores([make_score("b")], [])
         assert await list_unscored(store) == ["a", "c", "val"]
         assert await list_unscored(store, "judge:outcome@2") == ["a", "b", "c", "val"]
+        # With `pending_only`, a score by any version of "judge:outcome" counts, but not for "judge:out".
         assert await list_unscored(store, "judge:outcome@2", pending_only=True) == ["a", "c", "val"]
         assert await list_unscored(store, "judge:out@1", pending_only=True) == ["a", "b", "c", "val"]
         assert await store.unscored_sessions("other", SCORER, CHANNELS) == []
 
     async def test_unscored_sessions_pending_only_excludes_finished_groups(self, store: Store) -> None:
         for index, status in enumerate(GroupStatus):
-            await store.open_group(make_group(status.value, index, status=status))
+            await store.open_group(make_group(status.value, index))
             await store.open_session(make_session(f"session-{status.value}", group_id=status.value))
             await store.end_session(f"session-{status.value}", SessionStatus.COMPLETED)
+            await store.close_group(status.value, status)
         assert await list_unscored(store, pending_only=True) == ["session-open", "session-scoring"]
         assert len(await list_unscored(store)) == len(GroupStatus)
 
-    async def test_last_ended_seq_stops_before_the_first_open_session(self, store: Store) -> None:
-        assert await store.last_ended_seq(RUN_ID, CHANNELS) == 0
+    async def test_seq_before_oldest_open_stops_before_the_first_open_session(self, store: Store) -> None:
+        assert await store.seq_before_oldest_open(RUN_ID, CHANNELS) == 0
         await complete_sessions(store, "a", "b")
         last_seq = (await store.unscored_sessions(RUN_ID, SCORER, CHANNELS))[-1].seq
-        assert await store.last_ended_seq(RUN_ID, CHANNELS) == last_seq
+        assert await store.seq_before_oldest_open(RUN_ID, CHANNELS) == last_seq
         await store.open_session(make_session("open", channel=Channel.VAL))
         await complete_sessions(store, "c")
-        assert await store.last_ended_seq(RUN_ID, CHANNELS) == last_seq
-        assert await store.last_ended_seq(RUN_ID, [Channel.LIVE]) > last_seq
+        assert await store.seq_before_oldest_open(RUN_ID, CHANNELS) == last_seq
+        assert await store.seq_before_oldest_open(RUN_ID, [Channel.LIVE]) > last_seq
         await store.end_session("open", SessionStatus.ABANDONED)
-        assert await store.last_ended_seq(RUN_ID, CHANNELS) > last_seq
+        assert await store.seq_before_oldest_open(RUN_ID, CHANNELS) > last_seq
 
     async def test_score_counts_are_by_scorer_and_state(self, store: Store) -> None:
         await complete_sessions(store, "a", "b")

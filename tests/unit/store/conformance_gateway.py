@@ -52,7 +52,7 @@ class SessionOpeningTests:
         assert [call.call_id for call in await store.calls("taken")] == ["a"]
 
     async def test_add_calls_concurrently_stores_all_but_the_conflicting_one(self, store: Store) -> None:
-        """One statement cannot insert all calls. The conflict does not affect the other sessions."""
+        """There are too many calls for one statement. The conflict does not affect the other sessions."""
         await store.open_session(make_session("old"))
 
         async def add(number: int) -> None:
@@ -147,7 +147,7 @@ class SessionLookupTests:
         assert await store.idle_sessions(RUN_ID, before=40.0) == ["idle"]
         assert await store.idle_sessions(RUN_ID, before=10.0) == []
 
-    async def test_calls_by_request_returns_its_calls(self, store: Store) -> None:
+    async def test_calls_by_request_returns_all_calls_of_the_request(self, store: Store) -> None:
         await store.open_session(make_session())
         root = make_call("root", ended_at=1.0)
         first = make_next_call(root, "first", ids(9), user("x"), request_id="request", ended_at=1.0)
@@ -200,7 +200,7 @@ class CallDeltaTests:
             assert_same_delta(delta, call)
 
     async def test_call_deltas_of_a_long_session_take_less_than_100_ms(self, store: Store) -> None:
-        """With 100 turns and up to 120k tokens, the cost depends on the stored tokens, not on all prompts."""
+        """The session has 100 turns and up to 120k tokens of context. Each turn stores 1200 new tokens."""
         await store.open_session(make_session())
         call = make_call("0", prompt_ids=np.arange(1000, dtype=np.int32), digests=b"d" * 48)
         calls = [call]
@@ -248,8 +248,7 @@ class KeyAndSecretTests:
         assert revoked.revoked_at == pytest.approx(time.time(), abs=30)
         assert [key.revoked_at is None for key in await store.keys()] == [False, False, True, True]
 
-    async def test_revoke_key_with_an_ambiguous_pattern_revokes_none(self, store: Store) -> None:
-        """A wildcard, a short prefix or an agent's name revokes no key."""
+    async def test_revoke_key_by_wildcard_short_prefix_or_agent_revokes_none(self, store: Store) -> None:
         await store.put_key(KeyRow("a1" * 32, "agent", "coder"))
         for pattern in ("", "a", "a1a1a1a", "%", "%%%%%%%%", "________", "coder"):
             assert await store.revoke_key(pattern) == 0, pattern
@@ -263,7 +262,7 @@ class KeyAndSecretTests:
         await store.revoke_key("laptop")
         await store.put_key(KeyRow("b" * 64, "agent", "coder", "laptop"))
 
-    async def test_secret_is_the_same_after_reopening(self, store: Store, open_store: StoreFactory) -> None:
+    async def test_secret_is_the_same_in_all_stores(self, store: Store, open_store: StoreFactory) -> None:
         other = open_store()
         values = await asyncio.gather(*(client.secret("messages") for client in [store, other] * 5))
         assert len(set(values)) == 1

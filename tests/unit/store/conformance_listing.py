@@ -16,7 +16,10 @@ from .factories import RUN_ID, ids, make_call, make_claim, make_group, make_next
 
 
 async def fill_store(store: Store) -> None:
-    """Add sessions s0 to s9, created at 0.5 to 9.5. Even ones are completed, with their number as reward."""
+    """Add sessions s0 to s9, created at 0.5 to 9.5. Even ones are completed, with their number as reward.
+
+    Also add a session of another run, a judge's and a human's reward, and tags.
+    """
     for number in range(10):
         channel = Channel.VAL if number == 9 else Channel.TRAIN
         session = make_session(f"s{number}", channel=channel, task_id=f"t{number % 3}")

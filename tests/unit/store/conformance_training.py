@@ -94,6 +94,29 @@ class GroupAndStepTests:
         with pytest.raises(StoreError):
             await store.close_group("missing", GroupStatus.READY)
 
+    async def test_closing_a_group_abandons_its_open_sessions_and_rejects_new_ones(
+        self, store: Store
+    ) -> None:
+        await store.open_group(make_group("g"))
+        for session_id, group_id in (("completed", "g"), ("open", "g"), ("other", None)):
+            await store.open_session(make_session(session_id, group_id=group_id))
+        await store.end_session("completed", SessionStatus.COMPLETED)
+        await store.close_group("g", GroupStatus.SCORING)
+        statuses = {row.session.session_id: row.session.status for row in await store.sessions(RUN_ID)}
+        assert statuses == {
+            "completed": SessionStatus.COMPLETED,
+            "open": SessionStatus.ABANDONED,
+            "other": SessionStatus.OPEN,
+        }
+        session = await store.session("open")
+        assert session is not None
+        assert session.reason == "superseded"
+        assert session.ended_at is not None
+        assert not await store.end_session("open", SessionStatus.COMPLETED)
+        with pytest.raises(ConflictError, match="group g is already closed"):
+            await store.open_session(make_session("late", group_id="g"))
+        assert await store.session("late") is None
+
     async def test_groups_unclaimed_in_epoch_excludes_claimed_ones(self, store: Store) -> None:
         for index in range(3):
             await store.open_group(make_group(f"g{index}", index, status=GroupStatus.READY))
@@ -209,12 +232,12 @@ class GroupAndStepTests:
         with pytest.raises(StoreError, match="not claimed"):
             await store.advance_step(RUN_ID, 2, StepState.SUBMITTED)
         await store.claim_step(RUN_ID, 2, [make_claim("k3"), make_claim("k2")])
-        claimed = (await store.steps(RUN_ID))[-1]
-        assert (claimed.step, claimed.state) == (2, StepState.CLAIMED)
+        last_step = (await store.steps(RUN_ID))[-1]
+        assert (last_step.step, last_step.state) == (2, StepState.CLAIMED)
 
 
 class ProgressTests:
-    async def test_progress_groups_follow_every_change(self, store: Store) -> None:
+    async def test_progress_counts_groups_after_every_change(self, store: Store) -> None:
         async def get_counts() -> tuple[int, int, int]:
             progress = await store.progress(RUN_ID)
             return progress.groups_open, progress.groups_ready, progress.groups_consumed
@@ -251,7 +274,7 @@ class ProgressTests:
         assert (progress.next_group_index, progress.committed_steps) == (4, 1)
         assert (await store.progress(RUN_ID, Channel.VAL)).next_group_index == 41
 
-    async def test_sample_dropped_by_a_step_is_consumed_at_commit(self, store: Store) -> None:
+    async def test_group_is_consumed_when_its_step_is_committed_or_published(self, store: Store) -> None:
         await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         for index in range(2):
             await store.open_group(make_group(f"g{index}", index))

@@ -101,7 +101,7 @@ def make_dropped_claim(sample_key: str, reason: str = "too old", **overrides: An
 
 
 def assert_same_call(left: Call, right: Call) -> None:
-    """Check that all fields are equal. Arrays are compared by their bytes, so that NaN equals NaN."""
+    """Check that all fields are equal. Arrays are compared as bytes, so NaN equals NaN."""
     for name in Call.__dataclass_fields__:
         a, b = getattr(left, name), getattr(right, name)
         if isinstance(a, np.ndarray):

@@ -13,18 +13,18 @@ from typing import Self
 class CommitFailure(Enum):
     """How the next commit fails."""
 
-    BEFORE = auto()
+    LOST = auto()
     """The commit does not reach the server, and both connections are closed."""
-    BEFORE_AND_OPEN = auto()
-    """The commit does not reach the server, whose connection stays open after the client's is closed."""
-    AFTER = auto()
+    LOST_WITH_SERVER_OPEN = auto()
+    """The commit does not reach the server. Only the client's connection is closed."""
+    RESPONSE_LOST = auto()
     """The commit reaches the server, but its response is lost and the client's connection is closed."""
     UNRESPONSIVE = auto()
-    """Nothing is forwarded any more, and both connections stay open."""
+    """Neither the commit nor anything after it is forwarded, but both connections stay open."""
 
 
 class Proxy:
-    """Forwards connections to a port of this machine. The next commit fails as ``next_failure`` says."""
+    """Forwards connections to a local port. If ``next_failure`` is set, the next commit fails that way."""
 
     def __init__(self, port: int) -> None:
         self.next_failure: CommitFailure | None = None
@@ -72,12 +72,12 @@ class Proxy:
         failure, self.next_failure = self.next_failure, None
         self.failure_count += 1
         match failure:
-            case CommitFailure.BEFORE:
+            case CommitFailure.LOST:
                 server.close()
                 client.close()
-            case CommitFailure.BEFORE_AND_OPEN:
+            case CommitFailure.LOST_WITH_SERVER_OPEN:
                 client.close()
-            case CommitFailure.AFTER:
+            case CommitFailure.RESPONSE_LOST:
                 server.sendall(data)
                 server.recv(65536)
                 client.close()

@@ -19,7 +19,7 @@ from .factories import make_call, make_session
 
 @pytest.fixture
 def server(postgres: PostgresTestServer) -> PostgresServer:
-    return PostgresServer(postgres.socket_url, postgres.new_schema_name(), timeout=30.0)
+    return PostgresServer(postgres.socket_url, postgres.make_schema_name(), timeout=30.0)
 
 
 class TestPostgresStore(StoreConformance):
@@ -45,6 +45,7 @@ async def test_concurrent_writes_share_commits_and_fail_separately(store: Postgr
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
+    # Of the 20 writes with the duplicate id, only the first succeeds.
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42

@@ -7,12 +7,11 @@ import asyncio
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
 from instar.errors import StoreError
-from instar.store.base import Store
 from instar.store.postgres import PostgresStore
 from instar.store.postgres_server import PostgresServer
 from tests.postgres import PASSWORD, PostgresTestServer
@@ -25,7 +24,7 @@ from .proxy import CommitFailure, Proxy
 
 @pytest.fixture
 def location(postgres: PostgresTestServer) -> str:
-    return f"{postgres.socket_url}#{postgres.new_schema_name()}"
+    return f"{postgres.socket_url}#{postgres.make_schema_name()}"
 
 
 async def load_call_ids(location: str) -> list[str]:
@@ -79,7 +78,7 @@ async def test_new_schema_opened_concurrently_is_created_once(location: str) -> 
 
 @pytest.fixture
 def stoppable_server() -> Iterator[PostgresTestServer]:
-    """A server that the test may stop."""
+    """A separate server that the test may stop. The server of the `postgres` fixture is shared."""
     server = PostgresTestServer()
     yield server
     server.remove()
@@ -142,25 +141,28 @@ async def test_store_reports_a_stopped_server_and_recovers(stoppable_server: Pos
     await store.close()
 
 
-# --- the network loses a commit -----------------------------------------------------------------------
+# --- network failures during a commit ---------------------------------------------------------------
 
 
 @pytest.fixture
-def proxied_store(postgres: PostgresTestServer) -> Iterator[tuple[Proxy, Callable[[float], Store]]]:
+def proxy(postgres: PostgresTestServer) -> Iterator[Proxy]:
     with Proxy(postgres.port) as proxy:
-        url, schema = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres", postgres.new_schema_name()
-        yield proxy, lambda timeout: PostgresStore(PostgresServer(url, schema, timeout, PASSWORD))
+        yield proxy
+
+
+def open_proxied_store(postgres: PostgresTestServer, proxy: Proxy, timeout: float) -> PostgresStore:
+    url = f"postgresql://instar@127.0.0.1:{proxy.port}/postgres"
+    return PostgresStore(PostgresServer(url, postgres.make_schema_name(), timeout, PASSWORD))
 
 
 @pytest.mark.parametrize(
-    "failure", [CommitFailure.BEFORE, CommitFailure.BEFORE_AND_OPEN, CommitFailure.AFTER]
+    "failure", [CommitFailure.LOST, CommitFailure.LOST_WITH_SERVER_OPEN, CommitFailure.RESPONSE_LOST]
 )
-async def test_commit_with_a_lost_response_is_applied_once(
-    proxied_store: tuple[Proxy, Callable[[float], Store]], failure: CommitFailure
+async def test_write_whose_commit_fails_is_applied_once(
+    postgres: PostgresTestServer, proxy: Proxy, failure: CommitFailure
 ) -> None:
-    """Each of these writes would fail or be visible if it were applied twice."""
-    proxy, connect = proxied_store
-    store = connect(20.0)
+    """If a write were applied twice, `add_calls` would raise and `reserve_version` would skip a version."""
+    store = open_proxied_store(postgres, proxy, timeout=20.0)
     await store.open_session(make_session())
     for number in range(3):
         proxy.next_failure = failure
@@ -174,10 +176,9 @@ async def test_commit_with_a_lost_response_is_applied_once(
 
 
 async def test_store_reconnects_to_a_server_that_does_not_respond(
-    proxied_store: tuple[Proxy, Callable[[float], Store]],
+    postgres: PostgresTestServer, proxy: Proxy
 ) -> None:
-    proxy, connect = proxied_store
-    store = connect(1.0)
+    store = open_proxied_store(postgres, proxy, timeout=1.0)
     await store.open_session(make_session())
     proxy.next_failure = CommitFailure.UNRESPONSIVE
     await asyncio.wait_for(store.add_calls([make_call("call")]), 30)

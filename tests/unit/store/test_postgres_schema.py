@@ -1,6 +1,6 @@
-"""Schemas of older versions are migrated. Other schemas are rejected with advice and left unchanged.
+"""Schemas of older versions are migrated. Newer, damaged and foreign schemas are rejected with advice.
 
-Passwords are checked and never shown.
+Passwords come from the environment and never appear in messages.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .test_sqlite_files import FAILING_MIGRATION, NEXT_MIGRATION
 
 @pytest.fixture
 def server(postgres: PostgresTestServer) -> PostgresServer:
-    return PostgresServer(postgres.socket_url, postgres.new_schema_name(), timeout=10.0)
+    return PostgresServer(postgres.socket_url, postgres.make_schema_name(), timeout=10.0)
 
 
 async def fill_store(server: PostgresServer) -> None:
@@ -88,7 +88,7 @@ async def test_read_only_store_creates_and_writes_nothing(
 
 
 async def test_postgres_runs_sqlite_migrations(postgres: PostgresTestServer, server: PostgresServer) -> None:
-    """A failed migration changes nothing, and a reader does not migrate."""
+    """A failed migration changes nothing, and `check_version` does not migrate."""
     await fill_store(server)
     connection = server.connect("test")
     with pytest.raises(psycopg.errors.UndefinedTable):
@@ -107,6 +107,7 @@ async def test_postgres_runs_sqlite_migrations(postgres: PostgresTestServer, ser
 async def test_created_columns_match_the_declarations(
     postgres: PostgresTestServer, server: PostgresServer
 ) -> None:
+    """Only the tables with counts have an additional column, ``backend``."""
     await fill_store(server)
     for table in TABLES:
         columns = postgres.query(
@@ -118,11 +119,11 @@ async def test_created_columns_match_the_declarations(
         assert [name for (name,) in columns] == list(table.columns)
 
 
-# --- passwords --------------------------------------------------------------------------------------
+# --- connecting to the server -----------------------------------------------------------------------
 
 
 def make_config(postgres: PostgresTestServer, folder: Path, **settings: str) -> RunConfig:
-    section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.new_schema_name(), **settings)
+    section = PostgresStoreConfig(url=postgres.tcp_url, db_schema=postgres.make_schema_name(), **settings)
     return RunConfig(name="demo", dir=folder / "demo", store=section)
 
 
@@ -143,8 +144,8 @@ async def test_open_store_opens_the_configured_store(
     assert PASSWORD not in json.dumps(public_settings(config))
 
 
-@pytest.mark.parametrize("password", ["wr0ng secret", None])
-def test_wrong_password_raises_without_retries(
+@pytest.mark.parametrize("password", ["wrong-password", None])
+def test_wrong_or_missing_password_raises_without_retries(
     postgres: PostgresTestServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: str | None
 ) -> None:
     monkeypatch.delenv("PGPASSWORD", raising=False)
@@ -153,22 +154,22 @@ def test_wrong_password_raises_without_retries(
     started = time.monotonic()
     with pytest.raises(StoreError, match=r"store\.password_env") as caught:
         open_store(make_config(postgres, tmp_path))
-    assert "wr0ng" not in str(caught.value)
+    assert "wrong-password" not in str(caught.value)
     assert time.monotonic() - started < PostgresStoreConfig().timeout
 
 
 @pytest.mark.parametrize(
     "url",
     [
-        "postgresql://me:hunter2@host/instar",
-        "postgresql://host/instar?user=me&password=hunter2",
-        "host=h user=me password = hunter2",
+        "postgresql://me:secret-value@host/instar",
+        "postgresql://host/instar?user=me&password=secret-value",
+        "host=h user=me password = secret-value",
     ],
 )
 def test_url_with_a_password_raises(url: str) -> None:
     with pytest.raises(ConfigError, match=r"store\.url: .*password_env") as caught:
         validate({"store": {"type": "postgres", "url": url}}, "run.yaml")
-    assert "hunter2" not in str(caught.value)
+    assert "secret-value" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

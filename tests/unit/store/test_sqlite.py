@@ -6,6 +6,7 @@ import asyncio
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,7 @@ async def test_failed_write_in_a_shared_commit_is_rolled_back_alone(store: Sqlit
         for i in range(40)
     ]
     results = await asyncio.gather(*writes, return_exceptions=True)
+    # Of the 20 writes with the duplicate id, only the first succeeds.
     assert sum(isinstance(result, ConflictError) for result in results) == 19
     assert sum(result is None for result in results) == 21
     assert len(await store.calls("s")) == 42
@@ -92,8 +94,9 @@ async def test_concurrent_writes_share_commits(store: SqliteStore) -> None:
     assert store.commit_count - commits_before <= 640 / 5
 
 
-async def test_add_calls_takes_one_statement(store: SqliteStore) -> None:
-    """The session, tools and base call are already stored. Each rejected call raises its own error."""
+async def test_add_calls_uses_one_statement(store: SqliteStore) -> None:
+    """One statement is enough if the session, the tools and the base call are already stored. Calls that are
+    rejected in one batch still raise different errors."""
     await store.open_session(make_session())
     first = make_call("first", tools=(CALCULATOR,))
     await store.add_calls([first])
@@ -163,7 +166,7 @@ async def test_add_calls_reads_base_calls_evicted_from_the_cache(store: SqliteSt
     for turn in range(1, 9):
         calls.append(make_next_call(calls[-1], str(turn), ids(turn), user("and?")))
         await store.add_calls([calls[-1]])
-        await store.add_calls([make_next_call(calls[0], f"aside-{turn}", ids(turn), user("or?"))])
+        await store.add_calls([make_next_call(calls[0], f"branch-{turn}", ids(turn), user("or?"))])
     with pytest.raises(StoreError, match="its base call missing is not stored"):
         await store.add_calls([make_next_call(calls[-1], "late", ids(1), user("?"), base_id="missing")])
     stored = {call.call_id: call for call in await store.calls("s")}
@@ -205,7 +208,7 @@ async def test_long_session_stores_only_new_tokens(store: SqliteStore) -> None:
     def make_tokens(count: int) -> np.ndarray:
         return rng.integers(0, 150_000, count, dtype=np.int32)
 
-    empty_size = _file_size(store.path)
+    empty_size = measure_file_size(store.path)
     await store.open_session(make_session())
     call = make_call(
         "0",
@@ -228,31 +231,28 @@ async def test_long_session_stores_only_new_tokens(store: SqliteStore) -> None:
         prompt_tokens += len(call.prompt_ids)
         await store.add_calls([call])
     assert len(call.sequence) == 120_000
-    size = _file_size(store.path) - empty_size
+    size = measure_file_size(store.path) - empty_size
     # 4 bytes per token id, 4 more for the logprob of a sampled token, and the text of the messages.
     text_bytes = turns * 5 * new_tokens
-    minimum = turns * (4 * new_tokens + 8 * sampled_tokens) + text_bytes
-    assert size < 1.3 * minimum
+    min_size = turns * (4 * new_tokens + 8 * sampled_tokens) + text_bytes
+    assert size < 1.3 * min_size
+    # The token ids of the complete prompts alone would take 4 * prompt_tokens bytes.
     assert size < 0.06 * 4 * prompt_tokens
 
     started = time.perf_counter()
     calls = await store.calls("s")
     seconds = time.perf_counter() - started
-    assert_same_call(calls[-1], call.__class__(**{**_fields(call), "ended_at": calls[-1].ended_at}))
+    assert_same_call(calls[-1], replace(call, ended_at=calls[-1].ended_at))
     # The prompts are views of one array, not a copy of the context per turn.
     assert all(np.shares_memory(call.prompt_ids, calls[-1].prompt_ids) for call in calls)
     assert seconds < 2
 
 
-def _file_size(path: Path) -> int:
+def measure_file_size(path: Path) -> int:
     database = sqlite3.connect(path)
     database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     database.close()
     return path.stat().st_size
-
-
-def _fields(call: object) -> dict[str, object]:
-    return {name: getattr(call, name) for name in call.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 async def test_tools_shared_by_several_calls_are_stored_once(store: SqliteStore) -> None:
@@ -289,9 +289,7 @@ async def measure_best_seconds(read: Callable[[], Awaitable[object]]) -> float:
 
 
 async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(store: SqliteStore) -> None:
-    """The query's cost does not grow with the number of claimed groups."""
-
-    async def claim(indexes: range) -> None:
+    async def add_claimed_groups(indexes: range) -> None:
         await asyncio.gather(
             *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes)
         )
@@ -300,9 +298,9 @@ async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(sto
     async def list_unclaimed() -> list[Group]:
         return await store.groups(RUN_ID, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=0)
 
-    await claim(range(50))
+    await add_claimed_groups(range(50))
     seconds_with_few = await measure_best_seconds(list_unclaimed)
-    await claim(range(50, 8000))
+    await add_claimed_groups(range(50, 8000))
     await store.open_group(make_group("new", 8000, status=GroupStatus.READY))
     seconds_with_many = await measure_best_seconds(list_unclaimed)
     assert [group.group_id for group in await list_unclaimed()] == ["new"]
@@ -310,22 +308,21 @@ async def test_unclaimed_groups_query_does_not_slow_down_with_claimed_groups(sto
 
 
 async def test_progress_does_not_slow_down_with_groups_and_sessions(store: SqliteStore) -> None:
-    """The cost of a poll does not grow with the number of groups and sessions."""
     await store.put_run(Run(RUN_ID, POLICY_ID, {}))
 
     async def get_progress() -> Progress:
         return await store.progress(RUN_ID)
 
-    async def fill(indexes: range) -> None:
+    async def add_groups_and_sessions(indexes: range) -> None:
         await asyncio.gather(
             *(store.open_group(make_group(f"g{i}", i, status=GroupStatus.READY)) for i in indexes),
             *(store.open_session(make_session(f"s{i}")) for i in indexes),
             *(store.claim_step(RUN_ID, i, [make_claim(f"k{i}", group_id=f"g{i}")]) for i in indexes[::50]),
         )
 
-    await fill(range(50))
+    await add_groups_and_sessions(range(50))
     seconds_with_few = await measure_best_seconds(get_progress)
-    await fill(range(50, 4000))
+    await add_groups_and_sessions(range(50, 4000))
     seconds_with_many = await measure_best_seconds(get_progress)
     assert (await store.progress(RUN_ID)).groups_ready == 4000
     assert seconds_with_many < 3 * seconds_with_few + 0.0005

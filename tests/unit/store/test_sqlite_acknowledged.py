@@ -1,4 +1,4 @@
-"""Acknowledged calls that a damaged write-ahead log has lost are reported at the next start."""
+"""Acknowledged calls that are missing from a damaged write-ahead log are reported at the next start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .factories import make_call, make_session
 from .processes import kill_child, start_child
 
 
-def kill_writer(path: Path) -> int:
+def write_until_killed(path: Path) -> int:
     """Write to the store in a process that is killed, and return the number of acknowledged calls."""
     child = start_child("write", path, "0")
     assert child.stdout is not None
@@ -32,7 +32,7 @@ def count_calls(path: Path) -> int:
     return count
 
 
-async def reopen(path: Path) -> None:
+async def open_and_close(path: Path) -> None:
     await SqliteStore(path).close()
 
 
@@ -49,20 +49,20 @@ def path(tmp_path: Path) -> Path:
 async def test_missing_acknowledged_calls_are_reported_once(
     path: Path, caplog: pytest.LogCaptureFixture, kept_fraction: float
 ) -> None:
-    await reopen(path)
-    acknowledged_count = kill_writer(path)
+    await open_and_close(path)
+    acknowledged_count = write_until_killed(path)
     wal_file = path.with_name("store.db-wal")
     os.truncate(wal_file, int(wal_file.stat().st_size * kept_fraction))
-    # Another program may open the file first.
+    # Counting opens the file before the store does, as another program might.
     missing_count = acknowledged_count - count_calls(path)
     assert missing_count > 0
-    await reopen(path)
+    await open_and_close(path)
     [warning] = get_warnings(caplog)
     assert str(path) in warning
-    # The writes in the last commit may have been stored but not acknowledged.
+    # Each of the child's 8 clients may have a write that was stored but not acknowledged.
     assert missing_count - 8 <= int(warning.split()[0]) <= missing_count + 8
     caplog.clear()
-    await reopen(path)
+    await open_and_close(path)
     assert get_warnings(caplog) == []
 
 
@@ -70,8 +70,8 @@ async def test_killed_writer_without_damage_is_not_reported(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        kill_writer(path)
-        await reopen(path)
+        write_until_killed(path)
+        await open_and_close(path)
     assert get_warnings(caplog) == []
 
 
@@ -86,15 +86,15 @@ async def test_failed_writes_are_not_reported_as_missing(
     results = await asyncio.gather(*writes, return_exceptions=True)
     assert [type(result) for result in results] == [type(None), *[ConflictError] * 3]
     await store.close()
-    await reopen(path)
+    await open_and_close(path)
     assert get_warnings(caplog) == []
 
 
 async def test_new_store_after_a_deleted_one_is_not_reported(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kill_writer(path)
+    write_until_killed(path)
     for file in (path, path.with_name("store.db-wal"), path.with_name("store.db-shm")):
         file.unlink()
-    await reopen(path)
+    await open_and_close(path)
     assert get_warnings(caplog) == []

@@ -44,7 +44,7 @@ async def test_acknowledged_calls_survive_sigkill(tmp_path: Path) -> None:
 
 
 async def test_several_processes_write_concurrently_without_loss(tmp_path: Path) -> None:
-    """No call is lost, and none of the three processes waits for long."""
+    """No call of the three processes is lost, and no write of this process takes long."""
     path = tmp_path / "store.db"
     store = SqliteStore(path)
     await store.open_session(make_session())
@@ -130,7 +130,7 @@ async def test_write_that_does_not_fit_fails_separately(tmp_path: Path) -> None:
 
 
 async def test_file_size_limit_loses_no_acknowledged_call(tmp_path: Path) -> None:
-    """Writing continues once the limit is raised."""
+    """Calls can be added again after the limit is removed."""
     path = tmp_path / "store.db"
     output = run_command(build_command("fill", path, "limit"))
     await _assert_acknowledged_calls_are_stored(path, output)

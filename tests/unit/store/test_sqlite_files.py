@@ -1,4 +1,4 @@
-"""Files of older versions are migrated. Other files are rejected with advice and left unchanged."""
+"""Files of older versions are migrated. Newer, damaged and foreign files are rejected with advice."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ async def test_failed_migration_changes_nothing(path: Path) -> None:
     assert read_version(path) == VERSION
 
 
-def test_every_older_version_has_a_migration_and_a_fixture() -> None:
+def test_every_version_has_a_fixture_and_every_older_one_a_migration() -> None:
     assert sorted(migrations.MIGRATIONS) == list(range(1, VERSION))
     fixtures = {path.name for path in FIXTURES.glob("v*.sql")}
     assert fixtures == {f"v{n}.sql" for n in range(1, VERSION + 1)}
@@ -196,8 +196,8 @@ def test_every_older_version_has_a_migration_and_a_fixture() -> None:
 
 @pytest.mark.parametrize("fixture", sorted(FIXTURES.glob("v*.sql")), ids=lambda path: path.stem)
 async def test_files_of_released_versions_are_migrated(path: Path, fixture: Path) -> None:
-    """Each fixture was written by its version (``sqlite3 store.db .dump`` and the two pragmas). The migrated
-    file has the same rows, and the same columns as a new file."""
+    """Each fixture was written by its version: the pragmas application_id and user_version, and the output of
+    ``sqlite3 store.db .dump``. Migration keeps the rows and results in the columns of a new file."""
     restore(path, fixture)
     store = SqliteStore(path)
     (row,) = await store.sessions()

@@ -57,7 +57,7 @@ class WeightReceivingEngine(Engine):
         self.version = 0
         self.failing_method = failing_method
         self.received_bytes = 0
-        """Total size of the received JSON."""
+        """The total size of the received transfer bodies as JSON."""
         self._staged = StagedWeights()
         self._routes = routes
 
@@ -82,7 +82,7 @@ class WeightReceivingEngine(Engine):
 
     async def commit(self, policy: Policy) -> None:
         if self.failing_method == "commit":
-            raise EngineError("the GPU is gone")
+            raise EngineError("the GPU failed")
         mapped = self._staged.mapped_buffer
         if mapped and mapped.copy_plan:
             mapped.copy_plan.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from instar.backends.base import BackendCapabilities
@@ -11,7 +12,6 @@ from instar.config import RunConfig
 from instar.errors import ConfigError
 from instar.sync.factory import create_sync_route
 from instar.sync.files import FileSync
-from instar.sync.nccl import plan_group
 from instar.sync.shared import SharedSync
 from tests.unit.sync.fakes import WeightReceivingEngine, WeightSendingBackend
 
@@ -34,14 +34,14 @@ def make_config(route: str = "auto", **sections: Any) -> RunConfig:
     return RunConfig.model_validate({"model": model, "sync": {"route": route}, **sections})
 
 
-async def test_create_sync_selects_files_without_other_routes() -> None:
+async def test_create_sync_route_selects_files_if_no_other_route_is_supported() -> None:
     sync = await create_sync_route(make_config(), AdapterBackend(), [WeightReceivingEngine(routes=())])
     assert isinstance(sync, FileSync)
     assert sync.description.startswith("files")
     assert not sync.is_live
 
 
-async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
+async def test_create_sync_route_shares_cpu_memory_only_if_configured() -> None:
     assert isinstance(
         await create_sync_route(make_config(), WeightSendingBackend(), [WeightReceivingEngine()]), FileSync
     )
@@ -66,7 +66,7 @@ async def test_create_sync_shares_cpu_memory_only_if_configured() -> None:
         ),
     ],
 )
-async def test_create_sync_rejects_an_unsupported_route(
+async def test_create_sync_route_rejects_an_unsupported_route(
     route: str, backend: WeightSendingBackend, engine: WeightReceivingEngine, message: str
 ) -> None:
     with pytest.raises(
@@ -75,12 +75,10 @@ async def test_create_sync_rejects_an_unsupported_route(
         await create_sync_route(make_config(route), backend, [engine])
 
 
-async def test_create_sync_requires_a_route_to_every_engine() -> None:
+async def test_create_sync_route_requires_a_route_to_every_engine() -> None:
     class RemoteOnlyEngine(WeightReceivingEngine):
         @property
         def info(self) -> Any:
-            import msgspec
-
             return msgspec.structs.replace(super().info, artifacts=("base", "remote"))
 
     with pytest.raises(
@@ -89,10 +87,3 @@ async def test_create_sync_requires_a_route_to_every_engine() -> None:
         await create_sync_route(
             make_config(), AdapterBackend(), [WeightReceivingEngine(), RemoteOnlyEngine()]
         )
-
-
-def test_plan_group_assigns_distinct_ranks() -> None:
-    init_infos = plan_group([2, 1, 4], "10.0.0.1", 29500)
-    assert [init_info["rank_offset"] for init_info in init_infos] == [1, 3, 4]
-    assert {init_info["world_size"] for init_info in init_infos} == {8}
-    assert {init_info["master_address"] for init_info in init_infos} == {"10.0.0.1"}

@@ -58,7 +58,7 @@ class GroupMemberEngine(WeightReceivingEngine):
         super().__init__(routes=("nccl",), failing_method=failing_method)
         self._rendezvous = rendezvous
         self.mailbox: queue.Queue[Tensor] | None = None
-        self.names: list[str] = []
+        self.weight_names: list[str] = []
 
     async def stage(self, transfer: WeightTransfer) -> Json:
         if "init" in transfer.body:
@@ -67,14 +67,14 @@ class GroupMemberEngine(WeightReceivingEngine):
                 self.mailbox
             )
         if "update" in transfer.body:
-            self.names = transfer.body["update"]["names"]
+            self.weight_names = transfer.body["update"]["names"]
         return {"world_size": 1}
 
     async def commit(self, policy: Policy) -> None:
         if self.failing_method == "commit":
-            raise EngineError("the GPU is gone")
+            raise EngineError("the GPU failed")
         assert self.mailbox is not None
-        for name in self.names:
+        for name in self.weight_names:
             while self.mailbox.empty():  # noqa: ASYNC110 - a thread fills it
                 await asyncio.sleep(0.001)
             self.model.load_weights([(name, self.mailbox.get())])
@@ -112,6 +112,13 @@ def create_sync(
     return nccl.NcclSync(backend, host="127.0.0.1", timeout=timeout, transport=transport)
 
 
+def test_plan_group_assigns_distinct_ranks() -> None:
+    init_infos = nccl.plan_group([2, 1, 4], "10.0.0.1", 29500)
+    assert [init_info["rank_offset"] for init_info in init_infos] == [1, 3, 4]
+    assert {init_info["world_size"] for init_info in init_infos} == {8}
+    assert {init_info["master_address"] for init_info in init_infos} == {"10.0.0.1"}
+
+
 async def test_push_broadcasts_to_all_engines_in_one_group(rendezvous: FakeRendezvous) -> None:
     backend, engines = WeightSendingBackend(), [GroupMemberEngine(rendezvous), GroupMemberEngine(rendezvous)]
     sync = create_sync(backend, rendezvous)
@@ -131,7 +138,7 @@ async def test_push_aborts_the_broadcast_if_a_member_fails(rendezvous: FakeRende
     sync = create_sync(WeightSendingBackend(), rendezvous)
     async with asyncio.timeout(10):
         failing_outcome, healthy_outcome = await sync.push(make_policy(1), [failing_engine, healthy_engine])
-    assert "the GPU is gone" in str(failing_outcome)
+    assert "the GPU failed" in str(failing_outcome)
     assert "another engine in the NCCL group failed" in str(healthy_outcome)
     assert rendezvous.groups[0].destroyed.is_set()
     assert healthy_engine.version == 0
@@ -153,7 +160,7 @@ async def test_push_destroys_the_group_after_the_timeout(rendezvous: FakeRendezv
     assert rendezvous.groups[0].destroyed.is_set()
 
 
-async def test_push_succeeds_for_engines_that_serve_the_version_at_the_timeout(
+async def test_push_succeeds_for_engines_that_serve_the_version_before_the_timeout(
     rendezvous: FakeRendezvous,
 ) -> None:
     class SlowEngine(GroupMemberEngine):
@@ -180,12 +187,12 @@ async def test_push_returns_broadcast_errors_as_outcome(rendezvous: FakeRendezvo
 
 async def test_push_destroys_the_group_if_the_backend_fails(rendezvous: FakeRendezvous) -> None:
     class FailingBackend(WeightSendingBackend):
-        reads = 0
+        read_count = 0
 
         async def tensors(self) -> Any:
-            self.reads += 1
+            self.read_count += 1
             yield "embed.weight", torch.zeros(10, 4)
-            if self.reads > 1:
+            if self.read_count > 1:  # the first read only describes the weights
                 raise RuntimeError("out of memory")
             yield "norm.weight", torch.zeros(4)
 

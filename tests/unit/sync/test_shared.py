@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncGenerator
 from typing import ClassVar
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -38,9 +39,9 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
     backend, engine = WeightSendingBackend(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", timeout=60)
     await sync.push(make_policy(1), [engine])
-    first_bytes, engine.received_bytes = engine.received_bytes, 0
+    first_push_bytes, engine.received_bytes = engine.received_bytes, 0
     await sync.push(make_policy(2), [engine])
-    assert engine.received_bytes < first_bytes / 4
+    assert engine.received_bytes < first_push_bytes / 4
     restarted_engine = WeightReceivingEngine()
     backend.value = 7.0
     assert await sync.push(make_policy(2), [restarted_engine]) == [None]
@@ -48,9 +49,10 @@ async def test_push_sends_the_layout_once_per_engine() -> None:
     await sync.close()
 
 
-@pytest.mark.parametrize("phase", ["stage", "commit"])
-async def test_push_failure_keeps_the_engine_version_and_updates_others(phase: str) -> None:
-    failing_engine, healthy_engine = WeightReceivingEngine(failing_method=phase), WeightReceivingEngine()
+@pytest.mark.parametrize("failing_method", ["stage", "commit"])
+async def test_push_failure_keeps_the_engine_version_and_updates_others(failing_method: str) -> None:
+    failing_engine = WeightReceivingEngine(failing_method=failing_method)
+    healthy_engine = WeightReceivingEngine()
     sync = SharedSync(WeightSendingBackend(), device="cpu", timeout=60)
     failed, succeeded = await sync.push(make_policy(4), [failing_engine, healthy_engine])
     assert isinstance(failed, SyncError)
@@ -78,35 +80,35 @@ async def test_push_fails_after_the_timeout() -> None:
 
 
 class LateEngine(WeightReceivingEngine):
-    """An engine that copies when ``may_copy`` is set, even if the call was cancelled, like an HTTP server."""
+    """Copies the weights when ``may_copy`` is set, even if the caller was cancelled, like a remote engine."""
 
     def __init__(self) -> None:
         super().__init__()
         self.may_copy = asyncio.Event()
-        self.copying: asyncio.Task[None] | None = None
+        self.copy_task: asyncio.Task[None] | None = None
 
     async def commit(self, policy: Policy) -> None:
-        self.copying = asyncio.create_task(self._commit_later(policy))
-        await asyncio.shield(self.copying)
+        self.copy_task = asyncio.create_task(self._commit_later(policy))
+        await asyncio.shield(self.copy_task)
 
     async def _commit_later(self, policy: Policy) -> None:
         await self.may_copy.wait()
         await super().commit(policy)
 
 
-async def test_push_does_not_overwrite_a_buffer_that_may_still_be_copied() -> None:
+async def test_push_does_not_overwrite_a_buffer_that_an_engine_may_still_copy() -> None:
     backend, late_engine, healthy_engine = WeightSendingBackend(), LateEngine(), WeightReceivingEngine()
     sync = SharedSync(backend, device="cpu", timeout=0.5)
     backend.value = 10.0
     failed, succeeded = await sync.push(make_policy(1), [late_engine, healthy_engine])
     assert "longer than 0.5 s" in str(failed)
-    assert succeeded is None, "this engine finished in time"
+    assert succeeded is None
     backend.value = 20.0
     assert await sync.push(make_policy(2), [healthy_engine]) == [None]
     assert has_weights(healthy_engine, 20.0)
-    assert late_engine.copying is not None
+    assert late_engine.copy_task is not None
     late_engine.may_copy.set()
-    await late_engine.copying
+    await late_engine.copy_task
     assert late_engine.version == 1
     assert has_weights(late_engine, 10.0)
     backend.value = 30.0
@@ -157,7 +159,7 @@ async def test_push_raises_backend_errors() -> None:
     class FailingBackend(WeightSendingBackend):
         async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
             raise RuntimeError("out of memory")
-            yield
+            yield  # makes this an async generator
 
     with pytest.raises(RuntimeError, match="out of memory"):
         await SharedSync(FailingBackend(), device="cpu", timeout=60).push(
@@ -189,8 +191,6 @@ async def test_shared_buffer_is_readable_in_another_process() -> None:
         "views = dict(create_buffer_views(open_buffer(handle, torch.device('cpu')), layout))\n"
         "print(views['a'].sum().item(), views['b'].tolist(), views['a'].dtype)\n"
     )
-    import msgspec
-
     arguments = msgspec.json.encode([buffer.handle, buffer.layout]).decode()
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", program, arguments, stdout=asyncio.subprocess.PIPE
@@ -200,7 +200,7 @@ async def test_shared_buffer_is_readable_in_another_process() -> None:
     buffer.close()
 
 
-def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
+def test_load_in_place_requires_all_weights_and_returns_no_plan_if_they_are_not_plain_copies() -> None:
     class ScalingModel(FusedModel):
         def load_weights(self, weights: object) -> set[str]:
             return super().load_weights((name, tensor * 2) for name, tensor in weights)  # pyright: ignore
@@ -215,5 +215,5 @@ def test_load_in_place_returns_no_plan_if_weights_are_transformed() -> None:
         load_in_place(model, incomplete_weights, mapped)
     weights = [*incomplete_weights, ("q.weight", torch.ones(4, 4)), ("k.weight", torch.ones(2, 4))]
     assert load_in_place(model, weights, mapped) is None
-    assert load_in_place(FusedModel(), weights, mapped) is None  # q and k are outside the buffer
+    assert load_in_place(FusedModel(), weights, mapped) is None  # q and k are not in the buffer
     buffer.close()

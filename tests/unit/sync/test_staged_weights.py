@@ -26,8 +26,8 @@ def test_staged_weights_restart_if_a_policy_is_sent_again() -> None:
 
     staged = extension.StagedWeights(fetch_chunk=fetch)
 
-    def send(chunks: int) -> list[int]:
-        bodies = ({"key": "run:5", "chunk": chunk} for chunk in range(chunks))
+    def send(chunk_count: int) -> list[int]:
+        bodies = ({"key": "run:5", "chunk": chunk} for chunk in range(chunk_count))
         return [staged.receive(body, torch.device("cpu"))["chunks"] for body in bodies]
 
     assert send(2) == [1, 2]

@@ -1,4 +1,4 @@
-"""Tests that `tools/audit.py` fails only on known vulnerabilities, and names packages it cannot look up."""
+"""Tests that `tools/audit.py` fails only on known vulnerabilities, and lists packages it cannot audit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNREACHABLE = "http://127.0.0.1:9"
 
 
 class IndexHandler(BaseHTTPRequestHandler):
-    """A PyPI mirror with project pages but no version pages, and an OSV service at `/osv`."""
+    """A PyPI index with project pages but without version pages, and an OSV service at `/osv`."""
 
     projects: dict[str, Any]
 
@@ -85,7 +85,7 @@ def run_audit(tool: Path, packages: Path, index: str, osv: str = UNREACHABLE) ->
     return completed.returncode, completed.stdout + completed.stderr
 
 
-def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages: Path) -> None:
+def test_audit_without_a_reachable_service_lists_all_packages_and_passes(tool: Path, packages: Path) -> None:
     write_package_metadata(packages, "safe")
     code, output = run_audit(tool, packages, UNREACHABLE)
     assert code == 0
@@ -93,7 +93,9 @@ def test_audit_without_reachable_service_says_so_and_passes(tool: Path, packages
     assert "NOT AUDITED: 1 of 1 packages: safe 1.0" in output
 
 
-def test_audit_by_project_pages_names_outdated_packages(tool: Path, packages: Path, index: str) -> None:
+def test_audit_by_project_pages_cannot_audit_outdated_packages(
+    tool: Path, packages: Path, index: str
+) -> None:
     write_package_metadata(packages, "safe")
     write_package_metadata(packages, "old")
     code, output = run_audit(tool, packages, index)

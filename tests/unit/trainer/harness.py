@@ -86,7 +86,7 @@ class FaultyBackend(LocalBackend):
         """Seconds until published artifacts expire, or None if they do not."""
 
     async def start(self) -> None:
-        """Save the initial state on the first call and load it on later calls."""
+        """Save the initial state when the run starts, and load it when the run is restarted."""
         if self.initial_state.exists():
             await self.load_state(self.initial_state)
         else:
@@ -158,7 +158,7 @@ def capture_log() -> Generator[list[str]]:
 
 def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
     """Return a config for a run whose groups are all in the store before training starts."""
-    section = {
+    defaults = {
         "steps": 3,
         "groups_per_step": 1,
         "max_staleness": 100,
@@ -173,7 +173,7 @@ def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
             "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
             "engine": {"type": "scripted"},
             "backend": {"type": "local", "lora": {"rank": 4}, "threads": 1},
-            "trainer": section | trainer,
+            "trainer": defaults | trainer,
         }
     )
 

@@ -1,4 +1,4 @@
-"""Tests that corrected replies are trained along with a step, exactly once even if the trainer crashes."""
+"""Tests that each corrected reply is trained in exactly one step, even if the trainer crashes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def load_correction_claims(store: Store) -> list[tuple[int | None, str]]:
     return sorted((c.step, c.sample_key) for c in claims if c.sample_key.startswith("feedback:"))
 
 
-# --- selection ----------------------------------------------------------------------------------
+# --- loading ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -100,11 +100,11 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
     await store.add_tags([Tag("tagged", UNTRAINABLE)])
     for session_id, channel in (("live", Channel.LIVE), ("train", Channel.TRAIN), ("third", Channel.LIVE)):
         await add_corrected_session(store, session_id, channel=channel)
-    await store.add_feedback(Feedback("untokenized", "live", "live#0", correction="without tokens"))
+    await store.add_feedback(Feedback("untokenized", "live", "live#0", correction="not tokenized"))
     samples = await load_samples(store, make_config(tmp_path, model, corrections={"per_step": 2}))
     assert [sample.session_id for sample in samples] == ["live", "train"], "the two oldest"
-    without_weight = make_config(tmp_path, model, corrections={"weight": 0})
-    assert await load_samples(store, without_weight) == []
+    disabled = make_config(tmp_path, model, corrections={"weight": 0})
+    assert await load_samples(store, disabled) == []
 
 
 # --- training -----------------------------------------------------------------------------------

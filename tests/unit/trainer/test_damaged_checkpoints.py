@@ -24,7 +24,7 @@ from tests.unit.trainer.harness import (
     open_trainer,
 )
 
-STATE = "backend/state.safetensors"
+STATE_FILE = "backend/state.safetensors"
 Damage = Callable[[Path], object]
 
 
@@ -34,6 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TrainingResult = tuple[list[tuple[int | None, str, float | None]], str]
+"""The claims and the hash of the adapter."""
 
 
 async def train(config: RunConfig) -> TrainingResult:
@@ -49,25 +50,25 @@ def uninterrupted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trai
 
 
 @pytest.fixture
-async def trained(tmp_path: Path, model: Path) -> RunConfig:
+async def trained_config(tmp_path: Path, model: Path) -> RunConfig:
     """The config of a run that has trained three of its four steps."""
     await train(make_config(tmp_path / "run", model, steps=3))
     return make_config(tmp_path / "run", model, steps=4)
 
 
 def flip_bit(path: Path) -> None:
-    content = bytearray((path / STATE).read_bytes())
+    content = bytearray((path / STATE_FILE).read_bytes())
     content[-100] ^= 1
-    (path / STATE).write_bytes(content)
+    (path / STATE_FILE).write_bytes(content)
 
 
 def truncate(path: Path) -> None:
-    with (path / STATE).open("r+b") as file:
+    with (path / STATE_FILE).open("r+b") as file:
         file.truncate(1000)
 
 
 DAMAGES: dict[str, Damage] = {
-    STATE: flip_bit,
+    STATE_FILE: flip_bit,
     "state.safetensors: ": truncate,
     "backend/state.json": lambda path: (path / "backend/state.json").unlink(),
     "trainer.json": lambda path: (path / "trainer.json").write_text("{"),
@@ -86,10 +87,10 @@ async def assert_trained_once(harness: TrainerHarness, uninterrupted: TrainingRe
 
 @pytest.mark.parametrize("expected", DAMAGES)
 async def test_recovery_with_damaged_checkpoint_uses_the_previous_one(
-    trained: RunConfig, uninterrupted: TrainingResult, expected: str
+    trained_config: RunConfig, uninterrupted: TrainingResult, expected: str
 ) -> None:
-    DAMAGES[expected](checkpoint_path(trained.run_dir, 3))
-    async with open_trainer(trained) as harness:
+    DAMAGES[expected](checkpoint_path(trained_config.run_dir, 3))
+    async with open_trainer(trained_config) as harness:
         await harness.trainer.run()
         await assert_trained_once(harness, uninterrupted)
         assert harness.faults.reached.count("optim_step") == 2, "steps 3 and 4"
@@ -102,18 +103,19 @@ async def test_recovery_with_damaged_checkpoint_uses_the_previous_one(
 
 @pytest.mark.parametrize("point", ["tombstoned", "released"])
 async def test_trainer_recovers_from_crash_during_recovery(
-    trained: RunConfig, uninterrupted: TrainingResult, point: str
+    trained_config: RunConfig, uninterrupted: TrainingResult, point: str
 ) -> None:
-    flip_bit(checkpoint_path(trained.run_dir, 3))
-    async with open_trainer(trained, FaultInjector(point)) as harness:
+    flip_bit(checkpoint_path(trained_config.run_dir, 3))
+    async with open_trainer(trained_config, FaultInjector(point)) as harness:
         with pytest.raises(SimulatedCrash):
             await harness.trainer.recover()
-    async with open_trainer(trained) as harness:
+    async with open_trainer(trained_config) as harness:
         await harness.trainer.run()
         await assert_trained_once(harness, uninterrupted)
 
 
 async def test_recovery_republishes_pruned_weights(tmp_path: Path, model: Path) -> None:
+    """The only intact checkpoint is that of step 2, whose policy files were already deleted."""
     settings = {"checkpoint_every": 2, "keep_checkpoints": 2}
     config = make_config(tmp_path / "run", model, steps=5, **settings)
     await train(config)
@@ -133,27 +135,29 @@ async def test_recovery_republishes_pruned_weights(tmp_path: Path, model: Path) 
         assert (await harness.engine.status()).version == 2
 
 
-async def test_recovery_without_an_intact_checkpoint_names_the_damaged_file(trained: RunConfig) -> None:
+async def test_recovery_without_an_intact_checkpoint_names_the_damaged_file(
+    trained_config: RunConfig,
+) -> None:
     for step in (2, 3):
-        truncate(checkpoint_path(trained.run_dir, step))
-    async with open_trainer(trained) as harness:
-        with pytest.raises(InstarError, match=f"step-000003.*{STATE}.*no older checkpoint is intact"):
+        truncate(checkpoint_path(trained_config.run_dir, step))
+    async with open_trainer(trained_config) as harness:
+        with pytest.raises(InstarError, match=f"step-000003.*{STATE_FILE}.*no older checkpoint is intact"):
             await harness.trainer.run()
         states = [row.state for row in await harness.store.steps(RUN)]
         assert states == [StepState.COMMITTED] * 3, "nothing is released"
 
 
-async def test_damaged_checkpoint_is_kept_for_inspection(trained: RunConfig) -> None:
-    flip_bit(checkpoint_path(trained.run_dir, 3))
-    damaged = (checkpoint_path(trained.run_dir, 3) / STATE).read_bytes()
-    async with open_trainer(trained) as harness:
+async def test_damaged_checkpoint_is_kept_for_inspection(trained_config: RunConfig) -> None:
+    flip_bit(checkpoint_path(trained_config.run_dir, 3))
+    damaged = (checkpoint_path(trained_config.run_dir, 3) / STATE_FILE).read_bytes()
+    async with open_trainer(trained_config) as harness:
         await harness.trainer.run()
-    assert (trained.run_dir / "damaged" / "step-000003" / STATE).read_bytes() == damaged
+    assert (trained_config.run_dir / "damaged" / "step-000003" / STATE_FILE).read_bytes() == damaged
 
 
-async def test_checkpoint_without_hashes_is_loaded(trained: RunConfig) -> None:
+async def test_checkpoint_without_hashes_is_loaded(trained_config: RunConfig) -> None:
     """Earlier versions of Instar wrote no hashes."""
-    (checkpoint_path(trained.run_dir, 3) / "hashes.json").unlink()
-    async with open_trainer(trained) as harness:
+    (checkpoint_path(trained_config.run_dir, 3) / "hashes.json").unlink()
+    async with open_trainer(trained_config) as harness:
         await harness.trainer.recover()
         assert harness.trainer.step == 3

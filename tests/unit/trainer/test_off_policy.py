@@ -84,10 +84,10 @@ async def test_reply_sampled_across_update_weights_only_old_tokens(model: Path, 
     await backend.optim_step(AdamConfig(lr=0.3))
     after = await backend.forward(batch.samples)
     mixed_samples, old_indices = [], []
-    for sample, first, second in zip(batch.samples, before, after, strict=True):
+    for sample, old_logprobs, new_logprobs in zip(batch.samples, before, after, strict=True):
         trained = np.flatnonzero(sample.mask)
-        logprobs = np.where(sample.mask > 0, second, np.nan).astype(np.float32)
-        logprobs[trained[0]] = first[trained[0]]
+        logprobs = np.where(sample.mask > 0, new_logprobs, np.nan).astype(np.float32)
+        logprobs[trained[0]] = old_logprobs[trained[0]]
         versions = np.where(sample.mask > 0, 1, -1).astype(np.int32)
         versions[trained[0]] = 0
         mixed_samples.append(replace(sample, logprobs=logprobs, versions=versions))
@@ -98,14 +98,15 @@ async def test_reply_sampled_across_update_weights_only_old_tokens(model: Path, 
     )
     await backend.close()
     largest_change = 0.0
-    for sample, adjusted, old_index, first, second in zip(
+    for sample, corrected_sample, old_index, old_logprobs, new_logprobs in zip(
         mixed_samples, corrected.samples, old_indices, before, after, strict=True
     ):
-        weight = adjusted.advantages[sample.mask > 0] / sample.advantages[sample.mask > 0]
+        weights = corrected_sample.advantages[sample.mask > 0] / sample.advantages[sample.mask > 0]
         expected = [
-            1.0 if i != old_index else math.exp(second[i] - first[i]) for i in np.flatnonzero(sample.mask)
+            math.exp(new_logprobs[i] - old_logprobs[i]) if i == old_index else 1.0
+            for i in np.flatnonzero(sample.mask)
         ]
-        np.testing.assert_allclose(weight, expected, rtol=1e-4)
+        np.testing.assert_allclose(weights, expected, rtol=1e-4)
         largest_change = max(largest_change, abs(math.log(expected[0])))
     assert largest_change > 0.05, "the update changed the logprobs"
 
@@ -133,12 +134,14 @@ async def test_reference_penalty_uses_proximal_policy_and_its_weights(model: Pat
         corrected.samples, corrected.scales
     )
     log_ratios: list[float] = []
-    for sample, after, logprobs, scale in zip(batch.samples, adjusted, proximal, batch.scales, strict=True):
+    for sample, adjusted_sample, logprobs, scale in zip(
+        batch.samples, adjusted, proximal, batch.scales, strict=True
+    ):
         for i in np.flatnonzero(sample.mask):
             weight = min(math.exp(float(logprobs[i]) - float(sample.logprobs[i])), 1.5)
             log_ratios.append(float(logprobs[i]) + 2.0)
             expected = weight * (float(sample.advantages[i]) - 0.5 * log_ratios[-1] * float(scale[i]))
-            assert after.advantages[i] == pytest.approx(expected, rel=1e-4)
+            assert adjusted_sample.advantages[i] == pytest.approx(expected, rel=1e-4)
     assert metrics["reference_kl"] == pytest.approx(np.mean(log_ratios), rel=1e-4)
 
 
@@ -148,8 +151,7 @@ async def test_truncated_softmax_sampling_is_weighted_once(model: Path, tmp_path
     await fill_store(config, groups=0)
     store = SqliteStore(config.store_path)
     group = await add_group(store, 0, [0.0], status=GroupStatus.OPEN)
-    session = make_session("truncated", group_id=group, slot=1)
-    await store.open_session(session)
+    await store.open_session(make_session("truncated", group_id=group, slot=1))
     behavior = np.array([-0.5, -3.0], np.float32)
     await store.add_calls(
         [make_call("truncated#0", [1, 2], [8, 9], session_id="truncated", behavior_logprobs=behavior)]
@@ -202,8 +204,7 @@ async def test_stale_setting_drops_samples_or_masks_tokens(model: Path, tmp_path
     store = SqliteStore(config.store_path)
     group = await add_group(store, 0, [0.0], version=3, status=GroupStatus.OPEN)
     await add_session(store, group, 1, 1.0, version=1)
-    turns = make_session("turns", group_id=group, slot=2)
-    await store.open_session(turns)
+    await store.open_session(make_session("turns", group_id=group, slot=2))
     first = make_call("t#0", [1, 2], [7, 8], version=1, session_id="turns")
     versions = np.array([1, 2, 3], np.int32)
     second = make_call("t#1", [3], [9, 10, 11], parent=first, versions=versions, session_id="turns")
@@ -219,14 +220,14 @@ async def test_stale_setting_drops_samples_or_masks_tokens(model: Path, tmp_path
         assert claims[f"{group}/2/0"] == ("stale", 2)
         assert len(batch.samples) == 1
         assert batch.report["dropped"] == {"stale": 2}
-        return
-    assert claims[f"{group}/2/0"] == (None, 1), "the staleness of the oldest trained token"
-    sample = batch.samples[1]
-    assert sample.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
-    assert (sample.advantages != 0).tolist() == [False] * 6 + [True] * 2
-    assert sample.versions.tolist() == [-1, -1, 1, 1, -1, 1, 2, 3], "masked tokens keep their versions"
-    report = batch.report
-    assert report["dropped"] == {"stale": 1}
-    assert report["staleness_tokens"] == {"0": 3, "1": 1}
-    assert report["staleness_samples"] == {"0": 1, "1": 1}
-    assert report["version_shares"] == {"3": 0.75, "2": 0.25}
+    else:
+        assert claims[f"{group}/2/0"] == (None, 1), "the staleness of the oldest trained token"
+        sample = batch.samples[1]
+        assert sample.mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
+        assert (sample.advantages != 0).tolist() == [False] * 6 + [True] * 2
+        assert sample.versions.tolist() == [-1, -1, 1, 1, -1, 1, 2, 3], "masked tokens keep their versions"
+        report = batch.report
+        assert report["dropped"] == {"stale": 1}
+        assert report["staleness_tokens"] == {"0": 3, "1": 1}
+        assert report["staleness_samples"] == {"0": 1, "1": 1}
+        assert report["version_shares"] == {"3": 0.75, "2": 0.25}

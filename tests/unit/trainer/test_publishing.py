@@ -72,10 +72,10 @@ async def test_publisher_does_not_push_to_engines_without_a_status() -> None:
 
 
 async def test_publisher_fails_when_all_engines_keep_refusing(log: list[str]) -> None:
-    refusals = [EngineError("rank 64 is too much") for _ in range(2 * MAX_REFUSALS)]
+    refusals = [EngineError("rank 64 is not supported") for _ in range(2 * MAX_REFUSALS)]
     publisher = make_publisher(LoadingEngine(*refusals), LoadingEngine(*refusals))
     await publisher.push(HEAD)
-    with pytest.raises(SyncError, match="rank 64 is too much"):
+    with pytest.raises(SyncError, match="rank 64 is not supported"):
         await publisher.sync_while_waiting(HEAD, asyncio.sleep(60))
     assert len(log) == 2 * MAX_REFUSALS
 
@@ -110,11 +110,11 @@ class SlowLiveSync(SyncRoute):
 
     def __init__(self) -> None:
         self.pushed: list[int] = []
-        self.has_started = asyncio.Event()
+        self.started = asyncio.Event()
         self.push_seconds = 0.0
 
     async def push(self, policy: Policy, engines: Sequence[Engine]) -> list[Exception | None]:
-        self.has_started.set()
+        self.started.set()
         await asyncio.sleep(self.push_seconds)
         for engine in engines:
             await engine.load(Policy(policy.policy_id, policy.version, Artifact("base")))
@@ -122,11 +122,11 @@ class SlowLiveSync(SyncRoute):
         return [None] * len(engines)
 
 
-async def test_live_push_finishes_before_the_batch_is_trained() -> None:
+async def test_live_push_finishes_before_the_batch_is_returned() -> None:
     sync = SlowLiveSync()
     sync.push_seconds = 0.2
     publisher = make_publisher(LoadingEngine(), sync=sync)
-    await publisher.sync_while_waiting(HEAD, sync.has_started.wait())
+    await publisher.sync_while_waiting(HEAD, sync.started.wait())
     assert sync.pushed == [3]
 
 
@@ -144,11 +144,11 @@ async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:
         sync = SlowLiveSync()
         harness.trainer.publisher.sync = sync
         await harness.trainer.run()
-        kinds = {
+        artifact_kinds = {
             policy.version: policy.artifact.kind for policy, _ in await harness.store.published_policies(RUN)
         }
         assert sync.pushed == [0, 1, 2, 3]
-        assert kinds == {1: "live", 2: "adapter", 3: "adapter"}
+        assert artifact_kinds == {1: "live", 2: "adapter", 3: "adapter"}
         assert (await harness.engine.status()).version == 3
         await harness.hash_latest_adapter()
     async with open_trainer(config) as harness:  # a restarted trainer, with file sync

@@ -61,12 +61,12 @@ def run_jobs(run: Callable[[Job, JobResult], None]) -> None:
     """Run the jobs from stdin, print their results and exit. ``run`` adds results to its JobResult."""
     jobs = [Job(**job) for job in json.load(sys.stdin)]
     with ThreadPoolExecutor(len(jobs)) as pool:
-        results = list(pool.map(lambda job: _attempt(run, job), jobs))
+        results = list(pool.map(lambda job: _run_job(run, job), jobs))
     print("\n" + json.dumps([vars(job_result) for job_result in results]), flush=True)
     os._exit(0)  # some clients leave threads behind that wait on the network
 
 
-def _attempt(run: Callable[[Job, JobResult], None], job: Job) -> JobResult:
+def _run_job(run: Callable[[Job, JobResult], None], job: Job) -> JobResult:
     job_result = JobResult()
     try:
         run(job, job_result)

@@ -33,26 +33,28 @@ class VariantClient:
     def create_completion(self, **request: Any) -> tuple[str, Any]:
         """Return the text and the usage."""
         if not self._use_streaming:
-            completion = self._run(self._client.completions.create(**request))
+            completion = self._await_if_async(self._client.completions.create(**request))
             return completion.choices[0].text, completion.usage
         options = {"include_usage": True}
-        stream = self._run(self._client.completions.create(stream=True, stream_options=options, **request))
-        chunks = self._run(_collect_chunks(stream)) if self._loop else list(stream)
+        stream = self._await_if_async(
+            self._client.completions.create(stream=True, stream_options=options, **request)
+        )
+        chunks = self._await_if_async(_collect_chunks(stream)) if self._loop else list(stream)
         return "".join(chunk.choices[0].text for chunk in chunks if chunk.choices), chunks[-1].usage
 
     def close(self) -> None:
-        self._run(self._client.close())
+        self._await_if_async(self._client.close())
 
     def _send(self, api: Any, final_method: str, request: dict[str, Any]) -> Any:
         """Send the request. ``final_method`` is the method of a stream that returns the complete response."""
         if not self._use_streaming:
-            return self._run(api.create(**request))
+            return self._await_if_async(api.create(**request))
         if self._loop:
-            return self._run(_collect_final(api, final_method, request))
+            return self._await_if_async(_collect_final(api, final_method, request))
         with api.stream(**request) as stream:
             return getattr(stream, final_method)()
 
-    def _run(self, result: Any) -> Any:
+    def _await_if_async(self, result: Any) -> Any:
         return self._loop.run_until_complete(result) if self._loop else result
 
 

@@ -40,5 +40,5 @@ def service(url: str) -> Generator[tinker.ServiceClient]:
 
 
 @pytest.fixture
-def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+def training_client(service: tinker.ServiceClient) -> tinker.TrainingClient:
     return service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)

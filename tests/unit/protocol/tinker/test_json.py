@@ -21,7 +21,7 @@ def raw(url: str) -> Generator[RawTinkerClient]:
 
 
 @pytest.fixture
-def model(raw: RawTinkerClient) -> Generator[str]:
+def model_id(raw: RawTinkerClient) -> Generator[str]:
     session = raw.create_session()
     yield raw.create_model(session, BASE_MODEL)
     assert raw.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}).status_code == 204
@@ -34,82 +34,80 @@ def make_pass_input(loss: str = "cross_entropy") -> dict[str, Any]:
     return {"data": [{"model_input": {"chunks": [chunk]}, "loss_fn_inputs": tensors}], "loss_fn": loss}
 
 
-def make_pass_request(model: str, seq: int) -> dict[str, Any]:
-    return {"forward_backward_input": make_pass_input(), "model_id": model, "seq_id": seq}
+def make_pass_request(model_id: str, seq: int) -> dict[str, Any]:
+    return {"forward_backward_input": make_pass_input(), "model_id": model_id, "seq_id": seq}
 
 
-def test_json_pass_and_step_reduce_the_loss(raw: RawTinkerClient, model: str) -> None:
+def test_json_pass_and_step_reduce_the_loss(raw: RawTinkerClient, model_id: str) -> None:
     output = raw.retrieve_result(
-        raw.submit("forward", {"forward_input": make_pass_input(), "model_id": model, "seq_id": 1})
+        raw.submit("forward", {"forward_input": make_pass_input(), "model_id": model_id, "seq_id": 1})
     )
     [tensors] = output["loss_fn_outputs"]
     assert tensors["logprobs"]["dtype"] == "float32"
     assert tensors["logprobs"]["shape"] == [3]
-    first = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 2)))
+    first = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model_id, 2)))
     assert first["metrics"]["loss:sum"] == pytest.approx(-sum(tensors["logprobs"]["data"][1:]), rel=1e-5)
     step_output = raw.retrieve_result(
-        raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 3})
+        raw.submit("optim_step", {"adam_params": ADAM, "model_id": model_id, "seq_id": 3})
     )
     assert step_output["metrics"]["grad_norm"] > 0
-    second = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 4)))
+    second = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model_id, 4)))
     assert second["metrics"]["loss:sum"] < first["metrics"]["loss:sum"]
 
 
-def test_json_steps_out_of_order_run_in_order(raw: RawTinkerClient, model: str) -> None:
-    last = raw.submit("forward_backward", make_pass_request(model, 3))
-    middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
-    first = raw.submit("forward_backward", make_pass_request(model, 1))
+def test_json_requests_run_in_sequence_order(raw: RawTinkerClient, model_id: str) -> None:
+    last = raw.submit("forward_backward", make_pass_request(model_id, 3))
+    middle = raw.submit("optim_step", {"adam_params": ADAM, "model_id": model_id, "seq_id": 2})
+    first = raw.submit("forward_backward", make_pass_request(model_id, 1))
     after, _, before = [raw.retrieve_result(request)["metrics"] for request in (last, middle, first)]
     assert after["loss:sum"] < before["loss:sum"]
 
 
-def make_invalid_step(model: str, seq: int, learning_rate: str) -> bytes:
-    fields = f'"model_id": "{model}", "seq_id": {seq}, "adam_params": {{"learning_rate": {learning_rate}}}'
+def encode_step(model_id: str, seq: int, learning_rate: str) -> bytes:
+    """Return a request with ``learning_rate`` inserted as JSON text, which may be invalid."""
+    fields = f'"model_id": "{model_id}", "seq_id": {seq}, "adam_params": {{"learning_rate": {learning_rate}}}'
     return b"{%s}" % fields.encode()
 
 
 @pytest.mark.parametrize("learning_rate", ["NaN", "null", "1e-4]"])
 def test_rejected_step_does_not_block_later_steps(
-    raw: RawTinkerClient, model: str, learning_rate: str
+    raw: RawTinkerClient, model_id: str, learning_rate: str
 ) -> None:
-    last = raw.submit("forward_backward", make_pass_request(model, 3))
-    raw.submit("forward_backward", make_pass_request(model, 1))
-    rejected = raw.post("optim_step", make_invalid_step(model, 2, learning_rate))
+    last = raw.submit("forward_backward", make_pass_request(model_id, 3))
+    raw.submit("forward_backward", make_pass_request(model_id, 1))
+    rejected = raw.post("optim_step", encode_step(model_id, 2, learning_rate))
     assert rejected.status_code == 400
     assert "cannot be parsed" in rejected.json()["detail"]
     assert raw.retrieve_result(last)["metrics"]["loss:sum"] > 0
-    retried = raw.post("optim_step", {"adam_params": ADAM, "model_id": model, "seq_id": 2})
+    retried = raw.post("optim_step", {"adam_params": ADAM, "model_id": model_id, "seq_id": 2})
     assert retried.status_code == 422
     assert "rejected request" in retried.json()["detail"]
 
 
-def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, model: str) -> None:
-    damaged = messages.ForwardBackwardRequest(model_id=model, seq_id=1).SerializeToString() + b"\xff\xff"
-    protobuf = {"Content-Type": "application/x-protobuf"}
-    assert raw.post("forward_backward", damaged, **protobuf).status_code == 400
-    invalid = {"forward_backward_input": {"data": 1}, "model_id": model, "seq_id": 2}
+def test_rejected_pass_and_save_do_not_block_later_steps(raw: RawTinkerClient, model_id: str) -> None:
+    damaged = messages.ForwardBackwardRequest(model_id=model_id, seq_id=1).SerializeToString() + b"\xff\xff"
+    protobuf_header = {"Content-Type": "application/x-protobuf"}
+    assert raw.post("forward_backward", damaged, **protobuf_header).status_code == 400
+    invalid = {"forward_backward_input": {"data": 1}, "model_id": model_id, "seq_id": 2}
     assert raw.post("forward_backward", invalid).status_code == 400
-    assert raw.post("save_weights", {"path": 1, "model_id": model, "seq_id": 3}).status_code == 400
-    assert (
-        raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model, 4)))["metrics"][
-            "loss:sum"
-        ]
-        > 0
-    )
+    assert raw.post("save_weights", {"path": 1, "model_id": model_id, "seq_id": 3}).status_code == 400
+    result = raw.retrieve_result(raw.submit("forward_backward", make_pass_request(model_id, 4)))
+    assert result["metrics"]["loss:sum"] > 0
 
 
-def test_optimizer_settings_out_of_range_are_rejected_by_name(raw: RawTinkerClient, model: str) -> None:
-    raw.submit("forward_backward", make_pass_request(model, 1))
-    step = {"adam_params": ADAM | {"beta1": 1.0}, "model_id": model, "seq_id": 2}
+def test_optimizer_settings_out_of_range_are_rejected_by_name(raw: RawTinkerClient, model_id: str) -> None:
+    raw.submit("forward_backward", make_pass_request(model_id, 1))
+    step = {"adam_params": ADAM | {"beta1": 1.0}, "model_id": model_id, "seq_id": 2}
     error = raw.retrieve_result(raw.submit("optim_step", step))["error"]
     assert error == "adam_params.beta1: Input should be less than 1, got 1.0"
 
 
-def test_repeated_step_runs_once(raw: RawTinkerClient, model: str) -> None:
-    first = raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"})
-    assert raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "a"}) == first
-    assert raw.submit("forward_backward", make_pass_request(model, 1), **{"X-Idempotency-Key": "b"}) == first
-    step = {"adam_params": ADAM, "model_id": model, "seq_id": 2}
+def test_repeated_request_runs_once(raw: RawTinkerClient, model_id: str) -> None:
+    request = make_pass_request(model_id, 1)
+    first = raw.submit("forward_backward", request, **{"X-Idempotency-Key": "a"})
+    assert raw.submit("forward_backward", request, **{"X-Idempotency-Key": "a"}) == first
+    assert raw.submit("forward_backward", request, **{"X-Idempotency-Key": "b"}) == first
+    step = {"adam_params": ADAM, "model_id": model_id, "seq_id": 2}
     norm = raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"]
     assert raw.retrieve_result(raw.submit("optim_step", step))["metrics"]["grad_norm"] == norm
     response = raw.post("optim_step", step | {"seq_id": 1})
@@ -127,10 +125,10 @@ def test_repeated_create_model_returns_the_same_model(raw: RawTinkerClient) -> N
 def test_json_sampling_returns_sequences_and_prompt_logprobs(raw: RawTinkerClient) -> None:
     session = raw.create_session()
     request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE_MODEL}
-    sampling = raw.post("create_sampling_session", request).json()["sampling_session_id"]
-    assert raw.get(f"samplers/{sampling}").json()["base_model"] == BASE_MODEL
+    sampling_session_id = raw.post("create_sampling_session", request).json()["sampling_session_id"]
+    assert raw.get(f"samplers/{sampling_session_id}").json()["base_model"] == BASE_MODEL
     sample = {
-        "sampling_session_id": sampling,
+        "sampling_session_id": sampling_session_id,
         "seq_id": 0,
         "num_samples": 2,
         "prompt": {"chunks": [{"tokens": [5, 9], "type": "encoded_text"}]},

@@ -92,11 +92,11 @@ def test_cross_entropy_without_weights_uses_weight_one() -> None:
 
 def test_chunks_are_concatenated() -> None:
     chunks = [types.EncodedTextChunk(tokens=[1, 2]), types.EncodedTextChunk(tokens=[3])]
-    joined = types.Datum(
+    datum = types.Datum(
         model_input=types.ModelInput(chunks=chunks),
         loss_fn_inputs={"target_tokens": types.TensorData(data=[2, 3, 4], dtype="int64")},
     )
-    [sample] = parse_protobuf_pass(encode_protobuf([joined], "cross_entropy")).require_batch().samples
+    [sample] = parse_protobuf_pass(encode_protobuf([datum], "cross_entropy")).require_batch().samples
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
 
@@ -108,8 +108,8 @@ def test_loss_options_are_converted() -> None:
 
 
 def test_filler_targets_with_zero_weight_are_masked() -> None:
-    filled = make_datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
-    [sample] = parse_both_formats([filled], "cross_entropy").samples
+    datum = make_datum([1, 2, 3], target_tokens=[0, 3, 4], weights=[0.0, 1.0, 1.0])
+    [sample] = parse_both_formats([datum], "cross_entropy").samples
     assert sample.mask.tolist() == [0, 0, 1, 1]
     assert sample.token_ids.tolist() == [1, 2, 3, 4]
 
@@ -148,7 +148,7 @@ def test_token_without_old_logprob_and_advantage_is_masked() -> None:
         ("ppo", {}, {"beta": 0.5}, "options beta; ppo supports clip_low_threshold"),
     ],
 )
-def test_invalid_datum_is_named_and_reported_when_the_pass_runs(
+def test_invalid_pass_is_reported_when_it_runs(
     loss: str, override: dict[str, Any], config: dict[str, Any] | None, message: str
 ) -> None:
     data = [make_datum([1, 2, 3], **RATIO_TENSORS), make_datum([1, 2, 3], **RATIO_TENSORS | override)]

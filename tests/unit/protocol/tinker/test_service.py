@@ -1,4 +1,4 @@
-"""Tests for keys, sessions, listings, and requests for objects that the server no longer has."""
+"""Tests for keys, sessions, checkpoint listings, and requests for objects that the server no longer has."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ def test_request_without_valid_key_is_rejected(url: str) -> None:
         assert raw.post("client/config", {}).status_code == 401
 
 
-def test_objects_of_one_key_are_hidden_from_others(url: str, training: tinker.TrainingClient) -> None:
-    path = training.save_state("mine").result().path
+def test_objects_of_one_key_are_hidden_from_others(url: str, training_client: tinker.TrainingClient) -> None:
+    path = training_client.save_state("mine").result().path
     with RawTinkerClient(url, OTHER_KEY) as raw:
-        assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
+        assert raw.post("get_info", {"model_id": training_client.model_id}).status_code == 404
         assert raw.post("weights_info", {"tinker_path": path}).status_code == 404
         assert raw.get("checkpoints").json()["checkpoints"] == []
 
 
-def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingClient) -> None:
-    state = training.save_state("s", ttl_seconds=7200).result().path
-    sampler = training.save_weights_for_sampler("p").result().path
+def test_checkpoints_are_listed_and_deleted(url: str, training_client: tinker.TrainingClient) -> None:
+    state = training_client.save_state("s", ttl_seconds=7200).result().path
+    sampler = training_client.save_weights_for_sampler("p").result().path
     rest = tinker.RestClient(base_url=url, api_key=KEY)
-    run_id = training.model_id
+    run_id = training_client.model_id
     checkpoints = {c.tinker_path: c for c in rest.list_checkpoints(run_id).result().checkpoints}
     assert checkpoints.keys() == {state, sampler}
     assert (checkpoints[state].checkpoint_type, checkpoints[sampler].checkpoint_type) == (
@@ -71,16 +71,16 @@ def test_checkpoints_are_listed_and_deleted(url: str, training: tinker.TrainingC
 
 def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    training = service.create_lora_training_client(BASE_MODEL, rank=4)
-    kept = training.save_weights_for_sampler("kept").result().path
-    training.save_weights_and_get_sampling_client()
+    training_client = service.create_lora_training_client(BASE_MODEL, rank=4)
+    kept = training_client.save_weights_for_sampler("kept").result().path
+    training_client.save_weights_and_get_sampling_client()
     session = service.holder.get_session_id()
     with RawTinkerClient(url, KEY) as raw:
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
         service.close("success").result(10)
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 410
-        assert raw.post("get_info", {"model_id": training.model_id}).status_code == 404
-        checkpoints = raw.get(f"training_runs/{training.model_id}/checkpoints").json()["checkpoints"]
+        assert raw.post("get_info", {"model_id": training_client.model_id}).status_code == 404
+        checkpoints = raw.get(f"training_runs/{training_client.model_id}/checkpoints").json()["checkpoints"]
         assert [checkpoint["tinker_path"] for checkpoint in checkpoints] == [kept]
 
 
@@ -88,18 +88,20 @@ def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConf
     options = {"folder": tmp_path, "keys": [KEY], "base_model": BASE_MODEL}
     with serve_in_thread("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
-        run_step(training)
-        path = training.save_state("kept").result().path
-        loss = run_step(training)
-        sampling = training.save_weights_and_get_sampling_client()
+        training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
+        run_step(training_client)
+        path = training_client.save_state("kept").result().path
+        loss = run_step(training_client)
+        sampling_client = training_client.save_weights_and_get_sampling_client()
     port = int(url.rpartition(":")[2])
     with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
         start = time.monotonic()
         with pytest.raises(tinker.NotFoundError, match="does not exist or was closed"):
-            training.forward_backward([make_next_token_datum()], "cross_entropy").result(20)
+            training_client.forward_backward([make_next_token_datum()], "cross_entropy").result(20)
         with pytest.raises(tinker.NotFoundError, match=r"sampling session .* does not exist or has ended"):
-            sampling.sample(types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)).result(20)
+            sampling_client.sample(
+                types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)
+            ).result(20)
         with pytest.raises(tinker.NotFoundError, match=r"session .* does not exist or has ended"):
             service.create_lora_training_client(BASE_MODEL, rank=4)
         assert time.monotonic() - start < 10
@@ -112,18 +114,18 @@ def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConf
         service.close("errored")
 
 
-def test_lost_result_is_reported_as_retryable(url: str, training: tinker.TrainingClient) -> None:
+def test_lost_result_is_reported_as_retryable(url: str, training_client: tinker.TrainingClient) -> None:
     """The SDK raises this error from training calls and retries sampling calls."""
     from tinker.lib.api_future_impl import _APIFuture
 
-    lost: _APIFuture[types.OptimStepResponse] = _APIFuture(
+    lost_future: _APIFuture[types.OptimStepResponse] = _APIFuture(
         types.OptimStepResponse,
-        training.holder,
+        training_client.holder,
         types.UntypedAPIFuture(request_id="op-unknown"),
         request_start_time=time.time(),
         request_type="OptimStep",
     )
     with pytest.raises(RetryableException, match="expired/broken"):
-        lost.result(10)
-    training.forward_backward([make_next_token_datum()], "cross_entropy")
-    training.optim_step(ADAM).result()
+        lost_future.result(10)
+    training_client.forward_backward([make_next_token_datum()], "cross_entropy")
+    training_client.optim_step(ADAM).result()

@@ -30,36 +30,36 @@ def get_logprobs(output: types.ForwardBackwardOutput, index: int = 0) -> np.ndar
     return np.asarray(output.loss_fn_outputs[index]["logprobs"].data)
 
 
-def run_step(training: tinker.TrainingClient) -> float:
+def run_step(training_client: tinker.TrainingClient) -> float:
     """Send a pass and a step without waiting in between, and return the loss before the step."""
-    pass_future = training.forward_backward([make_next_token_datum()], "cross_entropy")
-    step_future = training.optim_step(ADAM)
+    pass_future = training_client.forward_backward([make_next_token_datum()], "cross_entropy")
+    step_future = training_client.optim_step(ADAM)
     assert step_future.result().metrics["grad_norm"] > 0
     return pass_future.result().metrics["loss:sum"]
 
 
-def test_server_capabilities_name_the_base_model(
-    service: tinker.ServiceClient, training: tinker.TrainingClient
+def test_server_reports_its_base_model_and_the_created_model(
+    service: tinker.ServiceClient, training_client: tinker.TrainingClient
 ) -> None:
     [model] = service.get_server_capabilities().supported_models
     assert (model.model_name, model.max_context_length, model.trainable) == (BASE_MODEL, 256, True)
-    info = training.get_info()
-    assert (info.model_id, info.lora_rank, info.is_lora) == (training.model_id, 4, True)
-    tokenizer = training.get_tokenizer()
+    info = training_client.get_info()
+    assert (info.model_id, info.lora_rank, info.is_lora) == (training_client.model_id, 4, True)
+    tokenizer = training_client.get_tokenizer()
     assert tokenizer.decode(tokenizer.encode("hello")) == "hello"
 
 
-def test_training_reduces_the_loss(training: tinker.TrainingClient) -> None:
-    losses = [run_step(training) for _ in range(5)]
+def test_training_reduces_the_loss(training_client: tinker.TrainingClient) -> None:
+    losses = [run_step(training_client) for _ in range(5)]
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_loss_matches_the_logprobs(training: tinker.TrainingClient) -> None:
+def test_loss_matches_the_logprobs(training_client: tinker.TrainingClient) -> None:
     weights = [0.0, 1.0, 0.5, 0.0, 2.0]
     data = [make_next_token_datum(weights=weights), make_next_token_datum([7, 8, 9])]
-    forward = training.forward(data, "cross_entropy").result()
-    backward = training.forward_backward(data, "cross_entropy").result()
+    forward = training_client.forward(data, "cross_entropy").result()
+    backward = training_client.forward_backward(data, "cross_entropy").result()
     np.testing.assert_allclose(get_logprobs(forward), get_logprobs(backward), rtol=1e-5)
     expected = -(get_logprobs(backward) @ weights) - get_logprobs(backward, 1).sum()
     assert backward.metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)
@@ -67,10 +67,10 @@ def test_loss_matches_the_logprobs(training: tinker.TrainingClient) -> None:
 
 
 @pytest.mark.parametrize("loss", RATIO_LOSSES)
-def test_ratio_losses_use_old_logprobs(training: tinker.TrainingClient, loss: Any) -> None:
-    old = get_logprobs(training.forward([make_next_token_datum()], "cross_entropy").result())
+def test_ratio_losses_use_old_logprobs(training_client: tinker.TrainingClient, loss: Any) -> None:
+    old = get_logprobs(training_client.forward([make_next_token_datum()], "cross_entropy").result())
     data = [make_next_token_datum(logprobs=(old - 0.1).tolist(), advantages=[0.0, 1.0, -1.0, 2.0, 0.5])]
-    output = training.forward_backward(data, loss).result()
+    output = training_client.forward_backward(data, loss).result()
     np.testing.assert_allclose(get_logprobs(output), old, rtol=1e-5)
     ratio, advantages = np.exp(0.1), np.array([0.0, 1.0, -1.0, 2.0, 0.5])
     expected = {
@@ -84,55 +84,61 @@ def test_ratio_losses_use_old_logprobs(training: tinker.TrainingClient, loss: An
         {"clip_low_threshold": 0.5, "clip_high_threshold": 1.0} if loss in ("ppo", "cispo") else None
     )
     assert (
-        training.forward_backward(data, loss, clip_options).result().metrics.keys() == output.metrics.keys()
+        training_client.forward_backward(data, loss, clip_options).result().metrics.keys()
+        == output.metrics.keys()
     )
 
 
-def test_many_pass_chunks_out_of_order_are_combined(training: tinker.TrainingClient) -> None:
+def test_many_pass_chunks_out_of_order_are_combined(training_client: tinker.TrainingClient) -> None:
     """The SDK sends the first of several chunks last."""
     count = 2100
     single_loss = (
-        training.forward([make_next_token_datum([7, 8])], "cross_entropy").result().metrics["loss:sum"]
+        training_client.forward([make_next_token_datum([7, 8])], "cross_entropy").result().metrics["loss:sum"]
     )
-    output = training.forward_backward([make_next_token_datum([7, 8])] * count, "cross_entropy").result()
-    training.optim_step(ADAM).result()
+    output = training_client.forward_backward(
+        [make_next_token_datum([7, 8])] * count, "cross_entropy"
+    ).result()
+    training_client.optim_step(ADAM).result()
     assert len(output.loss_fn_outputs) == count
     assert output.metrics["loss:sum"] == pytest.approx(count * single_loss, rel=1e-4)
 
 
-def test_custom_loss_is_computed_by_the_client(training: tinker.TrainingClient) -> None:
+def test_custom_loss_is_computed_by_the_client(training_client: tinker.TrainingClient) -> None:
     def loss(data: list[types.Datum], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
         return -sum(row.sum() for row in logprobs), {"custom": 1.0}  # pyright: ignore
 
-    output = training.forward_backward_custom([make_next_token_datum()], loss).result()
+    output = training_client.forward_backward_custom([make_next_token_datum()], loss).result()
     assert output.metrics["custom"] == 1.0
-    expected = training.optim_step(ZERO_LR).result().metrics["grad_norm"]
-    training.forward_backward([make_next_token_datum()], "cross_entropy")
-    assert training.optim_step(ZERO_LR).result().metrics["grad_norm"] == pytest.approx(expected, rel=1e-5)
+    expected = training_client.optim_step(ZERO_LR).result().metrics["grad_norm"]
+    training_client.forward_backward([make_next_token_datum()], "cross_entropy")
+    assert training_client.optim_step(ZERO_LR).result().metrics["grad_norm"] == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
-    training = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
-    run_step(training), run_step(training)
-    path = training.save_state("two").result().path
-    assert path == f"tinker://{training.model_id}/weights/two"
-    next_losses = [run_step(training), run_step(training)]
+    training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
+    run_step(training_client)
+    run_step(training_client)
+    path = training_client.save_state("two").result().path
+    assert path == f"tinker://{training_client.model_id}/weights/two"
+    next_losses = [run_step(training_client), run_step(training_client)]
     resumed = service.create_training_client_from_state_with_optimizer(path)
-    assert resumed.model_id != training.model_id
+    assert resumed.model_id != training_client.model_id
     assert [run_step(resumed), run_step(resumed)] == pytest.approx(next_losses, rel=1e-6)
     fresh = service.create_training_client_from_state(path)
     assert run_step(fresh) == pytest.approx(next_losses[0], rel=1e-6)
     assert run_step(fresh) != pytest.approx(next_losses[1], rel=1e-4)
     with pytest.warns(FutureWarning):
-        assert training.load_state(path).result().path == path
-    assert run_step(training) == pytest.approx(next_losses[0], rel=1e-6)
+        assert training_client.load_state(path).result().path == path
+    assert run_step(training_client) == pytest.approx(next_losses[0], rel=1e-6)
 
 
-def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) -> None:
-    training.save_state("one").result()
+def test_state_is_replaced_only_with_overwrite(training_client: tinker.TrainingClient) -> None:
+    training_client.save_state("one").result()
     with pytest.raises(tinker.RequestFailedError, match="checkpoint 'one' already exists"):
-        training.save_state("one").result()
-    training.save_state("one", overwrite=True).result()
+        training_client.save_state("one").result()
+    training_client.save_state("one", overwrite=True).result()
 
 
 @pytest.mark.parametrize(
@@ -150,16 +156,16 @@ def test_state_is_replaced_only_with_overwrite(training: tinker.TrainingClient) 
             "cross_entropy",
             "datum 0 has 300 tokens; at most 256",
         ),
-        ([make_next_token_datum(weights=[float("inf")] * 5)], "cross_entropy", "loss is inf|nan"),
+        ([make_next_token_datum(weights=[float("inf")] * 5)], "cross_entropy", r"loss is (inf|nan)"),
     ],
 )
 def test_invalid_data_is_reported_and_training_continues(
-    training: tinker.TrainingClient, data: list[types.Datum], loss: Any, message: str
+    training_client: tinker.TrainingClient, data: list[types.Datum], loss: Any, message: str
 ) -> None:
     with pytest.raises(tinker.RequestFailedError, match=message) as caught:
-        training.forward_backward(data, loss).result(10)
+        training_client.forward_backward(data, loss).result(10)
     assert caught.value.category == types.RequestErrorCategory.User
-    run_step(training)
+    run_step(training_client)
 
 
 def test_unsupported_optimizers_ranks_and_models_are_rejected(service: tinker.ServiceClient) -> None:
@@ -171,12 +177,14 @@ def test_unsupported_optimizers_ranks_and_models_are_rejected(service: tinker.Se
         service.create_lora_training_client("another", rank=4)
 
 
-def test_zero_learning_rate_changes_nothing(training: tinker.TrainingClient) -> None:
+def test_learning_rate_may_be_zero_but_not_negative(training_client: tinker.TrainingClient) -> None:
     before = (
-        training.forward_backward([make_next_token_datum()], "cross_entropy").result().metrics["loss:sum"]
+        training_client.forward_backward([make_next_token_datum()], "cross_entropy")
+        .result()
+        .metrics["loss:sum"]
     )
-    training.optim_step(ZERO_LR).result()
-    after = training.forward([make_next_token_datum()], "cross_entropy").result().metrics["loss:sum"]
+    training_client.optim_step(ZERO_LR).result()
+    after = training_client.forward([make_next_token_datum()], "cross_entropy").result().metrics["loss:sum"]
     assert after == pytest.approx(before, rel=1e-6)
     with pytest.raises(tinker.RequestFailedError, match=r"adam_params\.learning_rate: "):
-        training.optim_step(types.AdamParams(learning_rate=-1.0)).result()
+        training_client.optim_step(types.AdamParams(learning_rate=-1.0)).result()

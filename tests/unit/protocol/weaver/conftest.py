@@ -30,26 +30,26 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def run_server(
-    model: Path, folder: Path, *, port: int = 0, limits: ServiceLimits | None = None
+    model_folder: Path, checkpoint_folder: Path, *, port: int = 0, limits: ServiceLimits | None = None
 ) -> Generator[str]:
     """Run a server until the block exits, and yield its URL."""
     address: Future[str] = Future()
-    stop: Future[Callable[[], object]] = Future()
+    request_stop: Future[Callable[[], object]] = Future()
 
     async def run() -> None:
-        stopping, loop = asyncio.Event(), asyncio.get_running_loop()
-        stop.set_result(lambda: loop.call_soon_threadsafe(stopping.set))
+        stop_event, loop = asyncio.Event(), asyncio.get_running_loop()
+        request_stop.set_result(lambda: loop.call_soon_threadsafe(stop_event.set))
         await serve_protocol(
             "weaver",
-            ModelConfig(name=str(model), dtype="fp32"),
-            folder=folder,
+            ModelConfig(name=str(model_folder), dtype="fp32"),
+            folder=checkpoint_folder,
             keys=[KEY, OTHER_KEY],
             port=port,
             base_model=BASE_MODEL,
             limits=limits,
             threads=1,
             on_ready=address.set_result,
-            stop=stopping,
+            stop=stop_event,
         )
 
     def main() -> None:
@@ -65,7 +65,7 @@ def run_server(
     try:
         yield address.result(60)
     finally:
-        stop.result(60)()
+        request_stop.result(60)()
         thread.join(30)
 
 

@@ -40,7 +40,7 @@ def get_loss(result: Any) -> float:
     return result["result"]["metrics"]["loss"]
 
 
-async def train_one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[float]:
+async def train_sequentially(trainer: AsyncTrainingClient, steps: int) -> list[float]:
     losses: list[float] = []
     for step in range(steps):
         losses.append(get_loss(await trainer.forward_backward([make_datum(20 + step)], "cross_entropy")))
@@ -50,7 +50,7 @@ async def train_one_by_one(trainer: AsyncTrainingClient, steps: int) -> list[flo
 
 async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient) -> None:
     sequential, concurrent = await create_model(service), await create_model(service)
-    expected = await train_one_by_one(sequential, 4)
+    expected = await train_sequentially(sequential, 4)
 
     async def call(index: int) -> Any:
         step, is_optim_step = divmod(index, 2)
@@ -64,7 +64,7 @@ async def test_concurrent_calls_take_effect_in_order(service: AsyncServiceClient
 
 async def test_sequence_ids_may_arrive_in_any_order(service: AsyncServiceClient) -> None:
     sequential, concurrent = await create_model(service), await create_model(service)
-    expected = await train_one_by_one(sequential, 3)
+    expected = await train_sequentially(sequential, 3)
     path = f"/api/v1/models/{concurrent.model_id}"
 
     async def send(seq: int) -> Any:
@@ -84,27 +84,25 @@ async def test_save_runs_after_earlier_calls(service: AsyncServiceClient) -> Non
     trainer = await create_model(service)
     path = f"/api/v1/models/{trainer.model_id}"
     step = {"payload": {"seq_id": 2, "adam_params": ADAM.to_payload()}}
-    stepping = asyncio.create_task(service.enqueue_operation(f"{path}/optimizer-steps", step))
+    step_task = asyncio.create_task(service.enqueue_operation(f"{path}/optimizer-steps", step))
     await asyncio.sleep(0.1)
-    saving = asyncio.create_task(trainer.save_state(name="stepped"))
+    save_task = asyncio.create_task(trainer.save_state(name="stepped"))
     await asyncio.sleep(0.2)
     # The step waits for this pass.
     await trainer.forward_backward([make_datum(20)], "cross_entropy")
-    await stepping
-    saved, resumed = await saving, await create_model(service)
+    await step_task
+    saved, resumed = await save_task, await create_model(service)
     fresh = await resumed.forward([make_datum(20)], "cross_entropy")
     await resumed.load_state(saved)
     loaded = await resumed.forward([make_datum(20)], "cross_entropy")
     trainer._next_seq()  # skips the sequence id of the request that this test sent itself
-    assert (
-        get_loss(loaded)
-        == get_loss(await trainer.forward([make_datum(20)], "cross_entropy"))
-        != get_loss(fresh)
-    )
+    trained = await trainer.forward([make_datum(20)], "cross_entropy")
+    assert get_loss(loaded) == get_loss(trained)
+    assert get_loss(loaded) != get_loss(fresh)
 
 
 async def test_sdk_pipeline_trains_like_sequential_calls(service: AsyncServiceClient) -> None:
-    expected = await train_one_by_one(await create_model(service), 4)
+    expected = await train_sequentially(await create_model(service), 4)
     queue = SubmitAheadQueue(await create_model(service), submit_ahead=1)
     results: list[Any] = []
     for step in range(4):
@@ -137,7 +135,7 @@ async def test_custom_loss_is_computed_by_the_client(service: AsyncServiceClient
 
 
 async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient) -> None:
-    async def learn(first: int) -> list[int]:
+    async def train_and_sample(first: int) -> list[int]:
         trainer = await create_model(service)
         for _ in range(12):
             await trainer.forward_backward([make_datum(first)], "cross_entropy")
@@ -153,11 +151,11 @@ async def test_models_and_samplers_work_concurrently(service: AsyncServiceClient
         return replies[0]["sequences"][0]["tokens"]
 
     starts = (20, 100, 200)
-    for first, tokens in zip(starts, await asyncio.gather(*map(learn, starts)), strict=True):
+    for first, tokens in zip(starts, await asyncio.gather(*map(train_and_sample, starts)), strict=True):
         assert tokens == list(range(first + 4, first + 9))
 
 
-async def test_outputs_contain_their_datum_ids(service: AsyncServiceClient) -> None:
+async def test_sdk_aligns_outputs_with_their_data(service: AsyncServiceClient) -> None:
     from weaver import align_training_outputs
 
     trainer = await create_model(service)

@@ -28,7 +28,7 @@ class SubmittedCalls:
         return [self.positions[position] for position in sorted(self.positions)]
 
 
-def test_unnumbered_call_keeps_its_arrival_order() -> None:
+def test_unnumbered_call_runs_after_the_calls_that_arrived_before_it() -> None:
     calls = SubmittedCalls()
     calls.submit_unnumbered("load")
     calls.submit_numbered(1, "b")
@@ -51,15 +51,15 @@ def test_numbered_calls_may_arrive_late() -> None:
 
 def test_repeated_call_keeps_its_position() -> None:
     calls = SubmittedCalls()
-    for call_id in ("a", "a"):
-        calls.submit_numbered(1, call_id)
+    calls.submit_numbered(1, "a")
+    calls.submit_numbered(1, "a")
     calls.submit_unnumbered("save")
     calls.submit_numbered(2, "c")
     calls.submit_numbered(1, "a")
     assert calls.list_in_order() == ["seq 1", "save", "seq 2"]
 
 
-def test_calls_that_arrive_in_any_order_are_submitted_once() -> None:
+def test_calls_that_arrive_in_any_order_are_submitted_in_sequence_order() -> None:
     for seed in range(50):
         rng, calls = random.Random(seed), SubmittedCalls()
         remaining = list(range(1, 20))

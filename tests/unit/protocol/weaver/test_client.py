@@ -73,7 +73,7 @@ def test_model_trains_and_is_sampled(trainer: TrainingClient) -> None:
     for _ in range(15):
         result = trainer.forward_backward([make_datum()], "cross_entropy")
         step = trainer.optim_step(ADAM)
-    assert time.monotonic() - start < 10, "results are polled without long pauses"
+    assert time.monotonic() - start < 10, "the SDK waited too long between polls"
     assert step["metrics"]["grad_norm"] > 0
     assert result["result"]["metrics"]["loss"] == pytest.approx(-sum(get_logprobs(result)[0]), rel=1e-5)
     after = trainer.forward([make_datum()], "forward_logprob")
@@ -170,8 +170,8 @@ def test_state_is_saved_loaded_and_listed(trainer: TrainingClient, connect: Conn
     assert full.path == f"weaver://{trainer.model_id}/checkpoints/full"
     assert (full.checkpoint_type, weights_only.checkpoint_type) == ("weight_and_optimizer", "weight")
     assert weights_only.expires_at is not None
-    sampling = trainer.save_state(name="full", checkpoint_type="sampling")
-    assert trainer.list_checkpoints() == [full, weights_only, sampling]
+    sampling_only = trainer.save_state(name="full", checkpoint_type="sampling")
+    assert trainer.list_checkpoints() == [full, weights_only, sampling_only]
     expected = [step(trainer) for _ in range(3)]
 
     other = create_model(connect())
@@ -348,7 +348,7 @@ def test_restarted_server_keeps_checkpoints_but_not_models(model_folder: Path, t
         client.close()
 
 
-def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Path) -> None:
+def test_service_limits_are_enforced(model_folder: Path, tmp_path: Path) -> None:
     limits = ServiceLimits(max_body=20_000, max_models=1, max_rank=8, session_ttl=1.0)
     with run_server(model_folder, tmp_path, limits=limits) as address:
         client = ServiceClient(base_url=address, api_key=KEY, heartbeat_interval=0.1)
@@ -363,7 +363,7 @@ def test_requests_over_the_limits_are_rejected(model_folder: Path, tmp_path: Pat
             trainer.forward([make_datum()] * 500, "forward_logprob")
         assert caught.value.status_code == 413
         time.sleep(1.5)
-        client.get_model(trainer.model_id)
+        client.get_model(trainer.model_id)  # heartbeats have kept the session alive
         client._heartbeat_stop_event.set()
         time.sleep(1.7)
         with pytest.raises(WeaverAPIError, match=r"model .* does not exist or was closed"):

@@ -15,13 +15,15 @@ def make_datum(tokens: list[int], targets: list[int], **tensors: list[float]) ->
     tensors_by_name = {"target_tokens": targets, **tensors}
     return {
         "model_input": {"chunks": [{"type": "encoded_text", "tokens": tokens}]},
-        "loss_fn_inputs": {name: {"data": data, "dtype": "?"} for name, data in tensors_by_name.items()},
+        "loss_fn_inputs": {
+            name: {"data": data, "dtype": "ignored"} for name, data in tensors_by_name.items()
+        },
     }
 
 
-def parse_data(loss: str, *data: dict[str, Any], backward: bool = True, **config: Any) -> WeaverBatch:
+def parse_data(loss: str, *data: dict[str, Any], is_backward: bool = True, **config: Any) -> WeaverBatch:
     body = msgspec.json.encode({"loss_fn": loss, "data": data, "loss_fn_config": config})
-    return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, is_backward=backward)
+    return parse_batch(parse_json(body, WeaverPassInput), vocab_size=100, is_backward=is_backward)
 
 
 def make_ratio_tensors(count: int) -> dict[str, list[float]]:
@@ -85,7 +87,10 @@ def test_chunks_are_concatenated() -> None:
 
 
 def test_outputs_contain_the_datum_id() -> None:
-    batch = parse_data("forward_logprob", {**make_datum([1, 2], [2, 3]), "datum_id": "null"}, backward=False)
+    # Missing logprobs are written as NaN instead of null, which must not change the id "null".
+    batch = parse_data(
+        "forward_logprob", {**make_datum([1, 2], [2, 3]), "datum_id": "null"}, is_backward=False
+    )
     assert batch.loss is None
     (output,) = build_outputs(batch, [np.array([np.nan, -1, -2], np.float32)])
     body = json_response(output).body
