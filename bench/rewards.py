@@ -92,9 +92,11 @@ def start_endpoint(arguments: argparse.Namespace) -> Generator[str]:
 
 
 def run_scorer(store_path: Path, url: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Run the scorer until all sessions are scored, and return its early and late memory.
+    """Run the scorer until all sessions are scored, and return its memory use in MiB.
 
     The scorer is killed and restarted ``arguments.kills`` times, each time after the same number of sessions.
+    ``mib_late`` is measured at the end. ``mib_early`` is measured after the last process has scored a fifth
+    of the sessions, and is None if it scores fewer.
     """
     command = [sys.executable, str(PARTS / "scorer.py"), str(store_path), url, str(arguments.sessions)]
     command += ["--concurrency", str(arguments.concurrency or 2 * arguments.slots)]

@@ -3,8 +3,8 @@
     python bench/store.py [--json] [--calls 1000000] [--rounds 20] [--dir FOLDER]
 
 Recording: calls per second committed by 32 concurrent agents, with calls of 4 KB and of 400 KB, compared
-with bare inserts of the same rows into the same tables, with the same pragmas and rows per transaction. The
-two alternate in slices, in a process with a gateway's garbage collector settings. ``ratio_raw`` is the lower
+with bare inserts of the same rows into the same tables, with the same pragmas and calls per transaction. The
+two alternate in rounds, in a process with a gateway's garbage collector settings. ``ratio_raw`` is the lower
 of the ratios for the two sizes. ``ratio_heap`` is the same comparison with tables that have neither indexes
 nor constraints and therefore allow no lookups.
 
@@ -20,7 +20,6 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,10 +67,16 @@ async def measure_reading(folder: Path, calls: int) -> dict[str, Any]:
 
 def show(rates: list[recording.Rates], reading_metrics: dict[str, Any]) -> None:
     output = Console(width=None if sys.stdout.isatty() else 120)
-    table = Table("call size", "bare inserts into", "store calls/s", "inserts/s", "ratio", "rows per commit")
+    table = Table("call size", "bare inserts into", "store calls/s", "inserts/s", "ratio", "calls per commit")
     for rate in rates:
-        cells = (f"{rate.store:.0f}", f"{rate.raw:.0f}", f"{rate.ratio:.0%}", f"{rate.rows_per_commit:.0f}")
-        table.add_row(rate.load, rate.bare, *cells)
+        table.add_row(
+            rate.load_name,
+            rate.target_name,
+            f"{rate.store_rate:.0f}",
+            f"{rate.bare_rate:.0f}",
+            f"{rate.ratio:.0%}",
+            f"{rate.calls_per_commit:.0f}",
+        )
     output.print(table)
     table = Table("page of 50 sessions", "ms")
     for name, milliseconds in reading_metrics["pages"].items():
@@ -87,7 +92,7 @@ def main() -> None:
         "--calls", type=int, default=1_000_000, help="number of calls in the store to read (at least 10000)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=20, help="number of slices in each recording measurement"
+        "--rounds", type=int, default=20, help="number of rounds in each recording measurement"
     )
     parser.add_argument("--dir", type=Path, default=Path(".cache"), help="folder on the disk to measure")
     options = parser.parse_args()
@@ -99,7 +104,7 @@ def main() -> None:
     show(rates, reading_metrics)
     if options.json:
         ratios = {
-            target.key: min(rate.ratio for rate in rates if rate.bare == target.name)
+            target.ratio_metric: min(rate.ratio for rate in rates if rate.target_name == target.name)
             for target in recording.INSERT_TARGETS
         }
         metrics = {
@@ -107,7 +112,7 @@ def main() -> None:
             "page_ms": max(reading_metrics["pages"].values()),
             "batch_s": reading_metrics["batch_s"],
         }
-        recording_metrics = [asdict(rate) for rate in rates]
+        recording_metrics = [rate.to_json() for rate in rates]
         print(json.dumps({**metrics, "recording": recording_metrics, "reading": reading_metrics}))
 
 

@@ -28,11 +28,17 @@ async def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
     """Return the coroutine's result. If the caller is cancelled, the cancellation is raised only after the
     coroutine has finished."""
     task = asyncio.create_task(coroutine)
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        if not task.cancelled():
+            task.exception()  # otherwise asyncio would log the error as never retrieved
+        raise cancellation
+    return task.result()
 
 
 async def map_concurrently(

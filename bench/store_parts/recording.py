@@ -1,7 +1,7 @@
 """Measure how many calls per second the store records, compared with bare inserts of the same rows.
 
-The two alternate in slices, so that other load on the machine affects both. Bare inserts write rows that were
-encoded in advance, in a single thread, with the store's pragmas and number of rows per transaction.
+The two alternate in rounds, so that other load on the machine affects both. Bare inserts write rows that were
+encoded in advance, in a single thread, with the store's pragmas and number of calls per transaction.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class CallLoad:
     turns: int
     """The number of calls per session."""
     calls: int
-    """The number of calls per slice."""
+    """The number of calls per round."""
 
 
 LOADS = (CallLoad("4 KB", 4_000, 8, 1024), CallLoad("400 KB", 400_000, 1, 128))
@@ -43,51 +43,59 @@ LOADS = (CallLoad("4 KB", 4_000, 8, 1024), CallLoad("400 KB", 400_000, 1, 128))
 class Rates:
     """Calls per second recorded by the store and by bare inserts, and the ratio of the two."""
 
-    load: str
-    bare: str
-    """The name of the `InsertTarget`."""
-    bytes: int
-    """The stored size of a row."""
-    store: float
-    """Calls per second of the store."""
-    raw: float
-    """Calls per second of the bare inserts."""
+    load_name: str
+    target_name: str
+    row_bytes: int
+    """The size of a call's row."""
+    store_rate: float
+    bare_rate: float
     ratio: float
-    """``store / raw``."""
-    rows_per_commit: float
+    """``store_rate / bare_rate``."""
+    calls_per_commit: float
+
+    def to_json(self) -> dict[str, str | float]:
+        return {
+            "load": self.load_name,
+            "bare": self.target_name,
+            "bytes": self.row_bytes,
+            "store": self.store_rate,
+            "raw": self.bare_rate,
+            "ratio": self.ratio,
+            "rows_per_commit": self.calls_per_commit,
+        }
 
 
 Conversations = list[tuple[Session, list[Call]]]
 
 
 async def measure(load: CallLoad, target: InsertTarget, folder: Path, rounds: int) -> Rates:
-    path = folder / f"store-{target.key}-{load.size}.db"
-    bare_path = folder / f"bare-{target.key}-{load.size}.db"
+    path = folder / f"store-{target.file_name}-{load.size}.db"
+    bare_path = folder / f"bare-{target.file_name}-{load.size}.db"
     bare_database = target.create(bare_path)
     store = SqliteStore(path)
     store_total = bare_total = 0.0
-    rows_per_commit_by_round: list[float] = []
+    calls_per_commit_by_round: list[float] = []
     row_bytes = 0
     try:
-        for number in range(rounds + 1):
+        for round_index in range(rounds + 1):
             conversations = make_conversations(load)
             commits = store.commit_count
             store_seconds = await record_calls(store, conversations)
-            rows_per_commit = load.calls / (store.commit_count - commits)
+            calls_per_commit = load.calls / (store.commit_count - commits)
             rows = encode_rows(make_conversations(load))
             row_bytes = count_bytes(rows[-1][1])
-            bare_seconds = insert_rows(bare_database, rows, max(1, round(rows_per_commit)))
-            if number:  # the first round is a warm-up
+            bare_seconds = insert_rows(bare_database, rows, max(1, round(calls_per_commit)))
+            if round_index:  # the first round is a warm-up
                 store_total += store_seconds
                 bare_total += bare_seconds
-                rows_per_commit_by_round.append(rows_per_commit)
+                calls_per_commit_by_round.append(calls_per_commit)
     finally:
         await store.close()
         bare_database.close()
         path.unlink()
         bare_path.unlink()
     calls = load.calls * rounds
-    rows_per_commit = statistics.median(rows_per_commit_by_round)
+    calls_per_commit = statistics.median(calls_per_commit_by_round)
     return Rates(
         load.name,
         target.name,
@@ -95,7 +103,7 @@ async def measure(load: CallLoad, target: InsertTarget, folder: Path, rounds: in
         calls / store_total,
         calls / bare_total,
         bare_total / store_total,
-        rows_per_commit,
+        calls_per_commit,
     )
 
 
@@ -146,15 +154,17 @@ def create_heap_database(path: Path) -> SqliteDatabase:
 
 @dataclass(frozen=True, slots=True)
 class InsertTarget:
-    key: str
-    """The name of the ratio in the JSON output."""
     name: str
+    file_name: str
+    """A part of the names of the database files."""
+    ratio_metric: str
+    """The name of the ratio in the JSON output."""
     create: Callable[[Path], SqliteDatabase]
 
 
 INSERT_TARGETS = (
-    InsertTarget("ratio_raw", "the same tables", create_store_database),
-    InsertTarget("ratio_heap", "tables without indexes", create_heap_database),
+    InsertTarget("the same tables", "indexed", "ratio_raw", create_store_database),
+    InsertTarget("tables without indexes", "heap", "ratio_heap", create_heap_database),
 )
 
 

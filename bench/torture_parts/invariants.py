@@ -15,7 +15,7 @@ from instar.types import Claim, ClaimOutcome, GroupStatus, Policy, SessionStatus
 from torture_parts.fakes import Weights, read_weights
 from torture_parts.roles import RUN, Acknowledgement
 
-ENDED_STATUSES = (SessionStatus.COMPLETED.value, SessionStatus.FAILED.value)
+COMPLETED_OR_FAILED = (SessionStatus.COMPLETED.value, SessionStatus.FAILED.value)
 
 
 class Invariants:
@@ -84,17 +84,17 @@ class Invariants:
     # --- groups and claims -------------------------------------------------------------------------
 
     def _check_groups(self) -> None:
-        """Every slot of a closed group has an ended session. In a ready group, the last completed session of
-        each slot has a reward."""
+        """Every slot of a closed group has a completed or failed session. In a ready group, the last
+        completed session of each slot has a reward."""
         rows = self._db.execute(
             "SELECT g.group_id, g.size, g.status, COUNT(DISTINCT s.slot) AS slots FROM groups g LEFT JOIN "
             "sessions s ON s.group_id = g.group_id AND s.status IN (?, ?) WHERE g.status != ? "
             "GROUP BY g.group_id",
-            (*ENDED_STATUSES, GroupStatus.OPEN.value),
+            (*COMPLETED_OR_FAILED, GroupStatus.OPEN.value),
         )
         for row in rows.fetchall():
             if row["slots"] < row["size"]:
-                self._report(f"a group is {row['status']}, but a slot has no ended session")
+                self._report(f"a group is {row['status']}, but a slot has no completed or failed session")
         row = self._db.execute(
             "SELECT 1 FROM sessions s JOIN groups g ON g.group_id = s.group_id WHERE g.status = ? AND "
             "s.status = ? AND NOT EXISTS (SELECT 1 FROM rewards r WHERE r.session_id = s.session_id) AND "
@@ -119,7 +119,7 @@ class Invariants:
             "s.ended_at) AS last_attempt, (SELECT r.value FROM rewards r WHERE r.session_id = s.session_id "
             "ORDER BY r.seq DESC LIMIT 1) AS last_reward "
             "FROM sessions s JOIN groups g ON g.group_id = s.group_id WHERE s.session_id = ?",
-            (*ENDED_STATUSES, claim.session_id),
+            (*COMPLETED_OR_FAILED, claim.session_id),
         ).fetchone()
         if session is None:
             return self._report("a trained session is not in a group")

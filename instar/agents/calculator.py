@@ -33,6 +33,8 @@ def calculate(arguments: str) -> str:
 def evaluate(expression: str) -> float:
     """Return the value of an arithmetic expression. Raises ValueError if the expression is too long or not
     arithmetic, and SyntaxError, ArithmeticError or RecursionError if it cannot be parsed or computed."""
+    if not isinstance(expression, str):  # pyright: ignore[reportUnnecessaryIsInstance] - chosen by a model
+        raise ValueError("the expression is not a string")
     if len(expression) > MAX_EXPRESSION_CHARS:
         raise ValueError(f"the expression is longer than {MAX_EXPRESSION_CHARS} characters")
     return _evaluate_node(ast.parse(expression.strip(), mode="eval").body)

@@ -174,7 +174,7 @@ def find_services_in_environment(env: Mapping[str, str]) -> Evidence:
 
 
 def _are_tinker_variables_from_mint(env: Mapping[str, str]) -> bool:
-    """Return True if Tinker's variables are unset or have MinT's values, as MinT's package sets them."""
+    """Return True if Tinker's variables are unset or equal MinT's, which MinT's package copies to them."""
     mint, tinker = SERVICES["mint"], SERVICES["tinker"]
     pairs = ((tinker.key_env, mint.key_env), (tinker.url_env, mint.url_env))
     return all(env.get(copy) in (None, "", env.get(original)) for copy, original in pairs)

@@ -19,7 +19,7 @@ from instar.cluster.interrupts import handle_interrupts
 from instar.config import ModelConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import MIN_KEY_LENGTH, MIN_REMOTE_KEY_LENGTH, is_loopback
-from instar.models import is_cached, resolve_model
+from instar.models import is_local, resolve_model
 from instar.protocol.base import ServiceLimits
 from instar.protocol.serve import serve_protocol
 
@@ -69,7 +69,7 @@ def serve(
     keys = configured_keys or [f"{convention.new_key_prefix}{secrets.token_urlsafe(32)}"]
     new_key = None if configured_keys else keys[0]
     checkpoints = folder or Path("runs") / f"serve-{protocol}"
-    if not is_cached(model):
+    if not is_local(model):
         console.print(f"Downloading the model {model} ...", highlight=False, markup=False)
     resolve_model(model)
 

@@ -46,9 +46,10 @@ class Display:
         self._tokens_per_second = 0.0
         self._reader: MetricsReader | None = None
         self._rewards: dict[int, float | None] = {}
-        """The mean reward of each trained step. A step that is trained again has its last value."""
+        """The mean reward of each trained step. If a step is trained again, its value is replaced."""
         self._last_step: Json | None = None
         self._accuracies: dict[str, list[float]] = {}
+        self._warnings: deque[str] = deque(maxlen=2)
 
     def log_event(self, text: str) -> None:
         self.events.append(f"{time.strftime('%H:%M:%S')} {text}")
@@ -104,6 +105,7 @@ class Display:
         for mode, values in self._accuracies.items():
             head.add_row(f"held-out {mode}", " → ".join(f"{value:.2f}" for value in values[-6:]))
         body: list[RenderableType] = [head, Text(), roles_table(endpoints)]
+        body += [Text(f"warning: {text}", style="yellow") for text in self._warnings]
         if self.events:
             body += [Text(), Text("\n".join(self.events), style="dim")]
         return Panel(Group(*body), title=f"instar · {run.run_id}", border_style="cyan", padding=(1, 2))
@@ -115,6 +117,8 @@ class Display:
                 reward = record.get("reward_mean")
                 self._rewards[record["step"]] = None if reward is None else float(reward)
                 self._last_step = record
+            elif record["kind"] == "warning":
+                self._warnings.append(record["text"])
             elif record["kind"] == "eval":
                 self._accuracies.setdefault(record["mode"], []).append(float(record["accuracy"]))
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from instar.cli.options import AsJson
 from instar.cli.output import print_json
-from instar.models import DEFAULT_MODEL, cache_dir, is_cached
+from instar.models import DEFAULT_MODEL, cache_dir, is_local
 
 State = Literal["ok", "note", "missing"]
 STATE_LABELS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "missing": "[red]missing[/]"}
@@ -121,7 +121,7 @@ def _check_sandbox() -> DoctorFinding:
 
 
 def _check_model() -> DoctorFinding:
-    if is_cached(DEFAULT_MODEL):
+    if is_local(DEFAULT_MODEL):
         return DoctorFinding("default model", "ok", f"in {cache_dir() / 'models' / DEFAULT_MODEL}")
     return DoctorFinding("default model", "note", "not downloaded yet; the first run downloads it (93 MB)")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from instar.config import CloudConfig, RunConfig
-from instar.models import is_cached, resolve_model, resolve_tokenizer
+from instar.models import is_local, resolve_model, resolve_tokenizer
 
 
 def fetch_model(config: RunConfig, console: Console) -> None:
@@ -14,7 +14,7 @@ def fetch_model(config: RunConfig, console: Console) -> None:
     name = config.model.name
     is_path = name.startswith((".", "~", "/"))
     is_cloud = isinstance(config.backend, CloudConfig)
-    if not is_path and not is_cached(name):
+    if not is_path and not is_local(name):
         download = f"the tokenizer of {name}" if is_cloud else f"the model {name}"
         console.print(f"Downloading {download} ...", highlight=False)
     resolve_tokenizer(name) if is_cloud else resolve_model(name)

@@ -17,6 +17,10 @@ from instar.cli.run_store import open_run_store
 from instar.cluster.control import Action, ControlRequest, RoleStatus, send_control_request
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
+from instar.trainer.monitor import read_warnings
+
+MAX_WARNINGS = 4
+"""The number of warnings that `instar status` shows, newest last."""
 
 
 @async_command
@@ -32,7 +36,7 @@ async def roles(
     """List the processes, or apply an action to one of them. The other processes keep running."""
     if action is not None and name is None:
         raise InstarError(
-            f"The name of the role to {action} is missing; `instar roles {run_dir}` lists the roles."
+            f"The name of the process to {action} is missing; `instar roles {run_dir}` lists the processes."
         )
     await _list_or_control(run_dir, action or "list", name or "", timeout, as_json=as_json)
 
@@ -57,11 +61,14 @@ async def _list_or_control(
     if as_json:
         print_json([msgspec.to_builtins(row) for row in rows])
     else:
-        _print_roles(rows, Console())
+        console = Console()
+        _print_roles(rows, console)
+        for warning in read_warnings(folder.path)[-MAX_WARNINGS:]:
+            console.print(Text(f"warning: {warning}", style="yellow"))
 
 
 async def _read_last_state(run_dir: Path) -> list[RoleStatus]:
-    """Return the last reported state of each process of a run that is not running."""
+    """Return the last reported activity, address and log of each process of a stopped run."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         return [
             RoleStatus(entry.role, entry.name, "down", doing=entry.doing, address=entry.url, log=entry.log)

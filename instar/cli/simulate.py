@@ -50,7 +50,9 @@ def simulate(
     max_staleness: Annotated[
         int | None, typer.Option(min=0, help="Maximum staleness in steps. Default: the run's.")
     ] = None,
-    workload: Annotated[Path | None, typer.Option(help="File with sessions to replay.")] = None,
+    workload_path: Annotated[
+        Path | None, typer.Option("--workload", help="File with sessions to replay.")
+    ] = None,
     measured_run: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="Use sessions and timings from this run.")
     ] = None,
@@ -60,28 +62,28 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     config = load_config(file, overrides or ())
-    if config.simulate is None and workload is None and measured_run is None:
+    if config.simulate is None and workload_path is None and measured_run is None:
         raise ConfigError(
             "The simulation needs timings: use --from RUN_DIR with a similar run, --workload FILE, or a "
             "`simulate` section in the YAML file (see docs/simulate.md)."
         )
     cluster = cluster_from_config(config, engines=engines, max_staleness=max_staleness)
     seed = config.seed if seed is None else seed
-    simulated_workload = asyncio.run(
-        load_workload(config, workload=workload, measured_run=measured_run, seed=seed)
+    workload = asyncio.run(
+        load_workload(config, workload_path=workload_path, measured_run=measured_run, seed=seed)
     )
     settings = config.simulate or SimulateConfig()
     recommendation = None
     with Console(stderr=True).status("simulating") as status:
         result = pipeline.simulate(
-            simulated_workload,
+            workload,
             cluster,
             seed=seed,
             on_step=lambda done: status.update(f"simulating: step {done} of {cluster.steps}"),
         )
         if sweep:
             recommendation = recommend(
-                simulated_workload,
+                workload,
                 cluster,
                 max_engines=max(settings.max_engines, cluster.engines),
                 max_staleness=max(settings.max_staleness, cluster.max_staleness),
@@ -89,7 +91,7 @@ def simulate(
                 seed=seed,
                 on_trial=status.update,
             )
-    bound = compute_upper_bound(simulated_workload, cluster)
+    bound = compute_upper_bound(workload, cluster)
     if as_json:
         print_json(result_json(result, bound, recommendation, cluster))
     else:
@@ -165,12 +167,13 @@ def _get_max_batch(config: RunConfig) -> int:
 
 
 async def load_workload(
-    config: RunConfig, *, workload: Path | None = None, measured_run: Path | None = None, seed: int = 0
+    config: RunConfig, *, workload_path: Path | None = None, measured_run: Path | None = None, seed: int = 0
 ) -> Workload:
-    """Return the workload measured in the run folder ``measured_run``, with pauses and crashes from
-    `simulate`. If it is None, return the workload in `simulate`. A workload file replaces the sessions."""
+    """Return the workload to simulate. With ``measured_run``, sessions and timings come from that run, but
+    pauses and crashes from the config's `simulate` section. Otherwise, everything comes from that section.
+    The sessions of a workload file take precedence."""
     settings = config.simulate or SimulateConfig()
-    path = workload or settings.workload
+    path = workload_path or settings.workload
     if measured_run is not None:
         async with open_run_store(measured_run, read_only=True) as (measured_config, store):
             result = await measure(
@@ -213,11 +216,11 @@ def result_json(
         "samples_per_hour": round(rate, 1),
         "bound": round(bound_rate, 1),
         "bound_by": bound.bottleneck,
-        "of_bound": round(rate / bound_rate, 4) if bound_rate else None,
+        "fraction_of_bound": round(rate / bound_rate, 4) if bound_rate else None,
         "engines_idle": round(result.engines_idle, 4),
         "engines_used": round(result.engines_used, 4),
         "trainer_idle": round(result.trainer_idle, 4),
-        "sessions_at_once": round(result.in_flight, 2),
+        "concurrent_sessions": round(result.in_flight, 2),
         "staleness": {str(steps): result.staleness[steps] for steps in sorted(result.staleness)},
         "staleness_mean": round(result.staleness_mean, 3),
         "dropped": dict(result.dropped),
@@ -227,7 +230,7 @@ def result_json(
         record["recommended"] = {
             "engines": recommendation.engines,
             "max_staleness": recommendation.max_staleness,
-            "why": recommendation.reason,
+            "reason": recommendation.reason,
         }
     return record
 

@@ -67,13 +67,18 @@ def handle_interrupts() -> Generator[Interrupts]:
         if interrupts.is_stopping:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            atexit.register(_ignore_signals)
         else:
             for number, handler in previous.items():
                 signal.signal(number, handler)
 
 
 def _ignore_signals() -> None:
-    """Ignore further signals. Python would otherwise restore their default action and be killed by them."""
+    """Ignore further signals after Ctrl-C. Python would otherwise restore their default action and be killed
+    by them. Registered at import, so that it runs after the exit callbacks of modules that are imported
+    later, such as Ray's. While those run, a further signal still ends the process."""
     for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        if isinstance(getattr(signal.getsignal(number), "__self__", None), Interrupts):
+            signal.signal(number, signal.SIG_IGN)
+
+
+atexit.register(_ignore_signals)

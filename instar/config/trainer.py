@@ -152,6 +152,10 @@ class TrainerConfig(Section):
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""
+    on_collapse: Literal["warn", "stop", "rewind"] = "warn"
+    """Reaction to a collapse: most outputs of a group become identical while the tasks are not solved, or the
+    held-out score falls. `warn`: only show a warning. `stop`: save and stop the run. `rewind`: restore the
+    checkpoint with the best recent reward, halve the learning rate and continue, up to three times."""
     stop_timeout: Seconds = 60.0
     """Seconds that the trainer has to finish and save the current step after Ctrl-C. After that, it is
     killed, and `--resume` repeats the step."""

@@ -52,7 +52,7 @@ def compare(
 
 
 def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float) -> Iterator[CheckResult]:
-    """Yield the checks for one case. Rejections and sampled tokens have no expected values."""
+    """Yield the checks for one case. Rejections and sampled tokens are checked using ``actual`` alone."""
     if name == "rejected":
         for key in sorted(k for k in actual if k.startswith("rejected/")):
             yield CheckResult(key, bool(actual[key]), "" if actual[key] else "the sample was accepted")
@@ -72,7 +72,7 @@ def _compare_case(name: str, expected: Arrays, actual: Arrays, tolerance: float)
         difference = compute_difference(actual["resume/uninterrupted"], actual["resume/resumed"])
         yield _check_within("resume: the next step is unchanged", difference, tolerance)
         difference = compute_difference(actual["resume/saved"], actual["resume/weights"])
-        yield _check_within("resume: weights are loaded without the optimizer", difference, tolerance)
+        yield _check_within("resume: loading without optimizer restores the weights", difference, tolerance)
     for key in sorted(k for k in actual if k == name or k.startswith(f"{name}/")):
         if key.endswith("/grad_norm") and np.isnan(actual[key]):
             continue  # the backend does not report the norm

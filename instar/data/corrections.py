@@ -13,7 +13,7 @@ import numpy as np
 
 from instar.config import TrainerConfig
 from instar.data.advantages import normalize
-from instar.store.base import Store, prefix_feedback_id
+from instar.store.base import Store, make_feedback_reward_id
 from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
 
 
@@ -51,7 +51,7 @@ def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None
     mask = np.zeros(len(tokens), np.float32)
     mask[len(call.prompt_ids) :] = 1.0
     return Sample(
-        sample_key=prefix_feedback_id(feedback.feedback_id),
+        sample_key=make_feedback_reward_id(feedback.feedback_id),
         session_id=feedback.session_id,
         token_ids=tokens,
         mask=mask,
@@ -66,7 +66,7 @@ def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: 
     return Claim(
         run_id=run_id,
         epoch=epoch,
-        sample_key=prefix_feedback_id(feedback.feedback_id),
+        sample_key=make_feedback_reward_id(feedback.feedback_id),
         session_id=feedback.session_id,
         group_id=None,
         outcome=ClaimOutcome.DROPPED if weight is None else ClaimOutcome.TRAINED,

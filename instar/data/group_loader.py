@@ -116,10 +116,9 @@ class GroupLoader:
 
 
 def select_final_sessions(finished: Sequence[Session]) -> list[Session]:
-    """Return the last attempt of each slot, ordered by slot."""
+    """Return the last attempt of each slot, ordered by slot. Of sessions with equal attempts, return a
+    completed one if possible: a rollout that was replaced but still runs may add failed ones."""
     final: dict[int, Session] = {}
-    for session in finished:
-        previous = final.get(session.slot)
-        if previous is None or session.attempt >= previous.attempt:
-            final[session.slot] = session
+    for session in sorted(finished, key=lambda s: (s.attempt, s.status is SessionStatus.COMPLETED)):
+        final[session.slot] = session
     return [final[slot] for slot in sorted(final)]

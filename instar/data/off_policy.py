@@ -34,10 +34,10 @@ def apply_decoupled_ppo(
     """Apply decoupled PPO. Return the corrected samples, their new scales, and metrics.
 
     The proximal logprobs replace the samples' logprobs, so that the loss computes its ratio relative to them.
-    The advantages are multiplied by the truncated importance weight from behavior to proximal, and so are the
-    ``scales``, for terms that are added later. Tokens with a ratio above ``drop_above`` or below its inverse
-    are masked, but still count in the step's divisor, so that the other tokens keep their weight. Raises
-    BackendError if the proximal logprob of a trained token is not finite.
+    The advantages are multiplied by the truncated importance weight from behavior to proximal. So are the
+    ``scales``, which apply to the reference penalty that is added to the advantages later. Tokens with a
+    ratio above ``drop_above`` or below its inverse are masked, but still count in the step's divisor, so that
+    the other tokens keep their weight. Raises BackendError if a trained token has no finite proximal logprob.
     """
     corrected: list[Sample] = []
     new_scales: list[Floats] = []

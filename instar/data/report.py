@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from instar.data.group_loader import LoadedGroup, LoadedSession
+from instar.data.off_policy import get_behavior_logprobs
 from instar.data.staleness import Staleness
 from instar.types import Claim, ClaimOutcome, Ids, Json, Sample
 
@@ -45,6 +46,7 @@ def report_batch(
         "samples": len(samples),
         "data_samples": len(samples) - len(live),
         "tokens": sum(sample.trained_tokens for sample in samples),
+        "entropy": _estimate_entropy(live),
         "sequence_tokens": sum(len(sample) for sample in samples),
         "dropped": dict(sorted(reasons.items())),
         "stale_dropped": reasons["stale"],
@@ -55,6 +57,15 @@ def report_batch(
         "staleness_tokens": tally(staleness.of_tokens(versions)),
         "version_shares": {version: count / len(versions) for version, count in tally(versions).items()},
     }
+
+
+def _estimate_entropy(samples: Sequence[Sample]) -> float | None:
+    """Return the mean negative logprob of the sampled tokens, which estimates the entropy of the policy that
+    sampled them. Return None if there are no logprobs."""
+    parts = [get_behavior_logprobs(sample)[sample.mask > 0] for sample in samples]
+    logprobs = np.concatenate([np.empty(0, np.float32), *parts])
+    logprobs = logprobs[np.isfinite(logprobs)]
+    return -float(logprobs.mean()) if len(logprobs) else None
 
 
 def report_outputs(groups: Sequence[Sequence[Sequence[Sample]]]) -> Json:

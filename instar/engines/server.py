@@ -100,6 +100,9 @@ class LeaseFence:
             )
         self.lease = lease
 
+    def raise_to(self, lease: int) -> None:
+        self.lease = max(self.lease, lease)
+
 
 def create_engine_app(
     engine: Engine,

@@ -22,7 +22,7 @@ from instar.gateway.routing import match_model_route
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
-from instar.store.base import Store, prefix_feedback_id
+from instar.store.base import Store, make_feedback_reward_id
 from instar.types import (
     AGENT_FEEDBACK_PREFIX,
     Call,
@@ -239,7 +239,9 @@ class FeedbackService:
         calls = await self._store.calls(session_id)
         complete_calls = [call for call in calls if call.status is CallStatus.OK]
         if not complete_calls:
-            raise invalid_value("The session has no complete reply; leave 'correction' out.", "correction")
+            raise invalid_value(
+                "The session has no complete reply to correct; leave 'correction' out.", "correction"
+            )
         return complete_calls[-1]
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
@@ -287,7 +289,7 @@ def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: C
         detail=detail,
         created_at=feedback.created_at,
         # The prefix of the reward id ensures that a client's id cannot replace a scorer's reward.
-        reward_id=prefix_feedback_id(feedback.feedback_id),
+        reward_id=make_feedback_reward_id(feedback.feedback_id),
     )
 
 

@@ -148,7 +148,7 @@ class CheckpointStore:
         return self._folder / info.path.removeprefix("tinker://")
 
     def list_checkpoints(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        """Return the owner's checkpoints, only those of one model if ``model_id`` is set, oldest first."""
+        """Return the owner's checkpoints, oldest first, optionally of a single model."""
         checkpoints = [
             meta.info
             for meta in self._metadata.values()

@@ -1,4 +1,4 @@
-"""Extends conversations exactly, for chat templates without a hand-written bridge.
+"""Appends new messages to tokenized conversations of models that are rendered with their chat template.
 
 The new messages are rendered after a placeholder history. The tokens after the placeholder's last reply (the
 end-of-turn token, the new messages, the start of the next reply) are appended to the real tokens. This is
@@ -31,6 +31,8 @@ class RenderFunction(Protocol):
 
 
 class TemplateBridge:
+    """Appends new messages to a prompt and its reply, whose tokens do not change."""
+
     def __init__(
         self,
         render: RenderFunction,
@@ -51,7 +53,7 @@ class TemplateBridge:
             for role in ("user", "tool", "system")
             if all(self._is_stable(role, tools) for tools in tool_sets)
         )
-        """The roles of new messages for which the bridge is exact."""
+        """The roles of new messages that passed the check."""
 
     def extend(
         self,
@@ -60,6 +62,7 @@ class TemplateBridge:
         new_messages: Sequence[Message],
         tools: Sequence[Tool],
     ) -> list[int] | None:
+        """Return the next prompt, or None if a role is not bridged or the template rejects the messages."""
         roles = [message["role"] for message in new_messages]
         if not roles or roles[0] not in self.roles or "assistant" in roles:
             return None

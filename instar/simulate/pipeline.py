@@ -303,12 +303,12 @@ class PipelineSimulation:
         self.is_training = True
         # Groups from exported data have no failed or stale sessions.
         data_groups = self.cluster.groups_per_step - len(groups)
-        data_samples = self.cluster.group_size * sum(self._draw_signal() for _ in range(data_groups))
+        data_samples = self.cluster.group_size * sum(self._draw_has_signal() for _ in range(data_groups))
         self.result.samples += data_samples
         self.result.data_samples += data_samples
         tokens = data_samples * self._mean_tokens
         for group in groups:
-            if not self._draw_signal():
+            if not self._draw_has_signal():
                 self.result.dropped["zero_signal"] += len(group.samples)
                 continue
             for sample in group.samples:
@@ -325,7 +325,8 @@ class PipelineSimulation:
             self.clock.after(seconds + max(0.0, publish_seconds - pause), lambda: self.pool.pause(pause))
         self.clock.after(seconds + publish_seconds, self._on_served)
 
-    def _draw_signal(self) -> bool:
+    def _draw_has_signal(self) -> bool:
+        """Return True if a group has a learning signal, chosen at random."""
         return not self.workload.zero_signal or self.rng.random() >= self.workload.zero_signal
 
     def _on_served(self) -> None:

@@ -76,7 +76,6 @@ def get_unscored_sessions(
 
 def get_seq_before_oldest_open(db: Database, run_id: str, channels: Sequence[Channel]) -> int:
     """Return the highest ``seq`` up to which every session of the run in these channels has ended."""
-    # Read the maximum first, so that it does not include a session that is opened before the next query.
     last_seq = db.execute("SELECT MAX(seq) AS seq FROM sessions").fetchone()["seq"] or 0
     for channel in channels:
         oldest_open = db.execute(

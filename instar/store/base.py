@@ -1,7 +1,7 @@
 """The store: the sessions, calls, annotations and training steps of one or more runs.
 
-SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Each query is a
-function that takes a `Database`, in another module. `Store` exposes it as an async method, which runs it as a
+SQLite and PostgreSQL share the class `Store` and differ in the `Database` that they open. Queries are
+functions in other modules that take a `Database`. `Store` exposes each as an async method, which runs it as a
 write, a snapshot read or a single-statement read. Writes are durable when they return and may share a commit.
 """
 
@@ -31,7 +31,7 @@ from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import UnscoredSession as UnscoredSession
-from instar.store.models import prefix_feedback_id as prefix_feedback_id
+from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session

@@ -11,7 +11,7 @@ KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_ID_PREFIX = "feedback:"
 
 
-def prefix_feedback_id(feedback_id: str) -> str:
+def make_feedback_reward_id(feedback_id: str) -> str:
     """Return the id of the feedback's reward, which is also the sample key of its correction."""
     return FEEDBACK_ID_PREFIX + feedback_id
 

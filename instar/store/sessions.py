@@ -58,8 +58,16 @@ def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | 
     if cursor.rowcount == 0:
         raise StoreError(f"there is no group {group_id}")
     db.execute(
-        "UPDATE sessions SET status = ?, reason = ?, ended_at = ? WHERE group_id = ? AND status = ?",
-        (SessionStatus.ABANDONED.value, "superseded", time.time(), group_id, SessionStatus.OPEN.value),
+        """
+        UPDATE sessions SET status = :abandoned, reason = 'superseded', ended_at = :now
+        WHERE group_id = :group_id AND status = :open
+          AND (run_id, channel) = (SELECT g.run_id, g.channel FROM groups g WHERE g.group_id = :group_id)""",
+        {
+            "abandoned": SessionStatus.ABANDONED.value,
+            "open": SessionStatus.OPEN.value,
+            "now": time.time(),
+            "group_id": group_id,
+        },
     )
     refresh_claim_columns(db, [group_id])
 
@@ -107,7 +115,8 @@ def open_session(db: Database, session: Session, key_hash: str | None = None) ->
     """Insert a session. Raises ConflictError if the id is taken or the session's group is closed."""
     if session.group_id is not None:
         row = db.execute(
-            f"SELECT status FROM groups WHERE group_id = ?{db.for_update}", (sanitize_text(session.group_id),)
+            f"SELECT status FROM groups WHERE group_id = ? AND run_id = ? AND channel = ?{db.for_update}",
+            (sanitize_text(session.group_id), session.run_id, session.channel.value),
         ).fetchone()
         if row is not None and row["status"] != GroupStatus.OPEN.value:
             raise ConflictError(f"group {session.group_id} is already closed ({row['status']})")

@@ -1,5 +1,4 @@
-"""Base class for live routes, which send weights without files in two phases: all engines receive the
-weights, then commit them."""
+"""Live routes, which send weights to engines without files."""
 
 from __future__ import annotations
 
@@ -66,8 +65,11 @@ class PushTargets:
 
 
 class LiveSync(SyncRoute):
-    """An engine that did not receive all weights keeps its policy, except over NCCL. If the backend cannot
-    provide the weights, ``push`` raises the backend's error."""
+    """Base class for live routes. A push has two phases: all engines receive the weights, then commit them.
+
+    An engine that did not receive all weights keeps its policy, except over NCCL. If the backend cannot
+    provide the weights, ``push`` raises the backend's error.
+    """
 
     is_live = True
 

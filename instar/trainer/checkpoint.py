@@ -10,19 +10,56 @@ import asyncio
 import hashlib
 import logging
 import shutil
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
 from instar.backends.base import Backend
 from instar.backends.folders import flush_to_disk
-from instar.errors import InstarError, NonFiniteError
+from instar.errors import BackendError, InstarError, NonFiniteError
 from instar.types import Artifact, Json
 
 logger = logging.getLogger(__name__)
 
 HASHES_FILE = "hashes.json"
+MAX_REWINDS = 3
+REWIND_LR_SCALE = 0.5
+"""The factor by which each rewind changes the learning rate."""
+
+
+@dataclass
+class TrainingTimer:
+    """Measures the wall-clock time of training, including waits. A restart continues from the saved time."""
+
+    previous_seconds: float = 0.0
+    started_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return self.previous_seconds + time.monotonic() - self.started_at
+
+
+class RewindState(msgspec.Struct, frozen=True):
+    """The checkpoint to which a collapsed run goes back, and the effect of earlier rewinds."""
+
+    best_step: int = 0
+    """The saved step with the best recent reward, or 0 if there is none."""
+    best_reward: float | None = None
+    count: int = 0
+    """The number of rewinds so far."""
+
+    @property
+    def lr_scale(self) -> float:
+        return REWIND_LR_SCALE**self.count
+
+    def update(self, step: int, reward: float | None) -> RewindState:
+        """Return the state after ``step`` is saved. ``reward`` is the mean reward of the last steps."""
+        if reward is None or (self.best_reward is not None and reward <= self.best_reward):
+            return self
+        return msgspec.structs.replace(self, best_step=step, best_reward=reward)
 
 
 class TrainerState(msgspec.Struct, frozen=True):
@@ -32,6 +69,7 @@ class TrainerState(msgspec.Struct, frozen=True):
     """The training time so far, as measured by the trainer's `TrainingTimer`."""
     baseline: Json = {}
     """The state of the running baseline, or {} if the advantage estimator has none."""
+    rewind: RewindState = RewindState()
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -152,6 +190,20 @@ def find_outdated(folder: Path, keep_count: int, exclude: frozenset[Path]) -> li
         return []
     complete = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     return [path for path in complete[:-keep_count] if path not in exclude]
+
+
+async def remove_outdated_checkpoints(
+    run_dir: Path, backend: Backend, keep_count: int, kept_steps: Sequence[int]
+) -> None:
+    """Remove all checkpoints except the newest ``keep_count`` and those of ``kept_steps``."""
+    folder = run_dir / "checkpoints"
+    exclude = frozenset(checkpoint_path(run_dir, step) for step in kept_steps)
+    for path in find_outdated(folder, keep_count, exclude):
+        try:
+            await backend.discard_state(path / "backend")
+        except BackendError as error:
+            logger.warning("the backend could not delete the state of %s: %s", path.name, error)
+    prune_folder(folder, keep_count, exclude)
 
 
 def is_pruned(artifact: Artifact) -> bool:

@@ -12,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import msgspec
 
 from instar.backends.base import Backend
 from instar.config import RunConfig
@@ -21,21 +23,25 @@ from instar.data.batcher import Batcher, StepBatch
 from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
 from instar.data.off_policy import compute_importance_metrics
 from instar.data.report import report_session_ages
-from instar.errors import BackendError, BackendLost
+from instar.errors import BackendLost, InstarError
 from instar.reference.penalty import ReferencePenalty
 from instar.store.base import Store
+from instar.trainer.alarms import AlarmDetector
 from instar.trainer.checkpoint import (
+    MAX_REWINDS,
+    RewindState,
     TrainerState,
+    TrainingTimer,
     checkpoint_path,
-    find_outdated,
     is_pruned,
     load_newest_intact,
     prune_folder,
     remove_checkpoints_after,
+    remove_outdated_checkpoints,
     save_checkpoint,
 )
 from instar.trainer.monitor import Monitor, read_steps
-from instar.trainer.publishing import PolicyPublisher
+from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
 from instar.trainer.update import apply_update, correct_off_policy, scale_loss, schedule_adam
 from instar.types import Artifact, Json, Policy, StepState
 
@@ -45,20 +51,6 @@ LIVE_EPOCH = 0
 """The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
 MAX_LOST_SESSIONS = 5
 """The run fails if the backend loses more training sessions than this without a trained step in between."""
-RENEWAL_LIFETIME_FRACTION = 2 / 3
-"""A published sampler is exported again after this fraction of its lifetime."""
-
-
-@dataclass
-class TrainingTimer:
-    """Measures the wall-clock time of training, including waits. A restart continues from the saved time."""
-
-    previous_seconds: float = 0.0
-    started_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        return self.previous_seconds + time.monotonic() - self.started_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +80,8 @@ class Trainer:
         self.publisher = publisher
         self.monitor = monitor
         self.penalty = penalty
+        self.alarms = AlarmDetector(run.config.run_dir)
+        self.rewind = RewindState()
         self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
@@ -150,6 +144,7 @@ class Trainer:
             return not was_finished  # the last groups may have arrived during the wait
         await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
         self.lost_sessions = 0
+        await self._check_alarms()
         return True
 
     def stop(self) -> None:
@@ -218,7 +213,7 @@ class Trainer:
             return metrics
         settings = self.config.trainer
         loss = scale_loss(settings.loss, batch.divisor)
-        adam = schedule_adam(settings, step, self.timer.seconds)
+        adam = schedule_adam(settings, step, self.timer.seconds, self.rewind.lr_scale)
         result = await apply_update(self.backend, batch.samples, loss, corrections.samples, adam)
         if result.samples is not None:
             if settings.off_policy.proximal == "behavior":
@@ -244,7 +239,9 @@ class Trainer:
 
     async def _save_and_commit(self, step: int) -> int:
         self.activity = f"step {step}: saving"
-        state = TrainerState(step=step, seconds=self.timer.seconds, baseline=self.batcher.estimator.to_json())
+        if self.config.trainer.on_collapse == "rewind":
+            self.rewind = self.rewind.update(step, self.alarms.recent_reward)
+        state = TrainerState(step, self.timer.seconds, self.batcher.estimator.to_json(), self.rewind)
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
@@ -271,14 +268,9 @@ class Trainer:
                 row_version = version if row is newest else None
                 await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=row_version)
         self.saved_version = version
-        folder = self.config.run_dir / "checkpoints"
-        keep = frozenset({checkpoint_path(self.config.run_dir, self.saved_step)})
-        for old in find_outdated(folder, self.config.trainer.keep_checkpoints, keep):
-            try:
-                await self.backend.discard_state(old / "backend")
-            except BackendError as error:
-                logger.warning("the backend could not delete the state of %s: %s", old.name, error)
-        prune_folder(folder, self.config.trainer.keep_checkpoints, keep)
+        kept_steps = (self.saved_step, self.rewind.best_step)
+        keep_count = self.config.trainer.keep_checkpoints
+        await remove_outdated_checkpoints(self.config.run_dir, self.backend, keep_count, kept_steps)
         return version
 
     async def _publish(self, step: int) -> int:
@@ -297,14 +289,8 @@ class Trainer:
             artifact = await self.backend.publish(self._policy_path(version))
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
-        self._schedule_renewal(policy)
+        self.renewal_time = compute_renewal_time(artifact)
         await self.publisher.push(policy)
-
-    def _schedule_renewal(self, head: Policy) -> None:
-        expires, now = head.artifact.expires_at, time.time()
-        self.renewal_time = (
-            None if expires is None else now + RENEWAL_LIFETIME_FRACTION * max(0.0, expires - now)
-        )
 
     async def _renew_head(self) -> bool:
         """Export the head's artifact again if it expires soon, and return True if it was exported. The
@@ -318,6 +304,36 @@ class Trainer:
 
     def _policy_path(self, version: int) -> Path:
         return self.config.run_dir / "policies" / f"v{version:06d}"
+
+    # --- alarms ------------------------------------------------------------------------------------
+
+    async def _check_alarms(self) -> None:
+        for alarm in self.alarms.check():
+            logger.warning("step %s: %s", self.step, alarm.text)
+            self.monitor.record("warning", self.step, {"alarm": alarm.name, "text": alarm.text})
+            if alarm.is_collapse and self.config.trainer.on_collapse == "stop":
+                raise InstarError(f"trainer.on_collapse stopped the run after step {self.step}: {alarm.text}")
+            if alarm.is_collapse and self.config.trainer.on_collapse == "rewind":
+                await self._rewind()
+
+    async def _rewind(self) -> None:
+        """Restore the best checkpoint in a step of its own, which trains on no samples."""
+        best = self.rewind.best_step
+        if not best or self.rewind.count >= MAX_REWINDS or self._is_done():
+            return
+        step, started = self.step + 1, time.monotonic()
+        await self.store.claim_step(self.run_id, step, [])
+        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
+        await self.backend.load_state(checkpoint_path(self.config.run_dir, best) / "backend")
+        self.rewind = msgspec.structs.replace(self.rewind, count=self.rewind.count + 1)
+        self.step = step
+        text = f"step {step}: restored step {best}; the learning rate is scaled by {self.rewind.lr_scale:g}"
+        self.monitor.record("warning", step, {"alarm": "rewind", "text": text})
+        metrics: Json = {"rewound_to": best, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
+        metrics["train_seconds"] = time.monotonic() - started
+        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
+        metrics |= {"version": await self._save_and_commit(step)}
+        self.monitor.record("train", step, {**metrics, "step_seconds": time.monotonic() - started})
 
     # --- recovery ----------------------------------------------------------------------------------
 
@@ -337,6 +353,7 @@ class Trainer:
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
+            self.rewind = state.rewind
         else:
             await self.backend.start()
         await self._tombstone_abandoned_versions()
@@ -358,7 +375,7 @@ class Trainer:
         if head.artifact.kind == "live" or is_pruned(head.artifact):
             await self._publish_files(head.version)
             head = await self.store.latest_policy(self.policy_id)
-        self._schedule_renewal(head)
+        self.renewal_time = compute_renewal_time(head.artifact)
         if not await self._renew_head():
             # Even the base model is pushed, because an engine may serve a version that is now tombstoned.
             await self.publisher.push(head)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, InstarError
 from instar.sync.base import RouteError, SyncRoute
-from instar.types import Policy
+from instar.types import Artifact, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ ListEngines = Callable[[], Awaitable[list[Engine]]]
 POLL_INTERVAL_SECONDS = 3.0
 """How often the trainer checks which versions the engines serve."""
 MAX_RETRY_DELAY_SECONDS = 60.0
+RENEWAL_LIFETIME_FRACTION = 2 / 3
+"""A published sampler is exported again after this fraction of its lifetime."""
 STATUS_TIMEOUT_SECONDS = 3.0
 MAX_REFUSALS = 4
 """The run fails after this many consecutive pushes that every engine, or the route itself, refused.
@@ -110,6 +112,12 @@ class PolicyPublisher:
         if self._refusals >= MAX_REFUSALS:
             raise failures[0]
         return len(failures)
+
+
+def compute_renewal_time(artifact: Artifact) -> float | None:
+    """Return the Unix time at which the artifact must be exported again, or None if it does not expire."""
+    expires, now = artifact.expires_at, time.time()
+    return None if expires is None else now + RENEWAL_LIFETIME_FRACTION * max(0.0, expires - now)
 
 
 async def _get_served_version(engine: Engine) -> int | None:

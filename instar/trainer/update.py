@@ -52,9 +52,10 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
     return loss.model_copy(update={"beta": beta / divisor})
 
 
-def schedule_adam(settings: TrainerConfig, step: int, seconds: float) -> AdamConfig:
-    """Return the optimizer's settings for ``step``, which starts after ``seconds`` of training."""
-    scale = min(1.0, step / (settings.warmup_steps + 1))
+def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: float = 1.0) -> AdamConfig:
+    """Return the optimizer's settings for ``step``, which starts after ``seconds`` of training. ``scale`` is
+    the effect of rewinds on the learning rate."""
+    scale *= min(1.0, step / (settings.warmup_steps + 1))
     if settings.schedule == "linear":
         progress = (step - 1) / settings.steps
         if settings.seconds is not None:

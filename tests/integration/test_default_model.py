@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from instar.models import DEFAULT_MODEL, is_cached, load_tokenizer, resolve_model
+from instar.models import DEFAULT_MODEL, is_local, load_tokenizer, resolve_model
 
 
 def test_default_model_is_downloaded_and_converted_to_unquantized_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INSTAR_CACHE", str(tmp_path))
-    assert not is_cached(DEFAULT_MODEL)
+    assert not is_local(DEFAULT_MODEL)
     folder = resolve_model(DEFAULT_MODEL)
-    assert is_cached(DEFAULT_MODEL)
+    assert is_local(DEFAULT_MODEL)
     assert resolve_model(DEFAULT_MODEL) == folder
     assert [path.name for path in (tmp_path / "models").iterdir()] == [DEFAULT_MODEL], (
         "temporary folders were left behind"

@@ -154,7 +154,7 @@ class _Server:
         _send(connection, pid)
 
     def _kill(self, connection: socket.socket) -> None:
-        """Kill the child, because its program was killed."""
+        """Kill the forked process, because the program that requested it was killed."""
         os.kill(self._children[connection], signal.SIGKILL)
         self._selector.unregister(connection)
 

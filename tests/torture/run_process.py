@@ -33,7 +33,7 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer_settings: An
         "dir": str(folder / "run"),
         "seed": 11,
         "model": {"name": str(model), "dtype": "fp32", "device": "cpu"},
-        "engine": {"type": "scripted", "function": f"{WORKLOAD_MODULE}:reply", "delay": 0.002},
+        "engine": {"type": "scripted", "function": f"{WORKLOAD_MODULE}:make_reply", "delay": 0.002},
         "backend": {"type": "local", "threads": 1, "lora": {"rank": 4}},
         "trainer": {
             "mode": "sync",
@@ -55,7 +55,7 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer_settings: An
             "timeout": 120,
             "retries": 6,
         },
-        "reward": {"type": "rule", "function": f"{WORKLOAD_MODULE}:rule"},
+        "reward": {"type": "rule", "function": f"{WORKLOAD_MODULE}:score_answer"},
     }
 
 
@@ -242,7 +242,7 @@ class RunProcess(StoredRun):
         return self.process.pid
 
     def collect_logs(self) -> str:
-        """Return the run's output and the end of every role's log."""
+        """Return the end of the run's output and of every role's log."""
         parts = [self.output.read_text(errors="replace")[-4000:]]
         for log_path in sorted((self.run_dir / "logs").glob("*.log")):
             parts.append(f"--- {log_path.name}\n{log_path.read_text(errors='replace')[-1500:]}")

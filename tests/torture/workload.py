@@ -27,7 +27,7 @@ ADD_TOOL: Any = {
 }
 
 
-def reply(prompt: str, seed: int | None) -> str:
+def make_reply(prompt: str, seed: int | None) -> str:
     """Return a tool call or, if the prompt has a tool result, that result plus a number from 0 to 2."""
     results = re.findall(r"result=(\d+)", prompt)
     offset = blake2b(f"{seed}/{len(prompt)}".encode(), digest_size=1).digest()[0] % 3
@@ -40,14 +40,14 @@ def make_tasks(count: int = 64) -> list[dict[str, Any]]:
     return [{"number": number} for number in range(count)]
 
 
-def rule(task: dict[str, Any], transcript: Transcript) -> float:
+def score_answer(task: dict[str, Any], transcript: Transcript) -> float:
     """Return 1 for the task's number, 0.5 for the next number and 0 for others, so that rewards differ within
     a group."""
     return {0: 1.0, 1: 0.5}.get(int(transcript.final_text) - int(task["number"]), 0.0)
 
 
 class BackgroundRule(Scorer):
-    """Applies `rule` in the rewards role."""
+    """Applies `score_answer` in the rewards role."""
 
     name = "rule"
     background = True
@@ -56,7 +56,7 @@ class BackgroundRule(Scorer):
         del config  # this scorer has no settings
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
-        value = rule(task.data, transcript)
+        value = score_answer(task.data, transcript)
         return [Reward(transcript.session_id, value, RewardSource.RULE, scorer=self.name)]
 
 

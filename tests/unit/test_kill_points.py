@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from tests.torture.kill_switch import RECOVERY_POINTS, STEP_POINTS, KillPoint
-from tests.torture.service_points import BACKENDS, make_kill_points
+from tests.torture.service_points import BACKEND_CLASSES, make_kill_points
 
 ALL_POINTS = {
     **{f"local {name}": point for name, point in (STEP_POINTS | RECOVERY_POINTS).items()},
     **{
         f"{backend} {name}": point
-        for backend in BACKENDS
+        for backend in BACKEND_CLASSES
         for name, point in make_kill_points(backend).items()
     },
 }

@@ -5,9 +5,9 @@ The softmax of every query is combined from blocks of keys, each computed by a d
 - the *own* block contains the query's node, with a causal mask. Nodes of similar length share a padded call;
 - one *cross* block per ancestor contains the queries of all descendants and all keys of the ancestor.
 
-Short ancestors are copied in front of their descendants' own blocks instead. Blocks are combined by their
-logsumexp. Given the combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
-Longer prefixes are never copied, and the gradient of their keys is computed in one product.
+Short ancestors are copied in front of their descendants' own blocks instead. Longer ones are never copied,
+and the gradient of their keys is computed in one product. Blocks are combined by their logsumexp. Given the
+combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_INLINE_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class OwnBlocks:
-    """A padded batch of nodes of similar length. The padding repeats the last token of a node."""
+    """The own blocks of nodes of similar length, padded with the last token of the node."""
 
     rows: Tensor
     """[N, L] positions in the packed row, copied ancestors first."""

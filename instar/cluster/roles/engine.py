@@ -30,11 +30,10 @@ async def run_engine(context: RoleContext) -> None:
     names = engine_names(context.config)
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
     await engine.start(context.folder.log(context.name), logger.info)
-    fence = LeaseFence(await store.lease(context.run_id, "trainer"))
     head = await store.latest_policy(context.policy_id)
     if head.version > 0 and _is_loadable(head):
         await engine.load(head)
-    await _serve_engine(context, store, engine, "trainer", process_count=len(names), fence=fence)
+    await _serve_engine(context, store, engine, "trainer", process_count=len(names))
 
 
 async def run_teacher(context: RoleContext) -> None:
@@ -59,13 +58,7 @@ async def run_teacher(context: RoleContext) -> None:
 
 
 async def _serve_engine(
-    context: RoleContext,
-    store: Store,
-    engine: Engine,
-    other_role: str,
-    *,
-    process_count: int,
-    fence: LeaseFence | None = None,
+    context: RoleContext, store: Store, engine: Engine, other_role: str, *, process_count: int
 ) -> None:
     """Serve the engine until the role is stopped or drained, and share the cores with ``other_role``.
 
@@ -73,7 +66,7 @@ async def _serve_engine(
     requests wait in its socket until the next process accepts them.
     """
     listener = context.open_inherited_listener()
-    gate = DrainGate()
+    gate, fence = DrainGate(), LeaseFence(await store.lease(context.run_id, "trainer"))
     status = await engine.status()
     unavailable_reason = ""
 
@@ -100,6 +93,7 @@ async def _serve_engine(
                 status, unavailable_reason = await engine.status(), ""
             except EngineUnavailable as error:  # the engine either recovers or raises a different error
                 unavailable_reason = str(error)
+            fence.raise_to(await store.lease(context.run_id, "trainer"))
             await asyncio.sleep(HEARTBEAT_INTERVAL_SECONDS)
 
     app = create_engine_app(engine, os.environ[ENGINE_TOKEN_ENV], gate, fence)

@@ -60,7 +60,7 @@ class RequestReader:
             raise self.capacity_error()
 
     def admit(self) -> None:
-        """Count a request as in flight until `release`, or raise ApiError (429). Read its body first."""
+        """Count a request, after its body was read, as in flight until `release`, or raise ApiError (429)."""
         self.check_capacity()
         self.in_flight += 1
 
@@ -73,7 +73,7 @@ class RequestReader:
         size = sum(map(len, headers)) + sum(map(len, headers.values()))
         if size > self._config.max_header:
             limit = f"{self._config.max_header} (gateway.max_header)"
-            raise ApiError(431, f"The headers have {size} bytes; the maximum is {limit}.")
+            raise ApiError(431, f"The headers have {size} bytes; the limit is {limit}.")
         caller = await self._authenticator.identify(extract_key(headers))
         authorize(caller, action)
         return caller
@@ -86,17 +86,17 @@ class RequestReader:
         if headers.get("content-encoding", "identity") != "identity":
             message = "Compressed request bodies are not supported; send the body without Content-Encoding."
             raise ApiError(415, message, code="unsupported_encoding")
-        limit = self._config.max_body
+        max_bytes = self._config.max_body
         if (connection := get_connection(scope)) is not None and connection.has_complete_body:
-            return await _receive_body(receive, limit)  # The body has arrived, so no timeout is needed.
+            return await _receive_body(receive, max_bytes)  # The body has arrived, so no timeout is needed.
         if self._incomplete_bodies[caller] >= self._config.max_in_flight:
-            maximum = self._config.max_in_flight
-            message = f"Too many incomplete bodies (gateway.max_in_flight: {maximum}); retry later."
+            limit = f"gateway.max_in_flight: {self._config.max_in_flight}"
+            message = f"Too many requests with incomplete bodies ({limit}); retry later."
             raise ApiError(429, message, code="too_many_requests", retry_after=1)
         self._incomplete_bodies[caller] += 1
         try:
             async with asyncio.timeout(self._config.read_timeout):
-                return await _receive_body(receive, limit)
+                return await _receive_body(receive, max_bytes)
         except TimeoutError as error:
             seconds = self._config.read_timeout
             message = f"The body did not arrive within {seconds:g} seconds (gateway.read_timeout)."
@@ -110,18 +110,18 @@ class RequestReader:
         return await self.read_body(caller, http.headers, http.scope, http.receive)
 
 
-async def _receive_body(receive: Receive, limit: int) -> bytes:
+async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size, has_more = 0, True
-    while has_more and size <= limit:
+    while has_more and size <= max_bytes:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ApiError(400, "The connection closed before the body was complete.", code="invalid_json")
         chunks.append(message.get("body", b""))
         size += len(chunks[-1])
         has_more = message.get("more_body", False)
-    if size > limit:
-        raise ApiError(413, f"The body has more than {limit} bytes (gateway.max_body).", code="too_large")
+    if size > max_bytes:
+        raise ApiError(413, f"The body has more than {max_bytes} bytes (gateway.max_body).", code="too_large")
     return b"".join(chunks)
 
 

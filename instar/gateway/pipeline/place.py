@@ -17,8 +17,8 @@ from instar.types import Call, Message
 
 
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
-    """Place the call, and set its number and hash chain. The caller must release the placement. It has no
-    tokens if a provider tokenizes the prompt."""
+    """Place the call, and set its number and hash chain. The caller must release the placement. Its
+    ``prompt_ids`` are empty if a provider tokenizes the prompt."""
     meta, request, renderer = call.meta, call.request, call.source.renderer
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:
@@ -65,8 +65,8 @@ class ReplayLookup:
             await asyncio.wait([original.done], timeout=self._timeout)
             if not original.done.done():
                 break
-        rows = [await self._store.call(call_id) for call_id in self._find_recorded_ids()]
-        calls = [call for call in rows if call is not None and self._graph.is_reply_unredacted(call)]
+        recorded = [await self._store.call(call_id) for call_id in self._find_recorded_ids()]
+        calls = [call for call in recorded if call is not None and self._graph.is_reply_unredacted(call)]
         return calls if len(calls) == n else []
 
     @contextmanager

@@ -113,7 +113,7 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
     """Translate a request to a Messages API body. Raise ApiError (400) if it has a seed or ``n`` above 1."""
     for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
         if is_set:
-            message = f"Anthropic's Messages API, which serves this model, has no '{name}'; leave it out."
+            message = f"'{name}' is not supported by Anthropic's API, which serves this model; leave it out."
             raise bad_request(message, name, "unsupported_parameter")
     messages = request.messages
     roles = [message["role"] for message in messages]

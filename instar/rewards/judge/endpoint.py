@@ -155,7 +155,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         key = os.environ.get(config.api_key_env, "").strip() if config.api_key_env is not None else None
         if key == "":
             raise ConfigError(
-                f"reward.api_key_env: the environment variable {config.api_key_env!r} is not set or empty"
+                f"reward.api_key_env: the environment variable {config.api_key_env!r} is unset or empty"
             )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)

@@ -325,7 +325,7 @@ class Decoder:
 
         array_dtype = numpy.dtype(dtype)
         if array_dtype.hasobject:
-            raise TypeError("arrays of objects cannot be sent")
+            raise TypeError("arrays with dtype object are not supported")
         array = numpy.frombuffer(content.encode("latin-1"), array_dtype).reshape(shape).copy()
         return array if shape else array[()]
 

@@ -15,7 +15,8 @@ TRIAL_JOB = SandboxJob([sys.executable, "-c", "print('ok')"])
 
 
 async def create_sandbox(kind: str = "auto") -> Sandbox:
-    """Return the first sandbox of this kind that passes a trial run. Raises ConfigError if none does."""
+    """Return a sandbox of this kind or, with `auto`, of the first kind that passes a trial run. Raises
+    ConfigError if none does."""
     await asyncio.to_thread(remove_leftover_folders)
     problems: list[str] = []
     for name in SANDBOX_TYPES if kind == "auto" else [kind]:

@@ -161,7 +161,8 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, then kill it. Return the limit, if any, and the output."""
+    """Wait until the job exits or exceeds a limit, and kill its remaining processes. Return the exceeded
+    limit, if any, and the output."""
     output = bytearray()
     output_full = asyncio.Event()
     tasks = [

@@ -123,7 +123,8 @@ class TrainingScenario:
         ]
 
     async def restore_state(self) -> int:
-        """Load the last saved state and return the index of the next action."""
+        """Load the last saved state, or start the backend if there is none. Return the index of the next
+        action."""
         if self.saved_state_path is None:
             await self.backend.start()
             return 1

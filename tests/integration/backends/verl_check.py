@@ -70,7 +70,9 @@ async def check_against_local(checks: CheckReport, model: ModelConfig, folder: P
         checks.add(check)
     expected, actual = adapters
     gap = max(compute_difference(expected[name], actual[name]) for name in expected.keys() | actual.keys())
-    checks.check("the adapter after five steps", gap < WEIGHT_TOLERANCE, f"{gap:.1e}")
+    checks.check(
+        "the adapter after five steps equals that of the local backend", gap < WEIGHT_TOLERANCE, f"{gap:.1e}"
+    )
 
 
 def check_listeners(checks: CheckReport) -> None:
@@ -212,9 +214,11 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
         finally:
             await backend.close()
     checks.check("full fine-tuning: tensors() equals the published weights", tensors_match, "")
-    checks.check("full fine-tuning: several micro batches", micro_batches > 3, f"{micro_batches:.0f}")
+    checks.check(
+        "full fine-tuning: a batch is split into micro batches", micro_batches > 3, f"{micro_batches:.0f}"
+    )
     gap = compute_difference(final_logprobs[0], final_logprobs[1])
-    checks.check("full fine-tuning: logprobs after three steps", gap < 1e-4, f"{gap:.1e}")
+    checks.check("full fine-tuning: the logprobs equal those of the local backend", gap < 1e-4, f"{gap:.1e}")
     checks.check(
         "full fine-tuning: the same tensors are published",
         published_weights[0].keys() == published_weights[1].keys(),
@@ -237,7 +241,7 @@ async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder
     for name in [name for name in adapter if name.endswith("lora_A.weight")]:
         delta = adapter[name.replace("lora_A", "lora_B")] @ adapter[name] * (LORA["alpha"] / LORA["rank"])
         merged[name.removeprefix("base_model.model.").replace("lora_A.", "")] += delta
-    checks.check("tensors(): the same names", live.keys() == merged.keys())
+    checks.check("tensors(): the names equal those of the base model", live.keys() == merged.keys())
     gap = max(compute_difference(live[name], merged[name]) for name in live.keys() & merged.keys())
     checks.check("tensors(): the adapter is merged", gap < 1e-6, f"{gap:.1e}")
 

@@ -8,7 +8,7 @@ from instar.config import PluginConfig
 from instar.errors import ScoreError
 from instar.rewards.base import Scorer, Transcript
 from instar.types import Reward, RewardSource, Task
-from tests.torture.workload import rule
+from tests.torture.workload import score_answer
 
 
 class SlowRule(Scorer):
@@ -24,4 +24,4 @@ class SlowRule(Scorer):
         if transcript.session_id not in self.attempted_session_ids:
             self.attempted_session_ids.add(transcript.session_id)
             raise ScoreError("the first attempt fails", retryable=True)
-        return [Reward(transcript.session_id, rule(task.data, transcript), RewardSource.RULE)]
+        return [Reward(transcript.session_id, score_answer(task.data, transcript), RewardSource.RULE)]

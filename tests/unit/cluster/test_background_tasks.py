@@ -15,6 +15,7 @@ from instar.cluster.context import ENGINE_TOKEN_ENV, RoleContext
 from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.layout import RunFolder
 from instar.cluster.roles.trainer import run_trainer
+from instar.cluster.supervisor import LEASE_ENV
 from instar.cluster.tasks import background_tasks, cancel_tasks, run_until_first, wait_forever
 from instar.config import RunConfig
 from instar.errors import StoreFull
@@ -45,6 +46,7 @@ class FullStoreContext(RoleContext):
 async def context(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[RoleContext]:
     """The trainer's context in a run with a working engine, a finished rollout and a full store."""
     monkeypatch.setenv(ENGINE_TOKEN_ENV, TOKEN)
+    monkeypatch.setenv(LEASE_ENV, "1")
     model = make_tiny_model(tmp_path / "model")
     folder = RunFolder(tmp_path / "run")
     config = RunConfig.model_validate(

@@ -10,30 +10,38 @@ import pytest
 from instar.cluster.interrupts import EXIT_INTERRUPTED
 
 COMMAND = """
-import asyncio, atexit, os, signal, sys
-from instar.cluster.interrupts import EXIT_INTERRUPTED, handle_interrupts
+import asyncio, atexit, os, signal, sys, time
 
 SIGNAL = signal.{signal}
+if "{moment}" == "finalization":
+    atexit.register(os.kill, os.getpid(), SIGNAL)  # called last
+
+from instar.cluster.interrupts import EXIT_INTERRUPTED, handle_interrupts
+
+def hang():
+    os.kill(os.getpid(), SIGNAL)
+    time.sleep(60)
+
+if "{moment}" == "exit callback":
+    atexit.register(hang)
 
 async def run():
     with handle_interrupts():
         os.kill(os.getpid(), SIGNAL)
         await asyncio.sleep(60)
 
-if {is_finalizing}:
-    atexit.register(os.kill, os.getpid(), SIGNAL)
 try:
     asyncio.run(run())
 except KeyboardInterrupt:
-    if not {is_finalizing}:
+    if "{moment}" == "exception handler":
         os.kill(os.getpid(), SIGNAL)
     sys.exit(EXIT_INTERRUPTED)
 """
 
 
 @pytest.mark.parametrize("signal", ["SIGINT", "SIGTERM"])
-@pytest.mark.parametrize("is_finalizing", [False, True])
-def test_further_signal_while_the_process_exits_keeps_the_exit_code(signal: str, is_finalizing: bool) -> None:
-    script = COMMAND.format(signal=signal, is_finalizing=is_finalizing)
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("moment", ["exception handler", "exit callback", "finalization"])
+def test_further_signal_while_the_process_exits_keeps_the_exit_code(signal: str, moment: str) -> None:
+    script = COMMAND.format(signal=signal, moment=moment)
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
     assert (result.returncode, result.stderr) == (EXIT_INTERRUPTED, "")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -108,11 +107,12 @@ async def test_export_of_the_same_data_writes_identical_files(
 ) -> None:
     for name in ("one", "two"):
         await export_all(store, tmp_path / name, format=format, include_samples=True)
-    files = sorted(path.relative_to(tmp_path / "one") for path in (tmp_path / "one").rglob("*.*"))
-    assert files
-    for path in files:
-        if path.is_file():
-            assert (tmp_path / "one" / path).read_bytes() == (tmp_path / "two" / path).read_bytes(), path
+    contents = [
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert contents[0]
+    assert contents[0] == contents[1]
 
 
 async def test_import_of_a_changed_session_names_the_differing_column(
@@ -238,10 +238,7 @@ async def test_export_rejects_a_call_based_on_another_session(store: Store, tmp_
         await export_all(store, tmp_path / "out")
 
 
-async def test_export_ignores_leftovers_and_creates_folder_with_default_mode(
-    store: Store, tmp_path: Path
-) -> None:
-    (tmp_path / f".out.{os.getpid()}").mkdir()
+async def test_exported_folder_has_the_default_mode(store: Store, tmp_path: Path) -> None:
     await export_all(store, tmp_path / "out")
     (tmp_path / "ordinary").mkdir()
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "ordinary").stat().st_mode

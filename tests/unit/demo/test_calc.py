@@ -33,7 +33,9 @@ def test_calculator_evaluates_only_arithmetic(expression: str, answer: str) -> N
     assert calculate(json.dumps({"expression": expression})) == answer
 
 
-@pytest.mark.parametrize("arguments", ["", "{", "[]", "3", "null", '{"expr": "1"}', '{"expression": 5}'])
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[]", "3", "null", '{"expr": "1"}', '{"expression": 5}', '{"expression": ["1"]}']
+)
 def test_calculator_returns_error_for_invalid_arguments(arguments: str) -> None:
     assert calculate(arguments) == "error"
 

@@ -67,10 +67,11 @@ async def test_shared_attention_matches_transformers(tiny_model: Path) -> None:
         )
 
 
-async def test_rows_started_after_a_load_do_not_use_keys_of_the_old_weights(
+async def test_rows_started_after_a_load_do_not_share_kv_cache_with_old_weights(
     tiny_model: Path, adapter: Path
 ) -> None:
-    """Rows with keys of the old weights and rows with keys of the new weights are decoded in one batch."""
+    """Rows whose KV cache was computed with the old weights are decoded in the same batch as rows that use
+    the new weights."""
     engine = make_engine(tiny_model)
     streams = [engine.generate(p, SamplingParams(max_tokens=120, seed=n)) for n, p in enumerate(PROMPTS)]
     for stream in streams:

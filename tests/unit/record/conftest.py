@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from instar.config import ModelConfig
-from instar.models import DEFAULT_MODEL, is_cached, resolve_model
+from instar.models import DEFAULT_MODEL, is_local, resolve_model
 from instar.record.render import TemplateRenderer, load_renderer
 from tests.tiny import CHATML, make_tiny_tokenizer
 
@@ -41,7 +41,7 @@ def renderer(request: pytest.FixtureRequest, tiny_renderer: TemplateRenderer) ->
     """The renderers of the tiny and the default model. Outside CI, the latter is skipped unless cached."""
     if request.param == "tiny":
         return tiny_renderer
-    if not is_cached(DEFAULT_MODEL) and not os.environ.get("CI"):
+    if not is_local(DEFAULT_MODEL) and not os.environ.get("CI"):
         pytest.skip(f"{DEFAULT_MODEL} is not cached; `make demo` downloads it")
     folder: Path = resolve_model(DEFAULT_MODEL)
     loaded = load_renderer(folder, ModelConfig())

@@ -26,7 +26,7 @@ def user(text: str) -> Message:
 
 
 class GraphSession:
-    """A graph and the calls in it, which are placed and added as in the gateway."""
+    """Places calls in a graph and adds them, as the gateway does."""
 
     def __init__(self, renderer: Renderer) -> None:
         self.renderer = renderer

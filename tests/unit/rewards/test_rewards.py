@@ -165,8 +165,8 @@ def test_scorers_with_the_same_name_are_rejected() -> None:
 
 
 async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
-    class SetDetailScorer(Scorer):
-        name = "set_detail"
+    class UnserializableDetailScorer(Scorer):
+        name = "unserializable_detail"
 
         async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
             return [Reward("s", 1.0, RewardSource.RULE, detail={"p": {1, 2}})]
@@ -174,7 +174,7 @@ async def test_reward_detail_that_is_not_json_fails_the_score() -> None:
     async def load() -> list[Transcript]:
         return [make_transcript("yes")]
 
-    result = await score_sessions(SetDetailScorer(), TASK, ["s"], load, ScoringConfig(retries=0))
+    result = await score_sessions(UnserializableDetailScorer(), TASK, ["s"], load, ScoringConfig(retries=0))
     (score,) = result.scores
     assert score.state is ScoreState.FALLBACK
     assert "cannot be encoded as JSON" in (score.reason or "")

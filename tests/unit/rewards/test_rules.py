@@ -1,4 +1,4 @@
-"""Tests for rules, and for the parts of the sandbox that can run without it."""
+"""Tests for rules, and for sandbox helpers that can be tested without a sandbox."""
 
 from __future__ import annotations
 

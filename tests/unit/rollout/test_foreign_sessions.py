@@ -45,7 +45,8 @@ class Attacker:
         await self._finish(response.json()["session_id"], slot)
 
     async def write_session(self, group: Group, slot: int, **fields: Any) -> None:
-        """Complete a session that an earlier version of the gateway placed in the group's slot."""
+        """Insert a session in the group's slot into the store, as an earlier version of the gateway allowed,
+        and complete it."""
         session_id = f"sess-{group.group_id.replace('/', '-')}-{len(self.session_ids)}"
         session = Session(session_id, RUN, "attacker", RUN, Channel.LIVE)
         session = replace(session, group_id=group.group_id, slot=slot, attempt=ATTEMPT, **fields)
@@ -67,7 +68,7 @@ async def attacker(harness: RolloutHarness) -> AsyncGenerator[Attacker]:
         yield Attacker(harness, http, await create_key(harness.store, "agent", "attacker"))
 
 
-async def claim_step(harness: RolloutHarness) -> list[Claim]:
+async def train_on_all_groups(harness: RolloutHarness) -> list[Claim]:
     """Train a step on all groups and return its claims."""
     config = make_config(harness.folder)
     return (await harness.train_step(config, Batcher(harness.store, RUN, config), 1, 0)).claims
@@ -87,7 +88,7 @@ async def test_agent_key_cannot_add_sessions_to_a_training_group(
     for group in groups:
         for slot in range(group.size + 4):
             await attacker.attack(group, slot)
-    claims = await claim_step(harness)
+    claims = await train_on_all_groups(harness)
     trained = {claim.session_id for claim in claims if claim.outcome is ClaimOutcome.TRAINED}
     assert trained & attacker.session_ids == set()
     assert {claim.session_id for claim in claims} == own_session_ids
@@ -106,7 +107,7 @@ async def test_group_loader_ignores_sessions_that_only_name_the_group(
         await attacker.write_session(group, group.size, channel=Channel.TRAIN, agent_id="default")
         await attacker.write_session(group, -1, channel=Channel.TRAIN, agent_id="default")
     with caplog.at_level(logging.WARNING, LOGGER):
-        claims = await claim_step(harness)
+        claims = await train_on_all_groups(harness)
         await harness.store.group_sessions(groups, "default")
     assert {claim.session_id for claim in claims} == own_session_ids
     reports = [record.getMessage() for record in caplog.records if record.name == LOGGER]

@@ -44,7 +44,7 @@ def test_simulate_json_contains_the_result(tmp_path: Path) -> None:
     output = simulate(path)
     assert (output["engines"], output["max_staleness"], output["steps"], output["samples"]) == (2, 1, 6, 48)
     assert 0 < output["samples_per_hour"] <= 1.02 * output["bound"]
-    assert set(output["recommended"]) == {"engines", "max_staleness", "why"}
+    assert set(output["recommended"]) == {"engines", "max_staleness", "reason"}
     assert sum(output["staleness"].values()) == output["samples"]
     assert simulate(path, "--no-sweep", "--engines", "1", "--max-staleness", "3")["max_staleness"] == 3
 
@@ -71,7 +71,7 @@ def test_simulate_prints_a_table(tmp_path: Path) -> None:
 def test_simulate_reports_if_nothing_is_trained(tmp_path: Path, settings: dict[str, Any]) -> None:
     path = write_config(tmp_path, simulate={**settings, "max_engines": 2, "max_staleness": 1})
     output = simulate(path)
-    assert (output["samples"], output["bound"], output["of_bound"]) == (0, 0, None)
+    assert (output["samples"], output["bound"], output["fraction_of_bound"]) == (0, 0, None)
     assert "recommended" not in output
     result = CliRunner().invoke(app, ["simulate", str(path)])
     assert result.exit_code == 0, result.output

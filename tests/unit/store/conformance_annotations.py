@@ -1,4 +1,4 @@
-"""Conformance tests for annotations: scores, tags and judgments."""
+"""Conformance tests for rewards, scores, tags and judgments, and for sessions and groups to be scored."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from instar.errors import StoreError
-from instar.store.base import Store, prefix_feedback_id
+from instar.store.base import Store, make_feedback_reward_id
 from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, Tag
 
 from .factories import RUN_ID, ids, make_claim, make_session
@@ -28,7 +28,7 @@ class FeedbackTests:
     async def test_feedback_with_every_field_round_trips_and_is_stored_once(self, store: Store) -> None:
         await store.open_session(make_session())
         feedback = replace(make_correction(1), thumbs=-1, score=0.25, text="no\x00", author="Ada")
-        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=prefix_feedback_id("f1"))
+        reward = Reward("s", 0.25, RewardSource.HUMAN, reward_id=make_feedback_reward_id("f1"))
         assert await store.add_feedback(feedback, [reward])
         assert not await store.add_feedback(replace(feedback, text="other"), [replace(reward, value=1.0)])
         (stored,) = await store.feedback(RUN_ID)
@@ -59,7 +59,7 @@ class FeedbackTests:
 
         assert await list_remaining() == ["f1", "f2", "f3"]
         assert await list_remaining(limit=2) == ["f1", "f2"]
-        claim = replace(make_claim(prefix_feedback_id("f1")), session_id="s", group_id=None, step=1)
+        claim = replace(make_claim(make_feedback_reward_id("f1")), session_id="s", group_id=None, step=1)
         await store.claim_step(RUN_ID, 1, [claim])
         assert await list_remaining() == ["f2", "f3"]
         assert await list_remaining(epoch=1) == ["f1", "f2", "f3"]

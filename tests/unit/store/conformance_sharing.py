@@ -41,7 +41,7 @@ STORE_COUNT = 3
 class SeveralStoresTests:
     @pytest.fixture
     async def stores(self, open_store: StoreFactory) -> AsyncIterator[list[Store]]:
-        """Several stores with the same storage."""
+        """Several stores that share one database."""
         async with AsyncExitStack() as stack:
             stores = [open_store() for _ in range(STORE_COUNT)]
             for store in stores:

