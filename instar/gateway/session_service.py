@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from instar.async_utils import map_concurrently
 from instar.errors import ConflictError
 from instar.gateway import base
 from instar.gateway.auth import Action, Caller, authorize, check_reward, new_key
@@ -26,6 +27,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 """The allowed minimum and maximum of each sampling setting. Settings without an entry must be at least 0."""
 
 _DEFAULTS = base.OpenSession()
+_IDLE_PAGE_SIZE = 128
 
 
 class SessionService:
@@ -102,18 +104,25 @@ class SessionService:
 
     async def end_idle(self, seconds: float) -> int:
         """Complete live sessions that had no call in the last ``seconds``. Return how many."""
-        ended = 0
-        for session_id in await self._store.idle_sessions(self._identity.run_id, time.time() - seconds):
-            state = await self._states.find_open(session_id)
-            if state is None or state.in_flight or state.used_at > time.time() - seconds:
-                continue
-            reason = f"the session had no call for {seconds:g} seconds"
-            # The status is set before the write, so that a call during the write opens a new session.
-            state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
-            if await self._store.end_session(session_id, SessionStatus.COMPLETED, reason):
-                ended += 1
-            self._states.remove(session_id)
+        ended = last_seq = 0
+        run_id, before = self._identity.run_id, time.time() - seconds
+        while page := await self._store.idle_sessions(run_id, before, after=last_seq, limit=_IDLE_PAGE_SIZE):
+            last_seq = page[-1].seq
+            # Concurrently, because the store commits concurrent writes together.
+            ended += sum(await map_concurrently(lambda row: self._end_if_idle(row.session_id, seconds), page))
         return ended
+
+    async def _end_if_idle(self, session_id: str, seconds: float) -> bool:
+        """Complete a session, unless it was used in the meantime. Return True if it was completed."""
+        state = await self._states.find_open(session_id)
+        if state is None or state.in_flight or state.used_at > time.time() - seconds:
+            return False
+        reason = f"the session had no call for {seconds:g} seconds"
+        # The status is set before the write, so that a call during the write opens a new session.
+        state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
+        is_ended = await self._store.end_session(session_id, SessionStatus.COMPLETED, reason)
+        self._states.remove(session_id)
+        return is_ended
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
         state = await self._states.get(session_id, caller, Action.READ_SESSION)

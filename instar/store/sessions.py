@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from instar.errors import ConflictError, LeaseLost, StoreError
 from instar.store.codec import sanitize_text
@@ -143,18 +143,26 @@ def get_session_by_external_id(db: Database, run_id: str, agent_id: str, externa
     )
 
 
-def get_idle_sessions(db: Database, run_id: str, before: float) -> list[str]:
-    """Return the ids of open live sessions whose last call ended before the Unix time ``before``. Sessions
-    without calls are selected by creation time."""
+class IdleSession(NamedTuple):
+    seq: int
+    session_id: str
+
+
+def get_idle_sessions(
+    db: Database, run_id: str, before: float, *, after: int = 0, limit: int = 1000
+) -> list[IdleSession]:
+    """Return the first ``limit`` open live sessions whose last call ended before the Unix time ``before``, in
+    the order of ``seq`` and starting after the session ``after``. Sessions without calls are selected by
+    creation time."""
     rows = db.execute(
         """
-        SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ?
+        SELECT seq, session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ? AND seq > ?
           AND COALESCE((SELECT MAX(ended_at) FROM calls WHERE calls.session_id = s.session_id),
             created_at) < ?
-        ORDER BY seq""",
-        (run_id, Channel.LIVE.value, SessionStatus.OPEN.value, before),
+        ORDER BY seq LIMIT ?""",
+        (run_id, Channel.LIVE.value, SessionStatus.OPEN.value, after, before, limit),
     )
-    return [row["session_id"] for row in rows]
+    return [IdleSession(row["seq"], row["session_id"]) for row in rows]
 
 
 def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:

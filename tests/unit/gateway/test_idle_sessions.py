@@ -106,6 +106,31 @@ async def test_call_during_session_close_opens_a_new_session(
     assert len(await gateway.store.calls(first)) == 1
 
 
+class CountingStore(SqliteStore):
+    """Counts the sessions that are being ended at the same time. Ending one takes 0.2 s."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._active = self.max_active = 0
+
+    async def end_session(self, *args: Any, **options: Any) -> bool:
+        self._active += 1
+        self.max_active = max(self.max_active, self._active)
+        await asyncio.sleep(0.2)
+        self._active -= 1
+        return await super().end_session(*args, **options)
+
+
+async def test_idle_sessions_are_closed_concurrently(start_gateway: StartGateway) -> None:
+    """One commit per session would be slower than a busy gateway opens sessions."""
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG, store_class=CountingStore)
+    sessions = await asyncio.gather(*(gateway.open_session() for _ in range(20)))
+    for session in sessions:
+        await wait_until_closed(gateway, session.session_id, timeout_seconds=30)
+    assert isinstance(gateway.store, CountingStore)
+    assert gateway.store.max_active > 1
+
+
 async def test_calls_around_the_idle_timeout_are_recorded_in_open_sessions(
     start_gateway: StartGateway,
 ) -> None:

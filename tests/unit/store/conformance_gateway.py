@@ -143,9 +143,16 @@ class SessionLookupTests:
         await store.add_calls([make_call("1", "quiet", ended_at=2.0), make_call("2", "quiet", ended_at=40.0)])
         await store.add_calls([make_call("3", "busy", ended_at=90.0), make_call("4", "busy", ended_at=2.0)])
         await store.end_session("ended", SessionStatus.COMPLETED)
-        assert await store.idle_sessions(RUN_ID, before=50.0) == ["idle", "quiet"]
-        assert await store.idle_sessions(RUN_ID, before=40.0) == ["idle"]
-        assert await store.idle_sessions(RUN_ID, before=10.0) == []
+
+        async def list_idle(before: float, **page: int) -> list[str]:
+            return [row.session_id for row in await store.idle_sessions(RUN_ID, before=before, **page)]
+
+        assert await list_idle(50.0) == ["idle", "quiet"]
+        assert await list_idle(40.0) == ["idle"]
+        assert await list_idle(10.0) == []
+        (first,) = await store.idle_sessions(RUN_ID, before=50.0, limit=1)
+        assert first.session_id == "idle"
+        assert await list_idle(50.0, after=first.seq, limit=1) == ["quiet"]
 
     async def test_calls_by_request_returns_all_calls_of_the_request(self, store: Store) -> None:
         await store.open_session(make_session())
