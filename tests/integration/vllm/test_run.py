@@ -144,8 +144,8 @@ def count_committed_steps(run: RunProcess) -> int:
 
 
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
-    # With max_staleness 3, sessions of the last step start under version 2 or later, so several versions are
-    # sampled.
+    # With max_staleness 3, sessions of the last step start under version 2 or later, so at least two versions
+    # are sampled, however slow the servers are.
     config = make_run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
     with run_in_background(run):
@@ -162,7 +162,7 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
     assert all((logs / f"engine-{index}-vllm.log").stat().st_size for index in range(2))
     assert "engine" not in run.output.read_text(), "only the server may be restarted, not its engine role"
     versions = await check_every_token(run, model)
-    assert len(versions) >= 3
+    assert len(versions) >= 2
     assert not list(find_server_pids(run)), "the servers must stop with the run"
 
 
