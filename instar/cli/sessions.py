@@ -150,7 +150,7 @@ async def show(
 
 async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
     session = await store.session(id_prefix)
-    if session is not None:
+    if session is not None and session.run_id == run_id:
         return session
     rows = await store.sessions(run_id)
     matches = [row.session for row in rows if row.session.session_id.startswith(id_prefix)]

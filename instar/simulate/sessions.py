@@ -104,7 +104,7 @@ def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> lis
 
 def read_workload(path: Path) -> list[SimulatedSession]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     sessions = [

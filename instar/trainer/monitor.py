@@ -63,7 +63,7 @@ def read_metrics(run_dir: Path) -> Iterator[Json]:
 
 
 def _parse_lines(text: str) -> Iterator[Json]:
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):
         try:
             yield json.loads(line)
         except json.JSONDecodeError:

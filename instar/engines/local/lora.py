@@ -141,8 +141,14 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
     except (OSError, msgspec.DecodeError, SafetensorError) as error:
         raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
     _check_supported(config, folder)
-    rank = float(config["r"])
-    scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    try:
+        rank = float(config["r"])
+        scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise EngineError(
+            f"The adapter in {folder} cannot be read: `r` and `lora_alpha` in adapter_config.json must be "
+            f"positive numbers ({type(error).__name__}: {error})"
+        ) from error
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")

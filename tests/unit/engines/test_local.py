@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -267,6 +268,18 @@ async def test_load_rejects_unsupported_adapters(
     with pytest.raises(EngineError, match="cannot be read"):
         await engine.load(make_adapter_policy(tmp_path / "missing"))
     assert (await engine.status()).version == 0
+
+
+@pytest.mark.parametrize("settings", [{"r": None}, {"r": 0}, {"lora_alpha": "high"}, {}])
+async def test_load_rejects_an_adapter_without_valid_rank_and_alpha(
+    engine: LocalEngine, tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    save_adapter(tiny_model, tmp_path, LoraConfig(r=4, target_modules=["q_proj"]))
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text()) | settings
+    path.write_text(json.dumps(config if settings else {"peft_type": "LORA"}))
+    with pytest.raises(EngineError, match="`r` and `lora_alpha` in"):
+        await engine.load(make_adapter_policy(tmp_path))
 
 
 async def test_model_failure_is_raised_to_every_caller(tiny_model: Path) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from instar.trainer.monitor import MetricsReader, Monitor, read_steps
+from instar.trainer.monitor import MetricsReader, Monitor, read_steps, read_warnings
 
 
 def test_monitor_writes_nan_as_null(tmp_path: Path) -> None:
@@ -13,6 +13,15 @@ def test_monitor_writes_nan_as_null(tmp_path: Path) -> None:
     monitor.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["grad_norm"] is None
     assert read_steps(tmp_path)[0]["loss"] == 0.5
+
+
+def test_text_with_a_unicode_line_separator_is_read(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path)
+    text = "first\u2028second\x85third"
+    monitor.record("warning", 1, {"text": text})
+    monitor.close()
+    assert read_warnings(tmp_path) == [text]
+    assert [record["text"] for record in MetricsReader(tmp_path).read_new()] == [text]
 
 
 def test_metrics_reader_returns_each_record_once(tmp_path: Path) -> None:
