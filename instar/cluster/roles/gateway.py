@@ -68,7 +68,8 @@ async def _release_memory() -> None:
 
 def tune_gc() -> None:
     """Make full garbage collections rare. Sessions in memory consist of many small objects, and every request
-    waits while the collector visits them."""
+    waits while the collector visits them. New objects are still collected often: each closed connection
+    leaves a cycle, and thousands of them between long-lived objects would fragment the memory."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 50, 1000)
+    gc.set_threshold(5_000, 100, 1000)
