@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 LIVE_EPOCH = 0
 """The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
+SAVED_STATES = (StepState.SAVED, StepState.COMMITTED)
 MAX_LOST_SESSIONS = 5
 """The run fails if the backend loses more training sessions than this without a trained step in between."""
 
@@ -90,8 +91,7 @@ class Trainer:
         """The version of the last saved step, which `recover` restores."""
         self.lost_sessions = 0
         self.renewal_time: float | None = None
-        """The Unix time at which the artifact of the head (the newest published policy) must be exported
-        again, or None if the artifact does not expire."""
+        """The Unix time at which the newest policy must be exported again, or None if it does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
@@ -343,13 +343,10 @@ class Trainer:
         if no saved checkpoint is intact."""
         self.activity = "recovering"
         rows = await self.store.steps(self.run_id)
-        saved = [
-            row for row in rows if row.state_path and row.state in (StepState.SAVED, StepState.COMMITTED)
-        ]
+        saved_steps = [row.step for row in rows if row.state_path and row.state in SAVED_STATES]
         damaged = frozenset[Path]()
-        if saved:
-            steps = [row.step for row in saved]
-            state, damaged = await load_newest_intact(self.config.run_dir, self.backend, steps)
+        if saved_steps:
+            state, damaged = await load_newest_intact(self.config.run_dir, self.backend, saved_steps)
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
@@ -357,19 +354,26 @@ class Trainer:
         else:
             await self.backend.start()
         await self._tombstone_abandoned_versions()
-        released = await self.store.release_steps(
+        await self._push_head()
+        if released := await self.store.release_steps(
             self.run_id, after=self.saved_step, include_saved=bool(damaged)
-        )
-        if released:
+        ):
             logger.info("released the claims of %s step(s): %s", len(released), released)
         remove_checkpoints_after(self.config.run_dir, self.saved_step, damaged)
-        if saved:
+        if saved_steps:
             await self._restore_published_version()
             await self._commit()
             recorded = {record["step"] for record in read_steps(self.config.run_dir)}
             for row in await self.store.steps(self.run_id):
                 if row.step not in recorded and row.metrics:
                     self.monitor.record("train", row.step, {**row.metrics, "version": row.version})
+
+    async def _push_head(self) -> None:
+        """Push the head before its step is committed, because the rollout continues then. Without the head's
+        weights, do nothing: the saved step is not published yet, and `_commit` publishes and pushes it."""
+        published = await self.store.published_policies(self.policy_id)
+        if self.saved_step and self.saved_step not in [step for _, step in published]:
+            return
         head = await self.store.latest_policy(self.policy_id)
         # The files of the head may have been pruned if newer checkpoints were damaged.
         if head.artifact.kind == "live" or is_pruned(head.artifact):

@@ -87,6 +87,17 @@ async def test_trainer_step_passes_all_states_in_order(config: RunConfig) -> Non
         assert harness.trainer.activity == "finished"
 
 
+async def test_recovery_pushes_the_published_version_before_the_rollout_can_continue(
+    config: RunConfig,
+) -> None:
+    """The rollout starts new groups as soon as the step has a version, and the engine must then serve it."""
+    await run_until_crash(config, "published", 2)
+    async with open_trainer(config, FaultInjector("saved")) as harness:
+        with pytest.raises(SimulatedCrash):  # the version is recorded in the row of the saved step
+            await harness.trainer.run()
+        assert (await harness.engine.status()).version == 2
+
+
 TrainingResult = tuple[list[tuple[int | None, str, float | None]], str]
 """The claims and the hash of the adapter."""
 
