@@ -151,7 +151,7 @@ class BackendConformance:
             with pytest.raises(BackendError, match="base model's logprobs"):
                 await backend.reference_logprobs(make_tree_samples())
             await backend.close()
-            pytest.skip("this backend has no reference model")
+            return
         logging.disable_progress_bar()
         base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
         samples = make_tree_samples()
