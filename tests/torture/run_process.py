@@ -289,7 +289,7 @@ class RunProcess(StoredRun):
 
     @property
     def exit_code(self) -> int | None:
-        """None if the run has not exited."""
+        """The exit code of the run, or None if it has not exited."""
         assert self.process is not None
         return self.process.poll()
 
