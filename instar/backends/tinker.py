@@ -95,8 +95,7 @@ class TinkerBackend(CloudBackend):
         try:
             connection = await TinkerConnection.connect(self._config, self._model)
             try:
-                # The SDK blocks while it creates a client.
-                client = await connection.run_in_thread(action, lambda: create(connection))
+                client = await connection.create_client(action, lambda: create(connection))
             except BaseException:  # including cancellation: the connection must not stay open
                 await connection.close(finish=False)
                 raise

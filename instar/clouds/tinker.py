@@ -13,6 +13,7 @@ import importlib.metadata
 import os
 import re
 import threading
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -53,6 +54,8 @@ def load_sdk(service: CloudService) -> tuple[Any, str | None]:
                 _describe_conflict(service, f"tinker {_find_version(tinker)}, and MinT pins an older version")
             )
         raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install_command}")
+    # tinker 0.38 deprecated its `_async` methods, but in earlier versions and MinT only these can be awaited.
+    warnings.filterwarnings("ignore", r"DEPRECATED: \w+\.\w+_async\(\)", FutureWarning)
     # Telemetry would report the run's errors to the service, so it is disabled unless the user enables it.
     os.environ.setdefault("TINKER_TELEMETRY", "0")
     return _import_mint(service.name) if service.name == "mint" else (import_module(service.name), None)
@@ -150,6 +153,16 @@ class TinkerConnection:
         except BaseException:  # including cancellation: a late result is discarded
             abandoned.set()
             raise
+
+    async def create_client(self, action: str, create: Callable[[], Any]) -> Any:
+        """Return the client that ``create`` returns, directly or (since tinker 0.38) as a future. The SDK
+        blocks in both cases, so this runs in a thread."""
+
+        def create_and_wait() -> Any:
+            client = create()
+            return client.result() if hasattr(client, "result_async") else client
+
+        return await self.run_in_thread(action, create_and_wait)
 
     def create_rest_client(self) -> Any:
         """Return the SDK's client for stored checkpoints. MinT uses Tinker's client."""

@@ -20,7 +20,7 @@ from instar.backends.local.backend import RNG_LOCK, LocalBackend
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.protocol.base import TRAINED_PARTS, AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
 from instar.protocol.checkpoints import ADAPTER_FOLDER, STATE_FOLDER, CheckpointStore
-from instar.types import Floats, Sample, new_id
+from instar.types import Floats, Sample
 
 LORA_ALPHA = 32.0
 """The LoRA alpha of every adapter. The hosted services use this value for all ranks."""
@@ -53,6 +53,15 @@ class ClientSession:
     owner: str
     last_seen: float
     """The `time.monotonic` time of the last request for the session or its models."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    model_id: str
+    session_id: str
+    owner: str
+    base_model: str
+    """The name of the base model that clients see."""
 
 
 class CoreSharing:
@@ -106,19 +115,18 @@ class TrainingModel:
         backend: ServedLocalBackend,
         checkpoints: CheckpointStore,
         *,
-        session: ClientSession,
-        base_model: str,
+        identity: ModelIdentity,
         adapter: AdapterSpec,
         max_context: int,
         core_sharing: CoreSharing,
     ) -> None:
-        self.model_id = new_id("model")
-        self.session_id = session.session_id
-        self.owner = session.owner
+        self.model_id = identity.model_id
+        self.session_id = identity.session_id
+        self.owner = identity.owner
         self.adapter = adapter
         self._backend = backend
         self._checkpoints = checkpoints
-        self._base_model = base_model
+        self._base_model = identity.base_model
         self._max_context = max_context
         self._core_sharing = core_sharing
         self._is_closed = False

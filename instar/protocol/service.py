@@ -13,7 +13,13 @@ from instar.backends.local.model import load_base
 from instar.config import ModelConfig
 from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
 from instar.protocol.checkpoints import ADAPTER_FOLDER, CheckpointStore
-from instar.protocol.models import ClientSession, CoreSharing, TrainingModel, create_backend
+from instar.protocol.models import (
+    ClientSession,
+    CoreSharing,
+    ModelIdentity,
+    TrainingModel,
+    create_backend,
+)
 from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
@@ -104,10 +110,13 @@ class TrainingService:
     # --- models ---
 
     async def create_model(
-        self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec
+        self, session_id: str, owner: str, base_model: str, adapter: AdapterSpec, model_id: str | None = None
     ) -> TrainingModel:
-        """Create a model. Raises ProtocolError 400 (invalid), 404 (no session) or 429 (too many models)."""
-        session = self.heartbeat(session_id, owner)
+        """Create a model, by default with a new id. Raises ProtocolError 400 (invalid), 404 (no session), 409
+        (the id is in use) or 429 (too many models)."""
+        self.heartbeat(session_id, owner)
+        if model_id in self._models:
+            raise ProtocolError(f"model {model_id} already exists; use a different model_seq_id", 409)
         self._check_new_model(base_model, adapter)
         await self._evict_idle_sessions()
         self._models_being_created += 1
@@ -121,8 +130,7 @@ class TrainingService:
         model = TrainingModel(
             backend,
             self.checkpoints,
-            session=session,
-            base_model=self.base_model,
+            identity=ModelIdentity(model_id or new_id("model"), session_id, owner, self.base_model),
             adapter=adapter,
             max_context=self.max_context,
             core_sharing=self._core_sharing,

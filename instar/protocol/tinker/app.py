@@ -10,7 +10,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.responses import Response
 
-from instar.protocol.base import TRAINED_PARTS, CheckpointInfo, ProtocolError
+from instar.protocol.base import CheckpointInfo, ProtocolError
 from instar.protocol.http import json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
@@ -154,9 +154,8 @@ class TinkerListingRoutes(TinkerRoutes):
         info = self._service.checkpoints.find(
             request.parse(TinkerWeightsInfoRequest).tinker_path, request.owner
         )
-        trained_parts = {name: info.extra[name] for name in TRAINED_PARTS if name in info.extra}
         return json_response(
-            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **trained_parts}
+            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **info.extra}
         )
 
     def _list_newest_first(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:

@@ -51,11 +51,23 @@ class TinkerSaveForSamplerRequest(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
     sampling_session_seq_id: int | None = None
+    kind: str = "snapshot"
 
 
 class TinkerLoadWeightsRequest(TinkerModelRequest):
     path: str = ""
     optimizer: bool = False
+
+
+class TinkerCreateFromWeightsRequest(Struct):
+    """A request to `load_weights` that creates a model from a checkpoint, as clients since tinker 0.38 do."""
+
+    session_id: str
+    model_seq_id: int
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    optimizer_config: Json | None = None
 
 
 class TinkerWeightsInfoRequest(Struct):

@@ -8,8 +8,8 @@ from typing import Any
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.protocol.base import ProtocolError
-from instar.protocol.http import json_response
+from instar.protocol.base import AdapterSpec, ProtocolError
+from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import (
@@ -20,6 +20,7 @@ from instar.protocol.tinker.passes import (
     read_request_ids,
 )
 from instar.protocol.tinker.requests import (
+    TinkerCreateFromWeightsRequest,
     TinkerCreateModelRequest,
     TinkerLoadWeightsRequest,
     TinkerModelRequest,
@@ -34,6 +35,8 @@ from instar.types import Json
 EPHEMERAL_TTL_SECONDS = 7 * 86400.0
 """How long unnamed weights are kept by default, unless the client finishes the session earlier."""
 OPTIMIZER = "adamw"
+SNAPSHOT = "snapshot"
+"""The only kind of sampling client: it keeps the weights with which it was created."""
 TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
@@ -73,20 +76,39 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body = request.parse(TinkerCreateModelRequest)
 
         async def run() -> Json:
-            optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
-            if optimizer != OPTIMIZER:
-                raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
+            _check_optimizer(body.optimizer_config)
             if body.lora_config is None:
                 raise ProtocolError("lora_config is missing; this server only trains LoRA adapters")
             adapter = body.lora_config.to_adapter_spec()
-            model = await self._service.create_model(body.session_id, request.owner, body.base_model, adapter)
-            self._sessions.model_ids[body.session_id].append(model.model_id)
+            model = await self._create_model(request.owner, body, body.base_model, adapter)
             return {"type": "create_model", "model_id": model.model_id}
 
+        return self._submit_creation("create_model", request, body, run)
+
+    async def _create_model(
+        self,
+        owner: str,
+        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
+        base_model: str,
+        adapter: AdapterSpec,
+    ) -> TrainingModel:
+        # Clients derive the same id, and use it without waiting for the response.
+        model_id = f"{body.session_id}:train:{body.model_seq_id}"
+        model = await self._service.create_model(body.session_id, owner, base_model, adapter, model_id)
+        self._sessions.model_ids[body.session_id].append(model_id)
+        return model
+
+    def _submit_creation(
+        self,
+        kind: str,
+        request: TinkerRequest,
+        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
+        run: Callable[[], Awaitable[Json]],
+    ) -> Response:
         # Report an ended session in the response rather than in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
         key = f"create_model:{body.session_id}:{body.model_seq_id}"
-        request_id = self._operations.submit("create_model", request.owner, run, key=key)
+        request_id = self._operations.submit(kind, request.owner, run, key=key)
         return json_response({"request_id": request_id})
 
     async def unload_model(self, request: TinkerRequest) -> Response:
@@ -157,6 +179,8 @@ class TinkerTrainingRoutes(TinkerRoutes):
         seq_id = body.sampling_session_seq_id
 
         async def run(model: TrainingModel) -> Json:
+            if body.kind != SNAPSHOT:
+                raise ProtocolError(f"sampling client kind {body.kind!r} is not supported; use {SNAPSHOT!r}")
             if body.path is not None:
                 saved = await model.export(_require_name(body.path), ttl=body.ttl_seconds)
                 return {"type": "save_weights_for_sampler", "path": saved.path}
@@ -172,6 +196,8 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights_for_sampler", body, run)
 
     async def load_weights(self, request: TinkerRequest) -> Response:
+        if parse_json(request.body, dict[str, Any]).get("session_id") is not None:
+            return self._create_from_weights(request)
         body = request.parse(TinkerLoadWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
@@ -179,6 +205,23 @@ class TinkerTrainingRoutes(TinkerRoutes):
             return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 
         return self._submit(request, "load_weights", body, run)
+
+    def _create_from_weights(self, request: TinkerRequest) -> Response:
+        body = request.parse(TinkerCreateFromWeightsRequest)
+
+        async def run() -> Json:
+            _check_optimizer(body.optimizer_config)
+            info = self._service.checkpoints.find(body.path, request.owner)
+            adapter = AdapterSpec(info.rank, **info.extra)
+            model = await self._create_model(request.owner, body, body.base_model or info.base_model, adapter)
+            try:
+                await model.load(body.path, optimizer=body.optimizer)
+            except BaseException:  # the client gets no id with which it could close the model
+                await self._service.close_model(model.model_id, request.owner)
+                raise
+            return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
+
+        return self._submit_creation("load_weights", request, body, run)
 
     def _submit_pass(self, request: TinkerRequest, training_pass: TinkerPass) -> Response:
         async def run(model: TrainingModel) -> TinkerPassResult:
@@ -224,6 +267,12 @@ async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult
         values[sample.mask == 0] = float("nan")
     loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
     return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
+
+
+def _check_optimizer(optimizer_config: Json | None) -> None:
+    optimizer = (optimizer_config or {}).get("type", OPTIMIZER)
+    if optimizer != OPTIMIZER:
+        raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
 
 
 def _require_name(path: str | None) -> str:

@@ -17,7 +17,7 @@ TORCH = "torch==2.13.0"
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
-    "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8"],
+    "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8", "tinker==0.38.0"],
     # Some dependencies of verl are pinned, because the resolver would otherwise try years of releases.
     "verl": [
         TORCH,

@@ -79,7 +79,7 @@ def test_long_poll_is_held_and_does_not_block_shutdown(model: Path, tmp_path: Pa
 def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_path: Path) -> None:
     with collect_sdk_leaks(), run_server(model, tmp_path) as (url, process):
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        training = service.create_lora_training_client(str(model), rank=4, seed=3)
+        training = service.create_lora_training_client(str(model), rank=4, seed=3).result()
         run_step(training)
         path = training.save_state("state").result().path
         expected = run_step(training)
@@ -94,7 +94,7 @@ def test_training_resumes_after_server_is_killed_during_a_step(model: Path, tmp_
             with pytest.raises(tinker.NotFoundError):
                 training.forward_backward([make_next_token_datum()], "cross_entropy").result(30)
             new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
-            resumed = new_service.create_training_client_from_state_with_optimizer(path)
+            resumed = new_service.create_training_client_from_state_with_optimizer(path).result()
             assert run_step(resumed) == pytest.approx(expected, rel=1e-6)
             new_service.close("success").result(10)
 

@@ -156,7 +156,7 @@ def test_detection_prefers_settings_and_ignores_empty_variables() -> None:
 
 def test_inspect_packages_reports_installed_versions() -> None:
     packages = inspect_packages()
-    assert packages["tinker"].version == "0.36.0"
+    assert packages["tinker"].version == "0.38.0"
     assert [name for name, package in packages.items() if package.problem] == ["mint", "verl"]
 
 
@@ -169,7 +169,7 @@ def test_check_installed_with_missing_package_shows_install_command() -> None:
         check_installed(MintBackendConfig())
     message = str(error.value)
     assert "pip install 'instar[mint]'" in message
-    assert "tinker 0.36.0" in message, "MinT is not compatible with the installed tinker"
+    assert "tinker 0.38.0" in message, "MinT is not compatible with the installed tinker"
     assert "backend.python: mindlab-toolkit-env/bin/python" in message
 
 

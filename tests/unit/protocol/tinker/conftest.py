@@ -41,4 +41,4 @@ def service(url: str) -> Generator[tinker.ServiceClient]:
 
 @pytest.fixture
 def training_client(service: tinker.ServiceClient) -> tinker.TrainingClient:
-    return service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
+    return service.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()

@@ -30,7 +30,7 @@ def test_base_model_sampler_matches_an_untrained_model(
     service: tinker.ServiceClient, training_client: tinker.TrainingClient
 ) -> None:
     """The logprobs match those of an untrained model, because a new adapter does not change them."""
-    sampling_client = service.create_sampling_client(base_model=BASE_MODEL)
+    sampling_client = service.create_sampling_client(base_model=BASE_MODEL).result()
     assert compute_logprobs(sampling_client) == pytest.approx(
         compute_model_logprobs(training_client), abs=1e-4
     )
@@ -41,7 +41,7 @@ def test_base_model_sampler_matches_an_untrained_model(
 
 
 def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
-    sampling_client = service.create_sampling_client(base_model=BASE_MODEL)
+    sampling_client = service.create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=6, seed=1)
     response = sampling_client.sample(PROMPT, 3, params, include_prompt_logprobs=True).result(20)
     assert len({tuple(s.tokens) for s in response.sequences}) == 3
@@ -55,7 +55,7 @@ def test_samples_have_logprobs(service: tinker.ServiceClient) -> None:
 
 
 def test_sampling_stops_at_stop_sequences(service: tinker.ServiceClient) -> None:
-    sampling_client = service.create_sampling_client(base_model=BASE_MODEL)
+    sampling_client = service.create_sampling_client(base_model=BASE_MODEL).result()
     greedy = types.SamplingParams(max_tokens=8, temperature=0.0)
     [full] = sampling_client.sample(PROMPT, 1, greedy).result(20).sequences
     assert full.stop_reason == "length"
@@ -74,14 +74,14 @@ def test_saved_weights_do_not_change_during_training(
     run_step(training_client)
     expected = compute_model_logprobs(training_client)
     named = training_client.save_weights_for_sampler("first").result()
-    unnamed = training_client.save_weights_and_get_sampling_client()
+    unnamed = training_client.save_weights_and_get_sampling_client().result()
     state = training_client.save_state("first").result()
     run_step(training_client)
     assert compute_model_logprobs(training_client) != pytest.approx(expected, abs=1e-2)
     for sampling_client in (
-        service.create_sampling_client(model_path=named.path),
+        service.create_sampling_client(model_path=named.path).result(),
         unnamed,
-        training_client.create_sampling_client(state.path),
+        training_client.create_sampling_client(state.path).result(),
     ):
         assert compute_logprobs(sampling_client) == pytest.approx(expected, abs=1e-4)
 
@@ -89,7 +89,7 @@ def test_saved_weights_do_not_change_during_training(
 def test_prompt_with_full_context_length_has_logprobs_but_cannot_be_sampled(
     service: tinker.ServiceClient,
 ) -> None:
-    sampling_client = service.create_sampling_client(base_model=BASE_MODEL)
+    sampling_client = service.create_sampling_client(base_model=BASE_MODEL).result()
     tokens = [3 + i % 250 for i in range(256)]
     assert np.isfinite(compute_logprobs(sampling_client, tokens)).all()
     with pytest.raises(tinker.RequestFailedError, match="256"):
@@ -99,12 +99,12 @@ def test_prompt_with_full_context_length_has_logprobs_but_cannot_be_sampled(
 
 
 def test_unsupported_options_and_unknown_models_are_rejected(service: tinker.ServiceClient) -> None:
-    sampling_client = service.create_sampling_client(base_model=BASE_MODEL)
+    sampling_client = service.create_sampling_client(base_model=BASE_MODEL).result()
     params = types.SamplingParams(max_tokens=1)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         with pytest.raises(tinker.RequestFailedError, match=f"unsupported fields: {name}"):
             sampling_client.sample(PROMPT, 1, params, **{name: 3}).result(20)  # pyright: ignore
     with pytest.raises(tinker.BadRequestError, match="unknown base_model 'another'"):
-        service.create_sampling_client(base_model="another")
+        service.create_sampling_client(base_model="another").result()
     with pytest.raises(tinker.NotFoundError, match="was not found or has expired"):
-        service.create_sampling_client(model_path="tinker://missing/sampler_weights/x")
+        service.create_sampling_client(model_path="tinker://missing/sampler_weights/x").result()

@@ -22,7 +22,7 @@ pytestmark = IGNORE_SDK_LEAKS
 
 def test_request_without_valid_key_is_rejected(url: str) -> None:
     with pytest.raises(tinker.AuthenticationError, match="is not valid for this server") as caught:
-        tinker.ServiceClient(base_url=url, api_key="tml-guessed").get_server_capabilities()
+        tinker.RestClient(base_url=url, api_key="tml-guessed").get_server_capabilities().result()
     assert "guessed" not in str(caught.value)
     with RawTinkerClient(url, "") as raw:
         assert raw.post("client/config", {}).status_code == 401
@@ -71,9 +71,9 @@ def test_checkpoints_are_listed_and_deleted(url: str, training_client: tinker.Tr
 
 def test_finished_session_removes_models_and_ephemeral_weights(url: str) -> None:
     service = tinker.ServiceClient(base_url=url, api_key=KEY)
-    training_client = service.create_lora_training_client(BASE_MODEL, rank=4)
+    training_client = service.create_lora_training_client(BASE_MODEL, rank=4).result()
     kept = training_client.save_weights_for_sampler("kept").result().path
-    training_client.save_weights_and_get_sampling_client()
+    training_client.save_weights_and_get_sampling_client().result()
     session = service.holder.get_session_id()
     with RawTinkerClient(url, KEY) as raw:
         assert raw.post("session_heartbeat", {"session_id": session}).status_code == 200
@@ -88,11 +88,11 @@ def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConf
     options = {"folder": tmp_path, "keys": [KEY], "base_model": BASE_MODEL}
     with serve_in_thread("tinker", tiny_model, **options) as url:
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
+        training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()
         run_step(training_client)
         path = training_client.save_state("kept").result().path
         loss = run_step(training_client)
-        sampling_client = training_client.save_weights_and_get_sampling_client()
+        sampling_client = training_client.save_weights_and_get_sampling_client().result()
     port = int(url.rpartition(":")[2])
     with serve_in_thread("tinker", tiny_model, port=port, **options) as url:
         start = time.monotonic()
@@ -103,12 +103,12 @@ def test_restarted_server_reports_lost_objects_immediately(tiny_model: ModelConf
                 types.ModelInput.from_ints([5]), 1, types.SamplingParams(max_tokens=1)
             ).result(20)
         with pytest.raises(tinker.NotFoundError, match=r"session .* does not exist or has ended"):
-            service.create_lora_training_client(BASE_MODEL, rank=4)
+            service.create_lora_training_client(BASE_MODEL, rank=4).result()
         assert time.monotonic() - start < 10
         with RawTinkerClient(url, KEY) as raw:
             assert raw.post("retrieve_future", {"request_id": "op-expired"}).status_code == 410
         new_service = tinker.ServiceClient(base_url=url, api_key=KEY)
-        resumed = new_service.create_training_client_from_state_with_optimizer(path)
+        resumed = new_service.create_training_client_from_state_with_optimizer(path).result()
         assert run_step(resumed) == pytest.approx(loss, rel=1e-6)
         new_service.close("success").result(10)
         service.close("errored")

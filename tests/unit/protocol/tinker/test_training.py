@@ -11,7 +11,8 @@ import torch
 from tinker import types
 
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
-from tests.unit.protocol.tinker.conftest import BASE_MODEL
+from tests.unit.protocol.tinker.conftest import BASE_MODEL, KEY
+from tests.unit.protocol.tinker.raw import RawTinkerClient
 from tests.unit.protocol.tinker.test_passes import make_datum
 
 ADAM = types.AdamParams(learning_rate=1e-2)
@@ -39,9 +40,10 @@ def run_step(training_client: tinker.TrainingClient) -> float:
 
 
 def test_server_reports_its_base_model_and_the_created_model(
-    service: tinker.ServiceClient, training_client: tinker.TrainingClient
+    url: str, training_client: tinker.TrainingClient
 ) -> None:
-    [model] = service.get_server_capabilities().supported_models
+    rest = tinker.RestClient(base_url=url, api_key=KEY)
+    [model] = rest.get_server_capabilities().result().supported_models
     assert (model.model_name, model.max_context_length, model.trainable) == (BASE_MODEL, 256, True)
     info = training_client.get_info()
     assert (info.model_id, info.lora_rank, info.is_lora) == (training_client.model_id, 4, True)
@@ -117,21 +119,54 @@ def test_custom_loss_is_computed_by_the_client(training_client: tinker.TrainingC
 
 
 def test_loaded_state_continues_training(service: tinker.ServiceClient) -> None:
-    training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3)
+    training_client = service.create_lora_training_client(BASE_MODEL, rank=4, seed=3).result()
     run_step(training_client)
     run_step(training_client)
     path = training_client.save_state("two").result().path
     assert path == f"tinker://{training_client.model_id}/weights/two"
     next_losses = [run_step(training_client), run_step(training_client)]
-    resumed = service.create_training_client_from_state_with_optimizer(path)
+    resumed = service.create_training_client_from_state_with_optimizer(path).result()
     assert resumed.model_id != training_client.model_id
     assert [run_step(resumed), run_step(resumed)] == pytest.approx(next_losses, rel=1e-6)
-    fresh = service.create_training_client_from_state(path)
+    fresh = service.create_training_client_from_state(path).result()
     assert run_step(fresh) == pytest.approx(next_losses[0], rel=1e-6)
     assert run_step(fresh) != pytest.approx(next_losses[1], rel=1e-4)
     with pytest.warns(FutureWarning):
         assert training_client.load_state(path).result().path == path
     assert run_step(training_client) == pytest.approx(next_losses[0], rel=1e-6)
+
+
+def test_old_client_resumes_with_create_model_and_load_weights(
+    url: str, training_client: tinker.TrainingClient
+) -> None:
+    """Clients before tinker 0.38 create a model and load the weights into it."""
+    run_step(training_client)
+    path = training_client.save_state("one").result().path
+    with RawTinkerClient(url, KEY) as raw:
+        info = raw.post("weights_info", {"tinker_path": path}).json()
+        model_id = raw.create_model(raw.create_session(), info["base_model"], rank=info["lora_rank"])
+        request = {"model_id": model_id, "seq_id": 1, "session_id": None, "path": path, "optimizer": True}
+        result = raw.retrieve_result(raw.submit("load_weights", request))
+    assert result == {"type": "load_weights", "path": path, "model_id": model_id}
+
+
+def test_failed_load_creates_no_model(url: str, training_client: tinker.TrainingClient) -> None:
+    sampler_path = training_client.save_weights_for_sampler("sampler").result().path
+    with RawTinkerClient(url, KEY) as raw:
+        session_id = raw.create_session()
+        request = {"session_id": session_id, "model_seq_id": 0, "path": sampler_path, "optimizer": False}
+        result = raw.retrieve_result(raw.submit("load_weights", request))
+        assert "was saved for sampling only" in result["error"]
+        assert raw.post("get_info", {"model_id": f"{session_id}:train:0"}).status_code == 404
+
+
+def test_sampling_client_of_unsupported_kind_is_rejected(
+    url: str, training_client: tinker.TrainingClient
+) -> None:
+    request = {"model_id": training_client.model_id, "seq_id": 1, "path": "x", "kind": "inflight"}
+    with RawTinkerClient(url, KEY) as raw:
+        result = raw.retrieve_result(raw.submit("save_weights_for_sampler", request))
+    assert result["error"] == "sampling client kind 'inflight' is not supported; use 'snapshot'"
 
 
 def test_state_is_replaced_only_with_overwrite(training_client: tinker.TrainingClient) -> None:
@@ -170,11 +205,11 @@ def test_invalid_data_is_reported_and_training_continues(
 
 def test_unsupported_optimizers_ranks_and_models_are_rejected(service: tinker.ServiceClient) -> None:
     with pytest.raises(tinker.RequestFailedError, match=r"unknown optimizer_config\.type 'dimuon'"):
-        service.create_lora_training_client(BASE_MODEL, optimizer=types.DimuonOptimizerConfig())
+        service.create_lora_training_client(BASE_MODEL, optimizer=types.DimuonOptimizerConfig()).result()
     with pytest.raises(tinker.RequestFailedError, match="rank must be between 1 and 16, got 64"):
-        service.create_lora_training_client(BASE_MODEL, rank=64)
+        service.create_lora_training_client(BASE_MODEL, rank=64).result()
     with pytest.raises(tinker.RequestFailedError, match="unknown base_model 'another'"):
-        service.create_lora_training_client("another", rank=4)
+        service.create_lora_training_client("another", rank=4).result()
 
 
 def test_learning_rate_may_be_zero_but_not_negative(training_client: tinker.TrainingClient) -> None:
