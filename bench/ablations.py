@@ -1,7 +1,7 @@
 """Compare training settings: train many LoRA adapters at once, with GRPO on small tasks, on one GPU.
 
-    python bench/ablations.py --set first [--task calc|cmd|tools] [--steps 60] [--seconds S] [--model FOLDER]
-        [--out FOLDER] [--json]
+    python bench/ablations.py --set first [--task calc|cmd|tools] [--steps 60] [--seconds S] [--every 10]
+        [--held-out 200] [--model FOLDER] [--out FOLDER] [--json]
 
 An experiment is a setting with a seed, and a set is a list of experiments
 (`ablation_parts/experiments.py`). All experiments of a set train in one batch, each with its own adapter,
@@ -28,7 +28,13 @@ import torch
 from ablation_parts.experiments import EXPERIMENT_SETS
 from ablation_parts.model import choose_device
 from ablation_parts.tasks import TASKS
-from ablation_parts.training import Curves, ExperimentBatch, run_experiments
+from ablation_parts.training import (
+    EVALUATION_INTERVAL,
+    HELD_OUT_EXAMPLES,
+    Curves,
+    ExperimentBatch,
+    run_experiments,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -110,8 +116,9 @@ def show(task: str, results: Sequence[SettingResult]) -> None:
 
 def measure(task: str, options: argparse.Namespace, model: Path) -> list[SettingResult]:
     """Train the experiments of the set on a task, and write their curves to ``options.out`` if it is set."""
-    batch = ExperimentBatch(model, TASKS[task], EXPERIMENT_SETS[options.set], choose_device())
-    curves = run_experiments(batch, options.steps, options.seconds, console.print)
+    settings, device = EXPERIMENT_SETS[options.set], choose_device()
+    batch = ExperimentBatch(model, TASKS[task], settings, device, options.held_out)
+    curves = run_experiments(batch, options.steps, options.seconds, console.print, options.every)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / f"{task}.json").write_text(json.dumps([asdict(item) for item in curves]))
@@ -128,6 +135,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--task", choices=list(TASKS), help="run only this task (default: all)")
     parser.add_argument("--steps", type=int, default=60, help="number of training steps per task")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit per task, in seconds")
+    parser.add_argument("--every", type=int, default=EVALUATION_INTERVAL, help="steps between evaluations")
+    parser.add_argument(
+        "--held-out", type=int, default=HELD_OUT_EXAMPLES, help="number of held-out questions"
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help=f"model folder (default: {DEFAULT_MODEL})")
     parser.add_argument("--out", type=Path, help="folder for the curves, one JSON file per task")
     parser.add_argument("--json", action="store_true", help="print the results as one JSON line at the end")

@@ -4,17 +4,20 @@
 
 The capacity is the highest rate of replies that is reached with three different numbers of calls in flight.
 Calls then arrive at half that rate, at three times that rate, whether or not earlier calls have completed,
-and again at half of it. In *engine*, the engine is the bottleneck: it takes 10 ms for each of a reply's 32
-tokens. In *gateway*, the engine replies immediately, so the gateway's own process is the bottleneck. Both are
-measured with complete and with streamed replies. The load generator, the gateway and the engine share the
-machine.
+and again at half of it. The overload is divided into four phases, and the capacity is measured again after
+each of them, because it falls by up to a quarter while the store grows from empty, and changes with the load
+of other virtual machines on the same hardware. In *engine*, the engine is the bottleneck: it takes 10 ms for
+each of a reply's 32 tokens. In *gateway*, the engine replies immediately, so the gateway's own process is the
+bottleneck. Both are measured with complete and with streamed replies. The gateway has a core to itself; the
+load generator and the engine share the other cores, so that the generator, which sends three times as much
+during the overload, does not take the gateway's CPU time.
 
 ``reject_ms`` is the 99th percentile of the time to a 429 response, ``peak_share`` the rate of replies during
-the overload divided by the capacity, and ``recovery_s`` the time from the end of the overload to the first
-second in which all calls succeed and the p95 latency is at most twice that before the overload. Each of these
-is the worst value of all scenarios. Three more are sums: ``lost`` counts replies that arrived completely but
-are not in the store, ``no_retry_after`` the 429 responses without Retry-After, and ``failed`` all responses
-other than 200 and 429.
+the overload divided by the mean of the capacities before and after each phase, and ``recovery_s`` the time
+from the end of the overload to the first second in which all calls succeed and the p95 latency is at most
+twice that before the overload. Each of these is the worst value of all scenarios. Three more are sums:
+``lost`` counts replies that arrived completely but are not in the store, ``no_retry_after`` the 429 responses
+without Retry-After, and ``failed`` all responses other than 200 and 429.
 
 By default, each overload takes a quarter of the full time. `--full` runs the full time, keeps the metrics of
 finished scenarios in .cache/bench/overload.json and continues an interrupted measurement.
@@ -24,11 +27,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import uvloop
@@ -49,10 +55,14 @@ from rich.table import Table
 FULL_SECONDS, DEFAULT_SECONDS = 120.0, 30.0
 OVERLOAD_FACTOR = 3.0
 """The rate of calls during the overload, as a multiple of the capacity."""
+OVERLOAD_PHASES = 4
 NORMAL_FACTOR = 0.5
 """The rate of calls before and after the overload, as a multiple of the capacity."""
 WINDOW_SECONDS = 0.25
 GOALS = {"reject_ms": "< 50", "peak_share": "≥ 0.9", "recovery_s": "≤ 5", "lost": "0", "no_retry_after": "0"}
+
+Phase = tuple[float, float]
+"""The start and the end of a part of the measurement."""
 
 console = Console(stderr=True)
 
@@ -79,10 +89,15 @@ def log(text: str) -> None:
 
 def measure_scenario(scenario: Scenario, seconds: float, folder: Path) -> dict[str, Any]:
     engine = {**make_exact_engine(), "delay": scenario.token_seconds}
+    gateway_core, *other_cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, other_cores or [gateway_core])  # the engine inherits this
     with start_gateway(folder, engine, max_in_flight=scenario.max_in_flight) as gateway:
+        for thread in Path(f"/proc/{gateway.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), [gateway_core])
         metrics, outcomes = uvloop.run(apply_load(scenario, seconds, gateway))
         acknowledged = {outcome.reply_id for outcome in outcomes if outcome.reply_id}
         lost = acknowledged - gateway.read_reply_ids()
+    os.sched_setaffinity(0, [gateway_core, *other_cores])
     statuses = Counter(outcome.status for outcome in outcomes)
     rejected = [outcome for outcome in outcomes if outcome.status == 429]
     return metrics | {
@@ -98,51 +113,66 @@ def measure_scenario(scenario: Scenario, seconds: float, folder: Path) -> dict[s
 
 async def apply_load(
     scenario: Scenario, seconds: float, gateway: GatewayProcess
-) -> tuple[dict[str, float], list[Outcome]]:
+) -> tuple[dict[str, Any], list[Outcome]]:
     """Run all phases. Return the metrics and the outcomes of all calls.
 
     Raises MeasurementError if no call was rejected during the overload.
     """
     client = LoadClient(gateway.url)
-    load = LoadGenerator(
-        ChatRequests(gateway.open_target("overload"), client, stream=scenario.stream).send_next
-    )
-    rates: list[float] = []
-    for concurrency in (scenario.max_in_flight // 4, scenario.max_in_flight // 2, scenario.max_in_flight):
-        started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, seconds / 6))
-        rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
-    capacity = max(rates)
-    before = await load.run_at_rate(NORMAL_FACTOR * capacity, max(3.0, seconds / 4))
+    target = gateway.open_target("overload")
+    requests = ChatRequests(target, client, gateway.admin_key, stream=scenario.stream)
+    load = LoadGenerator(requests.send_next)
+    capacities = [await measure_capacity(load, scenario.max_in_flight, seconds)]
+    before = await load.run_at_rate(NORMAL_FACTOR * capacities[0], max(3.0, seconds / 4))
     await load.finish()
     load.timer_lags.clear()
-    overload = await load.run_at_rate(OVERLOAD_FACTOR * capacity, seconds)
+    phases: list[Phase] = []
+    for number in range(OVERLOAD_PHASES):
+        if number:
+            await load.finish()
+            capacities.append(await measure_capacity(load, scenario.max_in_flight, seconds / OVERLOAD_PHASES))
+        phases.append(await load.run_at_rate(OVERLOAD_FACTOR * capacities[-1], seconds / OVERLOAD_PHASES))
     timer_lags = [*load.timer_lags]
-    after = await load.run_at_rate(NORMAL_FACTOR * capacity, max(6.0, seconds / 4))
+    after = await load.run_at_rate(NORMAL_FACTOR * capacities[0], max(6.0, seconds / 4))
     await load.finish()
+    capacities.append(await measure_capacity(load, scenario.max_in_flight, seconds / OVERLOAD_PHASES))
     client.close()
 
-    def list_started_in(phase: tuple[float, float]) -> list[Outcome]:
-        return [outcome for outcome in load.outcomes if phase[0] <= outcome.started_at < phase[1]]
+    def list_started_in(*phases: Phase) -> list[Outcome]:
+        return [o for o in load.outcomes if any(start <= o.started_at < end for start, end in phases)]
 
-    warm_up = min(1.0, seconds / 4)
-    replies = count_replies(load.outcomes, overload[0] + warm_up, overload[1])
-    reject_ms = [outcome.milliseconds for outcome in list_started_in(overload) if outcome.status == 429]
+    warm_up = min(1.0, seconds / 4 / OVERLOAD_PHASES)
+    rates = [
+        count_replies(load.outcomes, start + warm_up, end) / (end - start - warm_up) for start, end in phases
+    ]
+    reject_ms = [outcome.milliseconds for outcome in list_started_in(*phases) if outcome.status == 429]
     if not reject_ms:
         raise MeasurementError(f"no call was rejected at {OVERLOAD_FACTOR:g} times the capacity")
     normal_ms = percentile([outcome.milliseconds for outcome in list_started_in(before)], 0.95)
     metrics = {
-        "capacity": capacity,
-        "offered": len(list_started_in(overload)) / (overload[1] - overload[0]),
+        "capacity": capacities[0],
+        "capacities": capacities,
+        "overload_rates": rates,
+        "offered": len(list_started_in(*phases)) / sum(end - start for start, end in phases),
         "reject_ms": percentile(reject_ms, 0.99),
         "reject_median_ms": percentile(reject_ms, 0.5),
-        "peak_share": replies / (overload[1] - overload[0] - warm_up) / capacity,
+        "peak_share": sum(rates) / sum(map(fmean, pairwise(capacities))),
         "recovery_s": measure_recovery(list_started_in(after), after, 2 * normal_ms),
         "client_lag_ms": 1000 * percentile(timer_lags, 0.99),
     }
     return metrics, load.outcomes
 
 
-def measure_recovery(outcomes: list[Outcome], phase: tuple[float, float], max_p95_ms: float) -> float:
+async def measure_capacity(load: LoadGenerator, max_in_flight: int, seconds: float) -> float:
+    """Return the highest rate of replies with three numbers of calls in flight."""
+    rates: list[float] = []
+    for concurrency in (max_in_flight // 4, max_in_flight // 2, max_in_flight):
+        started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, seconds / 6))
+        rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
+    return max(rates)
+
+
+def measure_recovery(outcomes: list[Outcome], phase: Phase, max_p95_ms: float) -> float:
     """Return the time in seconds until the first good second, or the phase's duration if there is none.
 
     A second is good if all calls in it succeed and the p95 latency in each of its windows is at most

@@ -26,6 +26,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
 _MAX_THRESHOLD_BYTES = 2**31 - 1
+_LARGE_BLOCK_BYTES = 1024 * 1024
 
 
 @functools.cache
@@ -78,10 +79,18 @@ def keep_freed_pages() -> None:
         mallopt(_M_ARENA_MAX, 1)
 
 
+def limit_fragmentation() -> None:
+    """Make malloc map every large block separately, and use one arena for all threads. By default, glibc
+    learns from freed blocks to allocate even large ones between small ones, in an arena per thread, so that
+    the memory of a server with requests of many sizes grows for hours. Without glibc, do nothing."""
+    if (mallopt := _find_glibc_function("mallopt")) is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+        mallopt(_M_ARENA_MAX, 1)
+
+
 def release_freed_pages() -> None:
     """Return the pages of freed memory to the operating system. By default, glibc keeps the pages between two
-    blocks that are in use, so that the memory of a server with requests of many sizes grows for hours.
-    Without glibc, this function does nothing."""
+    blocks that are in use. Without glibc, this function does nothing."""
     if (malloc_trim := _find_glibc_function("malloc_trim")) is not None:
         malloc_trim(0)
 

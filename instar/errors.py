@@ -51,6 +51,10 @@ class StoreFull(StoreError):
     pass
 
 
+class StoreUnavailable(StoreError):
+    """The database is locked, too slow or cannot be reached, which may be temporary."""
+
+
 class LeaseLost(StoreError):
     pass
 

@@ -1,6 +1,8 @@
-"""The named sets of experiments. Each setting runs with two seeds."""
+"""The named sets of experiments. Each setting runs with several seeds."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from ablation_parts.training import ExperimentSettings as Settings
 
@@ -58,4 +60,48 @@ THIRD = _repeat_for_seeds(
 )
 """Smaller steps: a lower learning rate, or one that depends on the KL or on the groups with signal."""
 
-EXPERIMENT_SETS = {"first": FIRST, "second": SECOND, "third": THIRD}
+LIKE_TRL = Settings(is_on_policy=True, warmup_steps=0, normalization="all_tokens", adam_beta2=0.999)
+FOURTH = _repeat_for_seeds(
+    (0, 1),
+    LIKE_TRL,
+    replace(LIKE_TRL, learning_rate=1e-4),
+    Settings(),
+    Settings(warmup_steps=0, is_on_policy=True),
+    replace(LIKE_TRL, adapter_alpha=8.0),
+    Settings(warmup_steps=0, is_on_policy=True, learning_rate=1e-4),
+)
+"""The differences from TRL's defaults, one by one. `ablations_trl.py` runs TRL with the same examples."""
+
+FIFTH = _repeat_for_seeds(
+    (4, 5, 6),
+    Settings(groups=6),
+    Settings(groups=6, learning_rate_scaling="sqrt"),
+    Settings(groups=6, min_signal_groups=4),
+    Settings(groups=6, learning_rate=1e-4, normalization="all_tokens", adam_beta2=0.999),
+    Settings(groups=6, normalization="all_tokens", adam_beta2=0.999),
+    Settings(groups=6, failed_group_penalty=0.2, learning_rate_scaling="sqrt"),
+    Settings(groups=6, learning_rate=1e-3, max_kl=0.02, learning_rate_scaling="sqrt"),
+)
+"""Steps that depend on the signal, and a limit on the KL of a step."""
+
+TWO_UPDATES = Settings(groups=6, epochs=2, learning_rate_scaling="sqrt")
+SIXTH = _repeat_for_seeds(
+    (4, 5, 6),
+    Settings(groups=6, epochs=2),
+    TWO_UPDATES,
+    replace(TWO_UPDATES, failed_group_penalty=0.2),
+    Settings(groups=6, hard_group_epochs=1, learning_rate_scaling="sqrt", failed_group_penalty=0.2),
+    Settings(groups=6, epochs=2, failed_group_penalty=0.2, learning_rate=1e-4),
+    replace(TWO_UPDATES, failed_group_penalty=0.2, max_kl=0.02, learning_rate=1e-3),
+    replace(TWO_UPDATES, failed_group_penalty=0.2, max_kl=0.02),
+)
+"""Two updates per step, with the changes of the fifth set."""
+
+EXPERIMENT_SETS = {
+    "first": FIRST,
+    "second": SECOND,
+    "third": THIRD,
+    "fourth": FOURTH,
+    "fifth": FIFTH,
+    "sixth": SIXTH,
+}

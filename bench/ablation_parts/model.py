@@ -61,6 +61,8 @@ class BatchedLoraModel:
         self.weights = {name: weight.to(device, self.dtype) for name, weight in weights.items()}
         self.embeddings = self.weights["model.embed_tokens.weight"]
         self.adapters = self._make_adapters()
+        self.adapter_scale_K11 = torch.full((experiments, 1, 1), ADAPTER_ALPHA / ADAPTER_RANK, device=device)
+        """The factor of every experiment's adapter."""
         head_dim = self.config.head_dim
         exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
         frequencies = 1.0 / (self.config.rope_parameters["rope_theta"] ** exponents)
@@ -160,8 +162,8 @@ class BatchedLoraModel:
     def _project(self, inputs_KTC: Tensor, name: str, adapters: Adapters) -> Tensor:
         a, b = adapters[f"{name}.A"], adapters[f"{name}.B"]
         outputs = inputs_KTC @ self.weights[f"model.layers.{name}.weight"].T
-        scale = ADAPTER_ALPHA / ADAPTER_RANK
-        return outputs + torch.bmm(torch.bmm(inputs_KTC, a.transpose(1, 2)), b.transpose(1, 2)) * scale
+        changes = torch.bmm(torch.bmm(inputs_KTC, a.transpose(1, 2)), b.transpose(1, 2))
+        return outputs + changes * self.adapter_scale_K11.to(self.dtype)
 
     def _normalize(self, hidden: Tensor, name: str) -> Tensor:
         exact = hidden.float()

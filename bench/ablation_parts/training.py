@@ -17,7 +17,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ablation_parts.model import Adapters, BatchedLoraModel, BatchedPolicy, Prompts, SampledReplies
+from ablation_parts.model import (
+    ADAPTER_RANK,
+    Adapters,
+    BatchedLoraModel,
+    BatchedPolicy,
+    Prompts,
+    SampledReplies,
+)
 from ablation_parts.tasks import ChatEncoder, Example, Task
 
 GROUP_SIZE = 8
@@ -26,12 +33,13 @@ HELD_OUT_EXAMPLES = 200
 HELD_OUT_SEED = 999
 SAMPLING_SEED = 1
 EVALUATION_INTERVAL = 10
+"""The default number of steps between evaluations."""
 PROGRESS_INTERVAL = 20
 KL_INTERVAL = 5
 """The number of steps between KL measurements if no experiment has a target KL."""
-WARMUP_STEPS = 3
 ADAM_BETA1 = 0.9
 ADAM_EPSILON = 1e-8
+HARD_GROUP_MEAN = 0.25
 MIN_RATIO, MAX_RATIO = 0.8, 1.28
 """In the second and later updates on a batch, tokens beyond these probability ratios get no gradient."""
 
@@ -46,6 +54,17 @@ class ExperimentSettings:
     """Multiplies the learning rate by the fraction of groups with signal, or by its square root."""
     target_kl: float = 0.0
     """Adapts the learning rate so that a step changes the policy by this KL per token. 0 turns this off."""
+    max_kl: float = 0.0
+    """Lowers the learning rate while a step changes the policy by more than this KL per token. 0 turns this
+    off."""
+    warmup_steps: int = 3
+    """The number of steps in which the learning rate rises."""
+    min_signal_groups: int = 0
+    """Adds the gradients of several steps until this number of groups had signal, before an update."""
+    is_on_policy: bool = False
+    """Samples with the current adapter instead of the one of the previous step."""
+    adapter_alpha: float = 32.0
+    """The scale of the adapter, times its rank."""
     adam_beta2: float = 0.95
     """The decay of Adam's second moment."""
     max_gradient_norm: float = 1.0
@@ -54,11 +73,14 @@ class ExperimentSettings:
     """The number of groups, of 8 replies each, per step."""
     epochs: int = 1
     """The number of updates on each batch."""
+    hard_group_epochs: int = 0
+    """The number of additional updates on groups in which at most a quarter of the replies are correct."""
     should_divide_by_std: bool = True
     """Divides advantages by the standard deviation of the group's rewards. If false, doubles them instead,
     which is the same for a group in which half of the replies are correct."""
-    normalization: Literal["groups_used", "all_groups"] = "groups_used"
-    """Divides the loss by the number of replies in groups that have an advantage, or of all replies."""
+    normalization: Literal["groups_used", "all_groups", "all_tokens"] = "groups_used"
+    """Divides the loss by the number of replies in groups that have an advantage, of all replies, or of all
+    tokens."""
     positive_weight: float = 1.0
     """Multiplies positive advantages."""
     failed_group_penalty: float = 0.0
@@ -123,7 +145,9 @@ class GroupAdvantages:
     groups_used_K: Tensor
     """The number of groups with signal, and of failed groups that have a penalty."""
     divisor_K: Tensor
-    """The number by which the loss is divided."""
+    """The number by which the loss is divided, unless it is divided by the number of tokens."""
+    is_hard_KG: Tensor
+    """True for the groups in which some replies are correct, but at most a quarter."""
 
 
 @dataclass(frozen=True)
@@ -161,9 +185,9 @@ def compute_advantages(rewards_KGN: Tensor, settings: Sequence[ExperimentSetting
     divisor_K = torch.where(
         by_all.to(rewards_KGN.device), column("groups")[:, 0, 0], groups_used_K.clamp_min(1)
     )
-    return GroupAdvantages(
-        values, is_active[..., 0], has_signal.float().sum((1, 2)), groups_used_K, divisor_K * size
-    )
+    is_hard_KG = ((mean > 0) & (mean <= HARD_GROUP_MEAN) & is_active)[..., 0]
+    signal_K = has_signal.float().sum((1, 2))
+    return GroupAdvantages(values, is_active[..., 0], signal_K, groups_used_K, divisor_K * size, is_hard_KG)
 
 
 class BatchedAdam:
@@ -226,6 +250,11 @@ class ExperimentBatch:
         self.held_out = list(islice(task.make_examples(HELD_OUT_SEED, is_held_out=True), held_out_examples))
         self.learning_rate_factor_K = torch.ones(len(settings), device=device)
         self.previous_adapters: Adapters | None = None
+        self.accumulated: Adapters = {}
+        self.signal_since_update_K = torch.zeros(len(settings), device=device)
+        by_tokens = [setting.normalization == "all_tokens" for setting in settings]
+        self.divides_by_tokens_K = torch.tensor(by_tokens, device=device)
+        self.model.adapter_scale_K11 = self._column("adapter_alpha")[:, None, None] / ADAPTER_RANK
         self.curves = [Curves(setting) for setting in settings]
 
     def evaluate(self, step: int) -> None:
@@ -245,7 +274,7 @@ class ExperimentBatch:
         """Sample replies with the adapters of the previous step, score them, and update the adapters."""
         with torch.no_grad():
             adapters = self.model.cast_adapters()
-        sampling_adapters = self.previous_adapters or adapters
+        sampling_adapters = self._select_sampling_adapters(adapters)
         self.previous_adapters = adapters
         # Experiments with fewer groups sample as many as the largest one, and ignore the extra groups.
         examples = [[next(stream) for _ in range(self.groups)] for stream in self.streams]
@@ -257,6 +286,14 @@ class ExperimentBatch:
         reply_ids = self._list_replies(replies)
         metrics = self.update(step, prompts, replies, self._score(examples, reply_ids))
         self._record(metrics, reply_ids)
+
+    def _select_sampling_adapters(self, current: Adapters) -> Adapters:
+        """Return the adapters of the previous step, or the current ones for the experiments on policy."""
+        if self.previous_adapters is None:
+            return current
+        is_current = (self._column("is_on_policy") == 1)[:, None, None]
+        previous = self.previous_adapters
+        return {name: torch.where(is_current, weight, previous[name]) for name, weight in current.items()}
 
     def update(
         self, step: int, prompts: Prompts, replies: SampledReplies, rewards_KGN: Tensor
@@ -271,22 +308,34 @@ class ExperimentBatch:
         advantages_KRT = advantages.values_KGN.flatten(1)[..., None] - bonuses_KRT
         learning_rate_K = self._compute_learning_rates(step, advantages.groups_with_signal_K)
         has_gradient_K = (advantages.groups_used_K > 0) | (bonus_K > 0)
+        divisor_K = torch.where(self.divides_by_tokens_K, trained_KRT.sum((1, 2)), advantages.divisor_K)
+        is_hard_KR1 = advantages.is_hard_KG.repeat_interleave(rewards_KGN.shape[2], 1)[..., None]
         logprobs_by_epoch: list[Tensor] = []
         norms_by_epoch: list[Tensor] = []
-        for epoch in range(max(setting.epochs for setting in self.settings)):
-            should_update_K = has_gradient_K & (self._column("epochs") > epoch)
+        for epoch in range(max(setting.epochs + setting.hard_group_epochs for setting in self.settings)):
+            is_full_K = self._column("epochs") > epoch
+            is_hard_only_K = ~is_full_K & (self._column("epochs") + self._column("hard_group_epochs") > epoch)
+            should_update_K = has_gradient_K & (is_full_K | (is_hard_only_K & advantages.is_hard_KG.any(1)))
+            is_used_KR1 = is_full_K[:, None, None] | (is_hard_only_K[:, None, None] & is_hard_KR1)
             logprobs_KRT = self.policy.compute_logprobs(self.model.cast_adapters(), prompts, replies)
             ratio_KRT = (logprobs_KRT - replies.logprobs_KRT).exp()
-            terms_KRT = advantages_KRT * ratio_KRT * replies.mask_KRT * should_update_K[:, None, None]
+            terms_KRT = advantages_KRT * ratio_KRT * replies.mask_KRT * is_used_KR1
+            terms_KRT = terms_KRT * should_update_K[:, None, None]
             if epoch > 0:
                 terms_KRT = torch.where(_is_clipped(advantages_KRT, ratio_KRT), 0, terms_KRT)
-            loss = -(terms_KRT / advantages.divisor_K[:, None, None]).sum()
+            loss = -(terms_KRT / divisor_K[:, None, None]).sum()
             gradients = torch.autograd.grad(loss, list(self.model.adapters.values()))
             named_gradients = dict(zip(self.model.adapters, gradients, strict=True))
             logprobs_by_epoch.append(logprobs_KRT.detach())
+            if epoch == 0:
+                should_update_K = self._accumulate(
+                    named_gradients, advantages.groups_with_signal_K, should_update_K
+                )
             norms_by_epoch.append(self.optimizer.step(named_gradients, learning_rate_K, should_update_K))
         kl_K = torch.zeros_like(bonus_K)
-        if step % KL_INTERVAL == 0 or any(setting.target_kl > 0 for setting in self.settings):
+        if step % KL_INTERVAL == 0 or any(
+            setting.target_kl + setting.max_kl > 0 for setting in self.settings
+        ):
             with torch.no_grad():
                 logprobs_KRT = self.policy.compute_logprobs(self.model.cast_adapters(), prompts, replies)
             kl_K = _average(0.5 * (logprobs_KRT - logprobs_by_epoch[0]).pow(2), trained_KRT)
@@ -300,26 +349,49 @@ class ExperimentBatch:
             kl_K=kl_K,
         )
 
+    def _accumulate(
+        self, gradients: Adapters, groups_with_signal_K: Tensor, should_update_K: Tensor
+    ) -> Tensor:
+        """Add the gradients since the last update to ``gradients``, for the experiments that wait for groups
+        with signal. Return the experiments to update now."""
+        if not any(setting.min_signal_groups for setting in self.settings):
+            return should_update_K
+        min_K = self._column("min_signal_groups")
+        self.signal_since_update_K += groups_with_signal_K
+        is_due_K = should_update_K & (self.signal_since_update_K >= min_K)
+        for name, gradient in gradients.items():
+            total = self.accumulated.get(name, torch.zeros_like(gradient)) + gradient
+            gradients[name] = total
+            self.accumulated[name] = torch.where((is_due_K | (min_K == 0))[:, None, None], 0, total)
+        self.signal_since_update_K = torch.where(is_due_K, 0, self.signal_since_update_K)
+        return is_due_K
+
     def _column(self, name: str) -> Tensor:
         return make_column(self.settings, name, self.device)
 
     def _compute_learning_rates(self, step: int, groups_with_signal_K: Tensor) -> Tensor:
-        warmup = min(1, step / (WARMUP_STEPS + 1))
         scales: list[float] = []
         for setting, signal in zip(self.settings, groups_with_signal_K.tolist(), strict=True):
             fraction = signal / setting.groups
-            scales.append(
-                {"none": 1.0, "linear": fraction, "sqrt": math.sqrt(fraction)}[setting.learning_rate_scaling]
-            )
-        rate_K = self._column("learning_rate") * warmup * self.learning_rate_factor_K
+            warmup = min(1, step / (setting.warmup_steps + 1))
+            scaling = {"none": 1.0, "linear": fraction, "sqrt": math.sqrt(fraction)}
+            scales.append(warmup * scaling[setting.learning_rate_scaling])
+        rate_K = self._column("learning_rate") * self.learning_rate_factor_K
         return rate_K * torch.tensor(scales, device=self.device)
 
     def _adapt_learning_rate(self, kl_K: Tensor, was_updated_K: Tensor) -> None:
-        """Move the learning rate of the experiments with a target KL toward the rate that reaches it."""
-        target_K, factor_K = self._column("target_kl"), self.learning_rate_factor_K
-        change_K = (target_K / kl_K.clamp_min(1e-8)).sqrt().clamp(0.7, 1.4)
-        adapted_K = (factor_K * change_K).clamp(0.02, 3)
-        self.learning_rate_factor_K = torch.where((target_K > 0) & was_updated_K, adapted_K, factor_K)
+        """Move the learning rate of the experiments with a target or maximum KL toward the rate that reaches
+        it."""
+        target_K, max_K, factor_K = (
+            self._column("target_kl"),
+            self._column("max_kl"),
+            self.learning_rate_factor_K,
+        )
+        change_K = (torch.maximum(target_K, max_K) / kl_K.clamp_min(1e-8)).sqrt().clamp(0.7, 1.4)
+        upper_K = torch.where(max_K > 0, 1.0, 3.0)
+        adapted_K = torch.minimum((factor_K * change_K).clamp_min(0.02), upper_K)
+        is_adapted_K = ((target_K > 0) | (max_K > 0)) & was_updated_K
+        self.learning_rate_factor_K = torch.where(is_adapted_K, adapted_K, factor_K)
 
     def _list_replies(self, replies: SampledReplies) -> list[list[list[int]]]:
         """Return the sampled tokens by experiment and reply, without padding."""
@@ -368,7 +440,11 @@ def _is_clipped(advantages_KRT: Tensor, ratio_KRT: Tensor) -> Tensor:
 
 
 def run_experiments(
-    batch: ExperimentBatch, steps: int, seconds: float, report: Callable[[str], None]
+    batch: ExperimentBatch,
+    steps: int,
+    seconds: float,
+    report: Callable[[str], None],
+    evaluation_interval: int = EVALUATION_INTERVAL,
 ) -> list[Curves]:
     """Train for ``steps`` steps or until ``seconds`` have passed, and return every experiment's history."""
     started_at = time.monotonic()
@@ -378,7 +454,7 @@ def run_experiments(
         batch.train_step(step)
         elapsed = time.monotonic() - started_at
         is_last = step == steps or elapsed > seconds
-        if is_last or step % EVALUATION_INTERVAL == 0:
+        if is_last or step % evaluation_interval == 0:
             batch.evaluate(step)
         if is_last or step % PROGRESS_INTERVAL == 0:
             scores = " ".join(f"{curves.evaluations[-1].score:.2f}" for curves in batch.curves)

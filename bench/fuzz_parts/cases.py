@@ -126,7 +126,8 @@ def make_case(base: int, number: int, routes: Sequence[Route], pool: Pool, *, is
     seed = f"{base}:{number}"
     if not is_valid and rng.random() < RAW_FRACTION:
         name, script = make_script(rng, head, body)
-        return Case(seed, f"{name} {method} {route.path}", b"", method == "HEAD", script)
+        sent = b"".join(step.data for step in script.steps)  # a trick may replace the method
+        return Case(seed, f"{name} {method} {route.path}", b"", sent.startswith(b"HEAD "), script)
     raw = b"%bContent-Length: %d\r\n\r\n%b" % (head, len(body), body)
     return Case(seed, f"{method} {route.path}", raw, method == "HEAD")
 

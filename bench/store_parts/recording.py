@@ -18,7 +18,7 @@ from instar.store.migrations import create_or_migrate
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS, Table
 from instar.store.sqlite import SqliteStore
-from instar.store.sqlite_database import SqliteDatabase, connect
+from instar.store.sqlite_database import SqliteDatabase, connect, get_counter_path
 from instar.types import Call, Session
 from store_parts.calls import make_session, make_turns
 
@@ -125,6 +125,28 @@ async def record_calls(store: SqliteStore, conversations: Conversations) -> floa
     started_at = time.perf_counter()
     await asyncio.gather(*(run_agent() for _ in range(AGENT_COUNT)))
     return time.perf_counter() - started_at
+
+
+async def measure_counter_overhead(folder: Path, rounds: int) -> float:
+    """Return the CPU time that the counter of acknowledged calls adds, as a fraction. Stores with and without
+    it alternate in rounds, and the result is the median of all rounds."""
+    path_without = folder / "without-counter.db"
+    path_without.touch()
+    get_counter_path(path_without).mkdir()  # The store works without the counter if it cannot be opened.
+    stores = [SqliteStore(folder / "with-counter.db"), SqliteStore(path_without)]
+    ratios: list[float] = []
+    for round_index in range(rounds + 1):
+        seconds = [0.0, 0.0]
+        for index in (0, 1) if round_index % 2 else (1, 0):
+            conversations = make_conversations(LOADS[0])
+            started_at = time.process_time()
+            await record_calls(stores[index], conversations)
+            seconds[index] = time.process_time() - started_at
+        if round_index:  # the first round is a warm-up
+            ratios.append(seconds[0] / seconds[1])
+    for store in stores:
+        await store.close()
+    return statistics.median(ratios) - 1
 
 
 # --- bare inserts -------------------------------------------------------------------------------

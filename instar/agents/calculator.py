@@ -25,7 +25,7 @@ def calculate(arguments: str) -> str:
     """Return the result of the `calc` tool for the JSON ``arguments``: a number or `error`."""
     try:
         value = evaluate(json.loads(arguments)["expression"])
-        return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0")
+        return str(int(value)) if value == int(value) else f"{value:.4f}".rstrip("0").rstrip(".")
     except (ValueError, TypeError, KeyError, SyntaxError, ArithmeticError, RecursionError):
         return "error"
 

@@ -1,5 +1,5 @@
-"""Two agents for GSM8K: `solve` writes calculations in plain text, and `solve_with_tools` calls tools to
-calculate and to check its answer."""
+"""Three agents for GSM8K: `solve` writes calculations in plain text, `solve_in_one_turn` writes only one, and
+`solve_with_tools` calls tools to calculate and to check its answer."""
 
 from __future__ import annotations
 
@@ -46,6 +46,26 @@ class Gsm8kTextAgent(OpenAIAgent):
             messages += [{"role": "assistant", "content": text}, {"role": "user", "content": f"= {result}"}]
 
 
+class Gsm8kSingleTurnAgent(OpenAIAgent):
+    """An agent that writes one calculation. It returns the reward, which is 1 if the result is correct."""
+
+    async def __call__(
+        self,
+        task: Json,
+        session: AgentSession,
+        *,
+        examples: int = len(EXAMPLES),
+        max_tokens: int = MAX_TEXT_TOKENS,
+    ) -> float:
+        messages: list[Any] = [{"role": "system", "content": "Write the calculation."}]
+        for question, expression, _ in EXAMPLES[:examples]:
+            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": expression}]
+        messages.append({"role": "user", "content": task["question"]})
+        text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
+        result = calculate(json.dumps({"expression": text.rstrip("= ")}))
+        return float(_is_correct(result, task["final"]))
+
+
 class Gsm8kToolAgent(OpenAIAgent):
     """An agent that calculates, checks its answer, and tries again if the answer is wrong. It returns the
     number of turns and the reward, which is 1 if the first check succeeds, halves with every failed check,
@@ -81,6 +101,7 @@ class Gsm8kToolAgent(OpenAIAgent):
 
 
 solve = Gsm8kTextAgent()
+solve_in_one_turn = Gsm8kSingleTurnAgent()
 solve_with_tools = Gsm8kToolAgent()
 
 
@@ -88,10 +109,15 @@ def check_answer(arguments: str, expected: str) -> str:
     """Return the result of the `check_answer` tool for the JSON ``arguments``: whether the answer equals
     ``expected``, or `error` if the arguments are invalid."""
     try:
-        number = find_final_number(str(json.loads(arguments)["answer"]))
+        answer = str(json.loads(arguments)["answer"])
     except (ValueError, TypeError, KeyError):
         return "error"
-    return CORRECT if number is not None and abs(number - float(expected)) < 1e-6 else WRONG
+    return CORRECT if _is_correct(answer, expected) else WRONG
+
+
+def _is_correct(answer: str, expected: str) -> bool:
+    number = find_final_number(answer)
+    return number is not None and abs(number - float(expected)) < 1e-6
 
 
 def _make_text_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:

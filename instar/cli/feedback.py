@@ -95,7 +95,12 @@ def _describe_outcome(feedback: FeedbackView) -> str:
 
 async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        rows = await _create_service(config, store).list_feedback(session_id)
+        service = _create_service(config, store)
+        page = await service.list_feedback(session_id)
+        rows = page.feedback
+        while page.next is not None:
+            page = await service.list_feedback(session_id, page.next)
+            rows += page.feedback
     if as_json:
         print_json(msgspec.to_builtins(rows))
         return

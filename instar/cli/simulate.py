@@ -107,6 +107,11 @@ def cluster_from_config(
         raise ConfigError("rollout: this section is missing; add it with `tasks` and `agent`")
     if max_staleness and config.trainer.mode == "sync":
         raise ConfigError(f"--max-staleness: must be 0 if trainer.mode is sync, got {max_staleness}")
+    if config.sync.every > 1:
+        raise ConfigError(
+            f"sync.every: only 1 can be simulated, got {config.sync.every}; use `--set sync.every=1` to "
+            "simulate engines that are updated in every step"
+        )
     if not config.count_live_groups(config.trainer.steps):
         raise ConfigError("data: the run has no `live` groups to simulate; add a `live` source")
     return ClusterSpec(

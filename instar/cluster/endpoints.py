@@ -136,8 +136,9 @@ class DiscoveredEnginePool(EnginePool):
         *,
         role: str = "engine",
         newest_policy: PolicySource | None = None,
+        max_versions_behind: int = 0,
     ) -> None:
-        super().__init__([], newest_policy=newest_policy)
+        super().__init__([], newest_policy=newest_policy, max_versions_behind=max_versions_behind)
         self._directory = directory
         self._role = role
         self._token = token
@@ -168,6 +169,9 @@ async def connect_to_engines(
         # A single engine keeps its address, and requests that arrive during a restart wait in its socket.
         (url,) = await directory.wait_for_urls(role, timeout=300)
         return await RemoteEngine.connect(url, token, 300), wait_forever
-    pool = DiscoveredEnginePool(directory, token, role=role, newest_policy=newest_policy)
+    behind = context.config.sync.every - 1
+    pool = DiscoveredEnginePool(
+        directory, token, role=role, newest_policy=newest_policy, max_versions_behind=behind
+    )
     await pool.connect()
     return pool, pool.watch_endpoints

@@ -22,7 +22,7 @@ import uvloop
 from instar.cluster.base import DRAIN_SIGNAL, EXIT_FATAL, EXIT_STOPPED
 from instar.cluster.context import RoleContext
 from instar.cluster.layout import RunFolder
-from instar.errors import EngineUnavailable, InstarError, StoreFull
+from instar.errors import EngineUnavailable, InstarError, StoreFull, StoreUnavailable
 from instar.logs import configure_logging
 from instar.registry import load_object
 from instar.umask import USER_UMASK
@@ -54,7 +54,7 @@ def main() -> None:
         lock = folder.lock(arguments.name or arguments.role)
         code = uvloop.run(_run(arguments.role, folder, arguments))
         os.close(lock)
-    except (EngineUnavailable, StoreFull):
+    except (EngineUnavailable, StoreFull, StoreUnavailable):
         # These errors may be temporary. Exit code 1 makes the supervisor restart the role.
         traceback.print_exc()
         code = 1

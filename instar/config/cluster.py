@@ -65,6 +65,9 @@ class SyncConfig(Section):
     same machine. `nccl`: over NCCL, between GPUs. `ray`: through Ray's object store, to engines on the
     cluster's nodes. `auto`: the first route that works, in this order: `ipc` and `nccl` (if the trainer uses
     a GPU), `ray` (on a Ray cluster, if all weights are trained), `files`. The trainer logs the choice."""
+    every: PositiveInt = 1
+    """Number of training steps between two transfers. Between them, every step still publishes a version, and
+    the engines serve an older one. `trainer.max_staleness` must be at least `every` - 1."""
     chunk_mib: PositiveInt = 256
     """Size of one chunk of weights for the `ray` route, in MiB. At most two chunks are stored at a time."""
     deadline: Seconds = 120.0

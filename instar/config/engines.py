@@ -30,7 +30,13 @@ class LocalEngineConfig(EngineProcessConfig):
     kv_tokens: PositiveInt | None = None
     """Number of tokens in the KV cache. Default: a third of the free memory, at most two full batches."""
     threads: PositiveInt | None = None
-    """Number of torch CPU threads. Default: an equal share of the cores, halved while a trainer runs."""
+    """Number of torch CPU threads. Default: an equal share of the cores, halved while a trainer runs, or 1 if
+    `deterministic` needs it."""
+    deterministic: bool | None = None
+    """Compute replies that do not depend on the other requests in a batch, so that a run with a seed is
+    repeated bit for bit on the same CPU. This is slower, and needs one thread in fp32 or if the model has one
+    KV head. It is not possible on a GPU, nor in fp32 if the model has experts. Default: true if it is
+    possible and `trainer.mode` is `sync`."""
 
 
 class ScriptedEngineConfig(EngineProcessConfig):

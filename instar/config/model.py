@@ -97,13 +97,16 @@ class GatewayConfig(Section):
     max_body: PositiveInt = 16 * 1024 * 1024
     """Maximum size of a request body, in bytes."""
     max_sessions_in_memory: PositiveInt = 1024
-    """Maximum number of sessions kept in memory. Others are read from the store when needed."""
+    """Maximum number of sessions kept in memory; fewer if they are very long. Others are read from the store
+    when needed."""
     max_in_flight: PositiveInt = 1024
     """Maximum number of concurrent model calls; further calls are rejected with 429."""
     max_messages: PositiveInt = 20_000
-    """Maximum number of messages in one request."""
+    """Maximum number of messages in one request. In the Responses API, every item of a large input counts."""
     max_tools: PositiveInt = 2048
     """Maximum number of tools in one request."""
+    max_metadata: Annotated[int, Field(ge=64 * 1024)] = 64 * 1024
+    """Maximum size of the metadata of a request or a session, in bytes."""
     max_header: PositiveInt = 64 * 1024
     """Maximum size of the request headers, in bytes."""
     read_timeout: Seconds = 60.0

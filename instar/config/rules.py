@@ -13,7 +13,8 @@ from instar.config.base import PositiveInt, Seconds, Section
 CheckTimeout = Annotated[
     float,
     Field(
-        gt=0, description="Timeout for checking an answer, in seconds. A timeout counts as a wrong answer."
+        gt=0,
+        description="Limit on the CPU time of a check, in seconds. Beyond it, the answer counts as wrong.",
     ),
 ]
 ScorerName = Annotated[str, Field(description="Name under which the scorer's rewards are recorded.")]

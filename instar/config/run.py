@@ -102,6 +102,17 @@ class RunConfig(Section):
                 "trainer.max_staleness: must be 0 or unset if trainer.mode is sync, "
                 f"got {trainer.max_staleness}"
             )
+        if self.sync.every > self.max_staleness + 1:
+            raise ValueError(
+                f"sync.every: must not exceed trainer.max_staleness + 1 ({self.max_staleness + 1}), got "
+                f"{self.sync.every}, because the engines' version is up to sync.every - 1 steps old"
+            )
+        if self.sync.every > 1 and self.eval is not None and self.eval.every is not None:
+            raise ValueError(
+                f"eval.every: got {self.eval.every} with sync.every {self.sync.every}, but the engines may "
+                "not serve the version to be evaluated unless sync.every is 1; set sync.every to 1, or "
+                "remove eval.every"
+            )
         compares_sessions = trainer.advantage.weight > 0 and estimator not in ("running", "reward")
         if compares_sessions and self.rollout is not None and self.rollout.group_size == 1:
             raise ValueError(

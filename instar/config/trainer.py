@@ -121,7 +121,7 @@ class TrainerConfig(Section):
     """`async`: rollouts run ahead of the trainer by at most `max_staleness` steps. `sync`: rollouts and
     training strictly alternate, which makes the run reproducible."""
     steps: PositiveInt = 20
-    """Number of optimizer steps."""
+    """Number of training steps. Each has `updates_per_step` optimizer updates."""
     seconds: Seconds | None = None
     """Maximum training time in seconds, excluding the evaluations before and after. Default: no maximum."""
     groups_per_step: PositiveInt = 6
@@ -142,6 +142,15 @@ class TrainerConfig(Section):
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
+    updates_per_step: PositiveInt = 1
+    """Number of optimizer updates on the samples of a step. Each update computes the gradient again, with
+    ratios between the current policy and the one that sampled or, with `off_policy.proximal: recompute`, the
+    policy at the start of the step. Use a loss that clips them, such as `ppo`."""
+    max_kl: Annotated[float, Field(gt=0)] | None = 0.01
+    """Maximum KL divergence per token between the policies before and after an update. The learning rate is
+    lowered while updates exceed it, to at least 1%, and rises again to at most `adam.lr`. The KL is measured
+    by the next update on the same samples, or with `updates_per_step: 1` by forward passes over up to 8 of
+    them before and after the update. null: no maximum."""
     warmup_steps: NonNegativeInt = 3
     """Number of initial steps in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"

@@ -86,6 +86,18 @@ def compute_importance_metrics(samples: Sequence[Sample], logprobs: Sequence[Flo
     }
 
 
+def estimate_kl(samples: Sequence[Sample], before: Sequence[Floats], after: Sequence[Floats]) -> float | None:
+    """Return half of the mean squared difference between two policies' logprobs of the trained tokens, which
+    approximates their KL divergence per token if it is small. Return None if there are no logprobs."""
+    parts = [
+        new[sample.mask > 0] - old[sample.mask > 0]
+        for sample, old, new in zip(samples, before, after, strict=True)
+    ]
+    differences = np.concatenate([np.empty(0), *parts])
+    differences = differences[np.isfinite(differences)]
+    return float(0.5 * np.mean(differences**2)) if len(differences) else None
+
+
 def _compute_likelihood_ratio(numerator: Floats, denominator: Floats) -> NDArray[np.float64]:
     difference = numerator.astype(np.float64) - denominator.astype(np.float64)
     return np.exp(np.clip(difference, -MAX_LOGPROB_DIFFERENCE, MAX_LOGPROB_DIFFERENCE))

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from instar.config import CloudEngineConfig, LocalClusterConfig, RunConfig, VllmEngineConfig
+from instar.config import (
+    CloudEngineConfig,
+    LocalClusterConfig,
+    LocalEngineConfig,
+    RunConfig,
+    VllmEngineConfig,
+)
 from instar.engines.base import Engine
 from instar.engines.pool import EnginePool, PolicySource
 from instar.engines.remote import RemoteEngine
@@ -16,11 +22,14 @@ def create_engine(config: RunConfig) -> Engine:
     """Create the engine. The caller must call ``start``."""
     if isinstance(config.engine, CloudEngineConfig):
         return resolve_section("samplers", config.backend)(config.model, config.backend, config.engine)
-    section = (
-        resolve_vllm_config(config.engine, config)
-        if isinstance(config.engine, VllmEngineConfig)
-        else config.engine
-    )
+    section = config.engine
+    if isinstance(section, VllmEngineConfig):
+        section = resolve_vllm_config(section, config)
+    elif isinstance(section, LocalEngineConfig) and section.deterministic is None:
+        from instar.engines.local.determinism import is_supported  # imports transformers
+
+        is_deterministic = config.trainer.mode == "sync" and is_supported(config.model)
+        section = section.model_copy(update={"deterministic": is_deterministic})
     return resolve_section("engines", section)(config.model, section)
 
 

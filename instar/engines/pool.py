@@ -27,7 +27,7 @@ PolicySource = Callable[[], Awaitable[Policy | None]]
 
 MAX_MISSED_CHECKS = 2
 """An engine becomes unhealthy after this many consecutive failed health checks."""
-MAX_SESSIONS = 20_000
+MAX_SESSIONS = 2048
 """The maximum number of sessions whose engine is remembered. The least recently used ones are evicted."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
@@ -91,7 +91,9 @@ class EnginePool(Engine):
     """Distributes requests over several engines. Call ``connect`` first. ``close`` also closes the engines.
 
     Set ``newest_policy`` if other processes load policies into the engines. It returns the policy that a new
-    or recovered engine must load, or None. A health check fails after ``check_timeout`` seconds.
+    or recovered engine must load, or None. If only the trainer can send that policy, the engine may serve a
+    version that is at most ``max_versions_behind`` older. A health check fails after ``check_timeout``
+    seconds.
     """
 
     def __init__(
@@ -101,11 +103,13 @@ class EnginePool(Engine):
         check_interval: float = 1.0,
         check_timeout: float = 3.0,
         newest_policy: PolicySource | None = None,
+        max_versions_behind: int = 0,
     ) -> None:
         self.members = [PoolMember(engine, index) for index, engine in enumerate(engines)]
         self._check_interval = check_interval
         self._check_timeout = check_timeout
         self._newest_policy = newest_policy
+        self._max_versions_behind = max_versions_behind
         self._policy: Policy | None = None
         self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
@@ -262,7 +266,8 @@ class EnginePool(Engine):
             for m in self.members
             if not m.can_accept_requests
         )
-        return EngineUnavailable(f"No engine is available ({reasons or 'every engine has failed'}).")
+        default = "every engine has failed" if self.members else "no engine has been started"
+        return EngineUnavailable(f"No engine is available ({reasons or default}).")
 
     async def _watch(self, member: PoolMember) -> None:
         while True:
@@ -312,6 +317,8 @@ class EnginePool(Engine):
             if policy is None or status.version == policy.version:
                 break
             if policy.artifact.kind == "live":
+                if 0 < policy.version - status.version <= self._max_versions_behind:
+                    break
                 raise EngineUnavailable(f"the trainer has not sent version {policy.version} yet")
             await self._load(member, policy)
         member.is_healthy = True

@@ -18,7 +18,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 from instar.config import GatewayConfig, ModelRoute, RunConfig, SamplingConfig, UpstreamEngineConfig
 from instar.engines.base import Engine
 from instar.errors import StoreError
-from instar.gateway.auth import Authenticator
+from instar.gateway.auth import KEYS_PER_SESSION_IN_MEMORY, Authenticator
 from instar.gateway.base import ApiError
 from instar.gateway.context import GatewayContext, RunIdentity
 from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
@@ -121,7 +121,8 @@ def create_app(
     states = SessionStates(context)
     resolver = SessionResolver(context, states)
     recorder = Recorder(context, resolver, renderer)
-    reader = RequestReader(Authenticator(store, admin_key, run_id), config)
+    max_cached_keys = KEYS_PER_SESSION_IN_MEMORY * config.max_sessions_in_memory
+    reader = RequestReader(Authenticator(store, admin_key, run_id, max_cached_keys), config)
     engine_source, submissions = None, None
     if engine is not None and renderer is not None:
         engine_source = EngineSource(context, engine, renderer)
@@ -171,9 +172,9 @@ class GatewayApp(Starlette):
 
     def reject_early(self, data: bytes) -> bytes | None:
         """Return a complete response that rejects a model call at capacity, or None to process the data."""
-        path = find_post_path(data) if self._pipeline.is_full else None
+        path = find_post_path(data)
         route = self._match_route(path.decode()) if path else None
-        return None if route is None else self._pipeline.make_rejection(route.dialect)
+        return None if route is None else self._pipeline.reject_early(route.dialect)
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

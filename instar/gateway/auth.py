@@ -23,7 +23,8 @@ from instar.types import Channel, Session
 
 KEY_CACHE_SECONDS = 3.0
 """How long a revocable key is cached. A revoked key may still be accepted for this long."""
-MAX_CACHED_KEYS = 20_000
+KEYS_PER_SESSION_IN_MEMORY = 2
+"""The maximum number of cached keys, as a multiple of `gateway.max_sessions_in_memory`."""
 MIN_KEY_LENGTH = 16
 MIN_REMOTE_KEY_LENGTH = 32
 
@@ -162,12 +163,13 @@ def _owns(caller: Caller, session: Session) -> bool:
 class Authenticator:
     """Identifies callers by the admin key, the keys in the store and the run's session keys."""
 
-    def __init__(self, store: Store, admin_key: str, run_id: str) -> None:
+    def __init__(self, store: Store, admin_key: str, run_id: str, max_cached_keys: int) -> None:
         if not admin_key:
             raise ValueError("the admin key must not be empty")
         self._store = store
         self._admin_hash = hash_key(admin_key)
         self._run_id = run_id
+        self._max_cached_keys = max_cached_keys
         self._cache: OrderedDict[str, tuple[Caller, float]] = OrderedDict()
 
     async def identify(self, key: str) -> Caller:
@@ -181,7 +183,7 @@ class Authenticator:
         caller, cache_seconds = await self._look_up_caller(key_hash)
         self._cache[key_hash] = (caller, time.monotonic() + cache_seconds)
         self._cache.move_to_end(key_hash)
-        if len(self._cache) > MAX_CACHED_KEYS:
+        if len(self._cache) > self._max_cached_keys:
             self._cache.popitem(last=False)
         return caller
 

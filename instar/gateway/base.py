@@ -98,7 +98,7 @@ def to_reward_body(reward: Reward) -> RewardBody:
 class ScoreBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     scorer: str
     state: ScoreState
-    attempts: int = 1
+    attempts: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)] = 1
     reason: str | None = None
 
 

@@ -35,7 +35,7 @@ from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
 from instar.gateway.openapi import PREFIXES, ApiRoute
-from instar.gateway.pipeline.parse import RequestReader, parse_retry_headers
+from instar.gateway.pipeline.parse import RequestReader, check_metadata, parse_retry_headers
 from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
@@ -87,6 +87,7 @@ class ControlApi:
         self._store = context.store
         self._policy_id = context.identity.policy_id
         self._public_url = context.config.public_url
+        self._max_metadata = context.config.max_metadata
         self._reader = reader
         self._router = router
         self._states = states
@@ -105,7 +106,7 @@ class ControlApi:
             ),
             ApiRoute("/sessions/{session}/fail", self.end_session, EndedSession, body_type=FailSession),
             ApiRoute("/sessions/{session}/calls", self.submit_calls, RecordedCalls, body_type=SubmissionBody),
-            ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session",)),
+            ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session", "after")),
             *(
                 ApiRoute(f"{prefix}/feedback", self.add_feedback, FeedbackView, body_type=FeedbackBody)
                 for prefix in ("", *PREFIXES)
@@ -187,10 +188,10 @@ class ControlApi:
         return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
-        """List the feedback on a session, or on all sessions of the run."""
+        """List the feedback on a session, or on all sessions of the run, in pages."""
         await self._authenticate(http, Action.LIST_FEEDBACK)
-        session_id = http.query_params.get("session")
-        return _to_response(FeedbackList(await self._services.feedback.list_feedback(session_id)))
+        session_id, after = http.query_params.get("session"), http.query_params.get("after")
+        return _to_response(await self._services.feedback.list_feedback(session_id, after))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return error_response(ChatDialect(), error)
@@ -206,6 +207,7 @@ class ControlApi:
     async def _read_request(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._authenticate(http, action)
         body = await self._reader.read_http_body(caller, http)
+        check_metadata(body, self._max_metadata)
         return caller, decode_body(msgspec.json.Decoder(body_type), body or b"{}")
 
 

@@ -57,6 +57,14 @@ class EngineSource(Source):
         if request.unsupported_error is not None:
             raise request.unsupported_error
 
+    def check_size(self, request: ModelRequest) -> None:
+        self.check_request(request)  # This error says more.
+        max_context = self.engine.info.max_context
+        if (count := len(request.messages)) > max_context:  # Every message has at least one token.
+            raise PromptTooLong(f"the prompt's {count} messages do not fit into {max_context} tokens")
+        self._renderer.max_prompt_tokens = max_context
+        self._renderer.check_messages(request.messages)
+
     def check_prompt(self, call: ModelCall) -> None:
         request = call.request
         if request.prompt is not None and not isinstance(request.prompt, str):
@@ -118,7 +126,8 @@ class EngineSource(Source):
 
     async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
         """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded. Raise
-        ApiError if the engine cannot compute the logprobs (400) or takes too long (504)."""
+        ApiError if the prompt is empty, if the engine cannot compute the logprobs (both 400), or if it takes
+        too long (504)."""
         self.check_request(request)
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
@@ -130,6 +139,8 @@ class EngineSource(Source):
             ids = await self.tokenize(headers, encode) if len(prompt) >= MIN_LARGE_PROMPT else encode()
         else:
             ids = prompt
+        if not len(ids):
+            raise invalid_value("The prompt is empty; send at least one token.", "prompt")
         check_token_ids(ids, self.engine.info.vocab_size, "prompt")
         try:
             async with asyncio.timeout(self._timeout):

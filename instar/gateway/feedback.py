@@ -40,6 +40,7 @@ HUMAN_SCORER = "feedback"
 AGENT_SCORER = "agent-feedback"
 """The scorer name for agents' feedback. Settings in `scoring.combine` for `feedback` do not apply to it."""
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
+FEEDBACK_PAGE_SIZE = 100
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
 
 FeedbackId = Annotated[str, msgspec.Meta(pattern=f"^(?!{AGENT_FEEDBACK_PREFIX})[!-~]{{1,200}}$")]
@@ -82,6 +83,8 @@ class FeedbackView(msgspec.Struct):
 
 class FeedbackList(msgspec.Struct):
     feedback: list[FeedbackView]
+    next: str | None = None
+    """The value of `after` with which the next request continues, or None at the end of the list."""
 
 
 def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
@@ -137,17 +140,20 @@ class FeedbackService:
         rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
         if await self._store.add_feedback(feedback, rewards):
             return _to_view(feedback, reason), True
-        rows = await self._store.feedback(self._run_id, session_id=feedback.session_id)
-        recorded = next((row for row in rows if row.feedback_id == feedback.feedback_id), None)
+        rows = await self._store.feedback(self._run_id, feedback_id=feedback.feedback_id)
+        recorded = next(iter(rows), None)
         if recorded is None or not _has_same_content(recorded, feedback, call):
             message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
             raise ApiError(409, message, code="conflict", param="feedback_id")
         return _to_view(recorded, reason), False
 
-    async def list_feedback(self, session_id: str | None) -> list[FeedbackView]:
-        """Return the feedback on a session, or on all sessions of the run, oldest first."""
-        rows = await self._store.feedback(self._run_id, session_id=session_id)
-        return [_to_view(row) for row in rows]
+    async def list_feedback(self, session_id: str | None, after: str | None = None) -> FeedbackList:
+        """Return a page of the feedback on a session, or on all sessions of the run, oldest first."""
+        rows = await self._store.feedback(
+            self._run_id, session_id=session_id, after=after, limit=FEEDBACK_PAGE_SIZE + 1
+        )
+        views = [_to_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
+        return FeedbackList(views, views[-1].feedback_id if len(rows) > len(views) else None)
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body)

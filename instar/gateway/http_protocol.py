@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import weakref
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 from starlette.types import Scope
@@ -27,13 +29,17 @@ _EXTENSION_NAME = "instar.connection"
 # Requests in this form have the same meaning for every HTTP parser.
 _PLAIN_POST = re.compile(rb"POST ([!-$&->@-~]+)(?:\?[!-~]*)? HTTP/1\.1")
 _PLAIN_HEADERS = re.compile(rb"(?:\r\n[!#$%&'*+.^_`|~0-9a-z-]+:[^\x00-\x08\x0a-\x1f\x7f]*)+")
-_SPECIAL_HEADERS = (b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade")
+_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d+)[ \t]*(?=\r\n|\Z)", re.IGNORECASE)
+_SPECIAL_HEADERS = (b"\r\ncontent-length", b"\r\ntransfer-encoding", b"\r\nexpect", b"\r\nupgrade")
+_MAX_PLAIN_HEADS, _MAX_PLAIN_HEAD = 1024, 4096
+"""The number of request heads for which `find_post_path` caches the path, and their maximum size in bytes."""
 _CLOSING_HEADER = re.compile(rb"\r\n(?:proxy-)?connection:(?![ \t]*keep-alive[ \t]*(?:\r\n|\Z))")
 
 
 def get_connection(scope: Scope) -> LimitedHttpProtocol | None:
-    """Return a request's connection, or None if the server uses a different protocol class."""
-    return scope.get("extensions", {}).get(_EXTENSION_NAME)
+    """Return a request's connection, or None if it is closed or of a different protocol class."""
+    reference = scope.get("extensions", {}).get(_EXTENSION_NAME)
+    return None if reference is None else reference()
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
@@ -50,6 +56,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
         self._active: RequestResponseCycle | None = None
+        # The scope of a request refers to its connection weakly. In a cycle of references, every closed
+        # connection would wait for the garbage collector, and fragment the memory until then.
+        self._extensions = {_EXTENSION_NAME: weakref.ref(self)}
         self._rejection: bytes | None = None
         """An error response to send after all earlier responses, before the connection is closed."""
         self.on_disconnect: Callable[[], None] | None = None
@@ -98,7 +107,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._active.message_event.set()
         if self.on_disconnect is not None:
             self.on_disconnect()
+            self.on_disconnect = None
         super().connection_lost(exc)
+        self.cycle = self._active = None  # type: ignore[assignment]  # they refer to this connection
 
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
@@ -122,7 +133,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._is_in_head = True
         super().on_message_begin()
-        self.scope["extensions"] = {_EXTENSION_NAME: self}  # type: ignore[typeddict-item]  # not a dict
+        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]  # not dicts
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -194,13 +205,19 @@ def find_post_path(data: bytes) -> bytes | None:
     """Return the path if ``data`` is exactly one complete POST request in a plain form. Return None for other
     data, which must be parsed."""
     head, separator, body = data.partition(b"\r\n\r\n")
+    length = _CONTENT_LENGTH.search(head)
+    if not separator or length is None or length[1] != b"%d" % len(body) or len(head) > _MAX_PLAIN_HEAD:
+        return None
+    return _find_plain_path(head[: length.start()] + head[length.end() :])
+
+
+@lru_cache(_MAX_PLAIN_HEADS)
+def _find_plain_path(head: bytes) -> bytes | None:
+    """Return the path of a plain POST request with this request line and these headers, without the length of
+    the body. Return None for other requests. A client's requests usually differ only in the length."""
     line, _, headers = head.partition(b"\r\n")
     headers = b"\r\n" + headers.lower()
     match = _PLAIN_POST.fullmatch(line)
-    if not separator or match is None or not _PLAIN_HEADERS.fullmatch(headers):
+    if match is None or not _PLAIN_HEADERS.fullmatch(headers) or _CLOSING_HEADER.search(headers):
         return None
-    if any(name in headers for name in _SPECIAL_HEADERS) or _CLOSING_HEADER.search(headers):
-        return None
-    _, _, length = headers.partition(b"\r\ncontent-length:")
-    is_complete = length.partition(b"\r\n")[0].strip(b" \t") == b"%d" % len(body)
-    return match[1] if is_complete and b"\r\ncontent-length:" not in length else None
+    return None if any(name in headers for name in _SPECIAL_HEADERS) else match[1]

@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from instar.config import SamplingConfig
 from instar.gateway.auth import GATEWAY_KEY_HEADER, SDK_KEY_HEADERS
+from instar.gateway.base import ApiError, TokenCount
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
@@ -43,7 +46,14 @@ class ProviderSource(Source):
     async def count_tokens(
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
-        return await self._upstream.count_tokens(body, _remove_gateway_keys(headers))
+        provider_headers = _remove_gateway_keys(headers)
+        response = await self._upstream.count_tokens(request, dialect.name, body, provider_headers)
+        if dialect.name == "messages":
+            return response
+        try:
+            return dialect.format_count(msgspec.json.decode(response, type=TokenCount).input_tokens)
+        except msgspec.DecodeError as error:
+            raise ApiError(502, f"The provider sent an invalid token count: {error}") from error
 
 
 class _ProviderSamplingRun(SamplingRun):

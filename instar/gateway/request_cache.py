@@ -6,9 +6,10 @@ the session or agent, the messages in those bytes and their hashes are reused, a
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +23,13 @@ from instar.record.hashing import HashChain, MessageHasher
 MIN_CACHED_BODY = 8 * 1024
 """The minimum size, in bytes, of a cached body. Parsing a smaller body is faster than using the cache."""
 _MAX_BODIES_PER_KEY = 4
+_MAX_UNUSED_SECONDS = 20.0
+"""How long unused bodies are kept. Otherwise, rare large bodies would slowly fill the cache; to parse a body
+again after this time costs little."""
+_PARSED_MESSAGE_BYTES = 450
+"""The memory, in bytes, of a parsed message and its hash, in addition to its text."""
+_PARSED_FIELD_FACTOR = 5
+"""The memory of the tools, divided by the size of their JSON. Other fields take less."""
 _WHITESPACE = b" \t\r\n"
 
 
@@ -34,6 +42,14 @@ class _ParsedBody:
     """The offset of the first message."""
     request: ModelRequest
     chain: HashChain
+    parsed_at: float
+
+    @property
+    def size(self) -> int:
+        """The approximate memory in bytes. The texts are in the body and in the parsed messages."""
+        other_bytes = len(self.body) - (self.ends[-1] - self.start)
+        fields = _PARSED_MESSAGE_BYTES * len(self.ends) + _PARSED_FIELD_FACTOR * other_bytes
+        return 2 * len(self.body) + fields
 
 
 class _MessagesBody(msgspec.Struct):
@@ -41,26 +57,46 @@ class _MessagesBody(msgspec.Struct):
 
 
 class RequestCache:
-    def __init__(self, hasher: MessageHasher, max_bytes: int = 32 * 1024 * 1024) -> None:
-        """Create a cache. ``max_bytes`` limits the total size of the cached bodies."""
+    def __init__(
+        self,
+        hasher: MessageHasher,
+        max_bytes: int,
+        check_body: Callable[[bytes], None] = lambda _: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Create a cache. ``max_bytes`` limits the memory of the cached bodies and their messages.
+        ``check_body`` raises ApiError if a body, or the uncached rest of one, must not be parsed."""
         self._hasher = hasher
         self._max_bytes = max_bytes
+        self._check_body = check_body
+        self._clock = clock
         self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
         self.size = 0  # in bytes
 
-    def parse(self, dialect: Dialect, cache_key: Hashable, body: bytes) -> tuple[ModelRequest, HashChain]:
+    def parse(
+        self,
+        dialect: Dialect,
+        cache_key: Hashable,
+        body: bytes,
+        check: Callable[[ModelRequest], None] = lambda _: None,
+    ) -> tuple[ModelRequest, HashChain]:
+        """Return the request and the hash chain of its messages. Requests for which ``check`` raises an error
+        are not cached."""
         key = (dialect.name, cache_key)
         cached, count = self._find_longest_prefix(key, body)
         parsed = self._parse_rest(dialect, body, cached, count) if cached else None
         if parsed is not None:
+            check(parsed.request)
             self._put(key, parsed, cached)
             return parsed.request, parsed.chain
+        self._check_body(body)
         request = dialect.parse_request(body)
+        check(request)
         chain = self._hasher.hash_messages(request.messages, request.tools)
         offsets = _find_message_offsets(body) if request.unsupported_error is None else None
         if offsets is not None:
             start, ends = offsets
-            self._put(key, _ParsedBody(body, ends, start, request, chain), None)
+            self._put(key, _ParsedBody(body, ends, start, request, chain, self._clock()), None)
         return request, chain
 
     def _parse_rest(
@@ -72,6 +108,7 @@ class RequestCache:
         rest_start = _find_next_message(body, cached.ends[count - 1])
         rest = body[:start] + body[rest_start:]
         try:
+            self._check_body(rest)
             parsed = dialect.parse_request(rest)
         except ApiError:
             return None
@@ -87,7 +124,7 @@ class RequestCache:
         prefix = cached.chain.prefix(count).with_tools(tools_digest)
         chain = prefix.extend(map(self._hasher.hash_message, parsed.messages))
         ends = cached.ends[:count] + [end + rest_start - start for end in offsets[1]]
-        return _ParsedBody(body, ends, start, request, chain)
+        return _ParsedBody(body, ends, start, request, chain, self._clock())
 
     def _find_longest_prefix(self, key: Hashable, body: bytes) -> tuple[_ParsedBody | None, int]:
         """Return the cached body that shares the most leading messages with ``body``, and how many it shares,
@@ -107,14 +144,19 @@ class RequestCache:
         self._entries.move_to_end(key)
         if cached is not None and len(cached.ends) <= len(parsed.ends):
             entries.remove(cached)
-            self.size -= len(cached.body)
+            self.size -= cached.size
         entries.append(parsed)
-        self.size += len(parsed.body)
+        self.size += parsed.size
         if len(entries) > _MAX_BODIES_PER_KEY:
-            self.size -= len(entries.pop(0).body)
-        while self.size > self._max_bytes:
+            self.size -= entries.pop(0).size
+        while self.size > self._max_bytes or self._is_oldest_unused(parsed.parsed_at):
             _, dropped = self._entries.popitem(last=False)
-            self.size -= sum(len(entry.body) for entry in dropped)
+            self.size -= sum(entry.size for entry in dropped)
+
+    def _is_oldest_unused(self, now: float) -> bool:
+        """Return whether the entries of the key that was used longest ago are too old."""
+        oldest = next(iter(self._entries.values()), None)
+        return oldest is not None and oldest[-1].parsed_at < now - _MAX_UNUSED_SECONDS
 
 
 def _common_prefix_length(a: bytes, b: bytes) -> int:

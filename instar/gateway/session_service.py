@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from instar.gateway import base
 from instar.gateway.auth import Action, Caller, authorize, check_reward, new_key
 from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, RewardBody, SessionView
 from instar.gateway.context import GatewayContext
-from instar.gateway.session_states import SessionState, SessionStates
+from instar.gateway.session_states import SessionStates
 from instar.http.auth import hash_key
 from instar.types import Call, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
@@ -62,13 +63,14 @@ class SessionService:
             await self._store.open_session(session, hash_key(key))
         except ConflictError as error:
             raise ApiError(409, str(error), code="conflict") from error
-        self._states.add(SessionState(session))
+        self._states.add(session)
         return session, key
 
     async def end(
         self, session_id: str, caller: Caller, body: base.CompleteSession | FailSession
     ) -> EndedSession:
-        """End a session and store its rewards. If the session has already ended, nothing is stored."""
+        """End a session and store its rewards. If the session has already ended, nothing is stored. Raise
+        ApiError if a scorer has two scores (400), or if the session's first call is in progress (409)."""
         state = await self._states.get(session_id, caller, Action.END_SESSION)
         if state.unsaved_session is not None:
             message = "The session's first call is still in progress; retry after it has finished."
@@ -77,6 +79,7 @@ class SessionService:
         for name, values in (("rewards", body.rewards), ("scores", scores)):
             if values:
                 authorize(caller, Action.SEND_REWARDS, param=name)
+        _check_scores(scores)
         check_reward(caller, body.reward, self._reward_range, "reward")
         rewards = list(body.rewards)
         if body.reward is not None:
@@ -141,6 +144,15 @@ class SessionService:
     def _to_score(self, session_id: str, body: base.ScoreBody) -> Score:
         reason = None if body.reason is None else self._redactor.redact_text(body.reason)
         return Score(session_id, body.scorer, body.state, body.attempts, reason, time.time())
+
+
+def _check_scores(scores: Sequence[base.ScoreBody]) -> None:
+    scorers: set[str] = set()
+    for index, score in enumerate(scores):
+        if score.scorer in scorers:
+            path = f"scores[{index}].scorer"
+            raise base.bad_request(f"'{path}' is {score.scorer!r}, which already has a score.", path)
+        scorers.add(score.scorer)
 
 
 def _check_sampling(sampling: dict[str, Any]) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from instar.gateway.auth import Action, Caller, authorize
@@ -15,6 +16,11 @@ from instar.record.graph import MessageGraph
 from instar.types import Channel, Session, SessionStatus, new_id
 
 _MAX_EVICTION_CANDIDATES = 64
+_ACTIVE_SECONDS = 60.0
+"""A session is active for this long after a call."""
+_BYTES_PER_SESSION = 512 * 1024
+"""The average memory of a session at which sessions are evicted before there are too many: that of 120,000
+tokens."""
 
 
 @dataclass(slots=True)
@@ -32,12 +38,15 @@ class SessionState:
     """A session in memory. The first call loads its message graph."""
 
     session: Session
+    """The session without its metadata, which may be large and is only in the store."""
     unsaved_session: Session | None = None
     """The session if it is not stored yet, otherwise None. It is stored together with its first call."""
     is_matched_by_content: bool = False
     """True if later calls may be matched to the session by content. False for sessions that requests name,
     because several of them may have the same messages."""
     graph: MessageGraph | None = None
+    counted_size: int = 0
+    """The size of the graph in ``SessionStates.size``, in bytes."""
     in_flight: int = 0
     used_at: float = 0.0
     """The Unix time at which the session's last call in this process ended; 0 if there was none."""
@@ -55,7 +64,7 @@ class _CallTracker:
 
     __slots__ = ("_state", "_states")
 
-    def __init__(self, states: dict[str, SessionState], state: SessionState) -> None:
+    def __init__(self, states: SessionStates, state: SessionState) -> None:
         self._states = states
         self._state = state
 
@@ -67,7 +76,9 @@ class _CallTracker:
         state.in_flight -= 1
         state.used_at = time.time()
         if state.unsaved_session is not None and not state.in_flight:
-            self._states.pop(state.session.session_id, None)
+            self._states.remove(state.session.session_id)
+        else:
+            self._states.count_size(state)
 
 
 class SessionStates:
@@ -76,7 +87,10 @@ class SessionStates:
         self._identity = context.identity
         self._hasher = context.hasher
         self._limit = context.config.max_sessions_in_memory
+        self._max_size = self._limit * _BYTES_PER_SESSION
         self._states: OrderedDict[str, SessionState] = OrderedDict()
+        self.size = 0
+        """The approximate memory of all message graphs, in bytes."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -106,15 +120,14 @@ class SessionStates:
             session = await self._store.session(session_id)
             if session is None or session.run_id != self._identity.run_id:
                 return None
-            state = self._states.setdefault(session_id, SessionState(session))
+            state = self._states.setdefault(session_id, _make_state(session))
             self._evict()
         self._states.move_to_end(session_id)
         return state
 
-    def add(self, state: SessionState) -> SessionState:
-        self._states[state.session.session_id] = state
-        self._evict()
-        return state
+    def add(self, session: Session) -> SessionState:
+        """Add a stored session."""
+        return self._add(_make_state(session))
 
     def create(self, agent_id: str, external_id: str | None) -> SessionState:
         """Create a live session, which is stored together with its first call."""
@@ -127,15 +140,24 @@ class SessionStates:
             external_id=external_id,
             created_at=time.time(),
         )
-        return self.add(SessionState(session, unsaved_session=session, graph=MessageGraph(self._hasher)))
+        return self._add(SessionState(session, unsaved_session=session, graph=MessageGraph(self._hasher)))
 
     def remove(self, session_id: str) -> None:
-        self._states.pop(session_id, None)
+        if (state := self._states.pop(session_id, None)) is not None:
+            self.size -= state.counted_size
+            state.counted_size = 0
+
+    def count_size(self, state: SessionState) -> None:
+        """Update the total size after the session's graph has grown, and evict sessions if necessary."""
+        if state.graph is not None and state.session.session_id in self._states:
+            self.size += state.graph.size - state.counted_size
+            state.counted_size = state.graph.size
+            self._evict()
 
     def track_call(self, state: SessionState) -> _CallTracker:
         """Return a context manager that counts a call as in flight. On exit, the session is dropped if it is
         not stored and has no other call in flight."""
-        return _CallTracker(self._states, state)
+        return _CallTracker(self, state)
 
     async def load_graph(self, state: SessionState) -> MessageGraph:
         if state.graph is None:
@@ -145,13 +167,36 @@ class SessionStates:
                     state.graph = MessageGraph(self._hasher, rows)
         return state.graph
 
+    def _add(self, state: SessionState) -> SessionState:
+        self._states[state.session.session_id] = state
+        self._evict()
+        return state
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._states) > self._limit or self.size > self._max_size
+
     def _evict(self) -> None:
-        if len(self._states) <= self._limit:
+        if not self._is_full:
             return
         # Keep the newest session, which is about to be used, and unsaved sessions, which cannot be reloaded.
         newest = next(reversed(self._states))
-        for session_id, state in list(islice(self._states.items(), _MAX_EVICTION_CANDIDATES)):
+        for session_id in self._list_eviction_candidates():
+            state = self._states[session_id]
             if session_id != newest and not state.in_flight and state.unsaved_session is None:
-                del self._states[session_id]
-                if len(self._states) <= self._limit:
+                self.remove(session_id)
+                if not self._is_full:
                     return
+
+    def _list_eviction_candidates(self) -> list[str]:
+        """Return the sessions that were unused for longest or, if even these are active, random ones. If more
+        sessions than fit into memory take turns, the one that was unused for longest is used next, so every
+        call would have to load its session."""
+        oldest = list(islice(self._states, _MAX_EVICTION_CANDIDATES))
+        if time.time() - self._states[oldest[0]].used_at > _ACTIVE_SECONDS:
+            return oldest
+        return random.sample(list(self._states), len(oldest))
+
+
+def _make_state(session: Session) -> SessionState:
+    return SessionState(replace(session, metadata={}))

@@ -110,6 +110,7 @@ class _Connection(asyncio.Protocol):
         self._open_connections.discard(self)
         if self in self._idle_connections:
             self._idle_connections.remove(self)
+        self._parser = None  # it refers to this connection, which should not wait for the garbage collector
         response = self._response
         if response is None:
             return

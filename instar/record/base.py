@@ -53,6 +53,9 @@ class Renderer(ABC):
     max_prompt_tokens: int | None = None
     """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that certainly exceed it."""
 
+    def check_messages(self, messages: Sequence[Message]) -> None:  # noqa: B027 - optional
+        """Raise PromptTooLong if the messages certainly exceed ``max_prompt_tokens``. This is fast."""
+
     @staticmethod
     def load(folder: Path, model: ModelConfig) -> Renderer:
         """Load the renderer for the model in ``folder``. Imports transformers, which is slow."""

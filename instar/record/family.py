@@ -301,7 +301,7 @@ class FamilyRenderer(TokenizerRenderer):
             return self._render([Message(role="system", content=text), *messages[count:]], tools)
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        self._check_message_lengths(messages)
+        self.check_messages(messages)
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
             return list(
@@ -309,10 +309,6 @@ class FamilyRenderer(TokenizerRenderer):
             )
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
-
-    def _check_message_lengths(self, messages: Sequence[Message]) -> None:
-        # Formats may trim texts and omit parts of replies, so only these texts are certain to be rendered.
-        self._check_length(*(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
     def supports_tools(self) -> bool:
         question = [Message(role="user", content="Hi")]
@@ -325,7 +321,7 @@ class FamilyRenderer(TokenizerRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Tool] = (),
     ) -> list[int] | None:
-        self._check_message_lengths(new_messages)
+        self.check_messages(new_messages)
         prefix = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)

@@ -22,6 +22,8 @@ from instar.record.redact import parse_redaction_reason
 from instar.store.base import CallDelta
 from instar.types import Call, CallStatus, Ids, Link, Message, Tool
 
+_CALL_BYTES, _MESSAGE_BYTES = 700, 150
+"""The memory of a call without its tokens, and of the hashes of a message."""
 _RECENT_CALLS = 8
 """The number of recent calls to search for a shared prefix if all messages are new."""
 _RECENT_PROMPTS = 64
@@ -41,6 +43,8 @@ class MessageGraph:
         self._in_flight: Counter[bytes] = Counter()
         self._successful_requests: set[str] = set()
         self._undelivered: set[bytes] = set()
+        self.size = 0
+        """The approximate memory in bytes."""
         self._restore(recorded)
 
     @property
@@ -310,12 +314,14 @@ class MessageGraph:
     def _add_node(self, node: CallNode, key: bytes) -> None:
         self._nodes[node.call_id] = node
         self._by_request[key].append(node)
+        self.size += _CALL_BYTES + node.prompt.nbytes + node.sampled.nbytes
         if node.is_ok:
             self._successful_requests.add(node.request_id)
 
     def _add_chain(self, node: CallNode, chain: HashChain) -> None:
         node.tools_digest, node.reply_digest = chain.tools_digest, chain.digests[-1]
         node.exact = chain.exact[1 + node.base_messages :]
+        self.size += _MESSAGE_BYTES * len(node.exact)
         self._add_node(node, chain.canonical[-2] + chain.tools_digest)
         self._by_conversation[chain.canonical[-1]].append(node)
         for prefix in chain.canonical[1 + node.base_messages :]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
-from collections.abc import Sequence
+import sys
+import time
+from array import array
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -31,9 +33,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _MIN_LONG_TEXT_CHARS = 16 * 1024
-_MAX_CACHED_CHARS = 4 * 1024 * 1024
-_CACHE_ENTRY_CHARS = 32
-"""The fixed memory overhead of a cache entry, expressed as a number of characters."""
+_MAX_CACHED_BYTES = 8 * 1024 * 1024
+_PERIOD_SECONDS = 30.0
+_CACHE_ENTRY_BYTES = 192
+"""The memory of a cache entry without its text and tokens."""
 _PROBE_TEXT = "7440-mark"
 """A text that no chat template contains, so finding it in a prompt shows that its message was rendered."""
 _ENCODING_PROBES = (
@@ -95,11 +98,22 @@ class CachingEncoder:
     can be encoded separately; if not, complete texts are encoded without the cache.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        max_cached_bytes: int = _MAX_CACHED_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._backend: Any = tokenizer.backend_tokenizer
-        self._max_cached_chars = max_cached_chars
-        self._cache: OrderedDict[str, list[int]] = OrderedDict()
-        self.cached_chars = 0
+        self._max_period_bytes = max_cached_bytes // 2
+        self._clock = clock
+        self._recent: dict[str, array[int]] = {}  # a list would need ten times the memory
+        """The tokens of the pieces that were used in this period, which ends after `_PERIOD_SECONDS`, or when
+        half of the maximum size is reached."""
+        self._older: dict[str, array[int]] = {}
+        """The pieces of the previous period that were not used since. They are dropped when this one ends."""
+        self._period_started_at = clock()
+        self._recent_bytes = self._older_bytes = 0
         self._lock = Lock()
         self._added_ids: dict[str, int] = {}
         self.splitter = self._create_splitter()
@@ -116,23 +130,37 @@ class CachingEncoder:
         # This method is slower for short texts, but it releases the GIL.
         return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def _encode_piece(self, piece: str) -> list[int]:
+    def _encode_piece(self, piece: str) -> Sequence[int]:
         if not piece:
             return []
         if (added := self._added_ids.get(piece)) is not None:
             return [added]
         with self._lock:
-            if (cached := self._cache.get(piece)) is not None:
-                self._cache.move_to_end(piece)
-                return cached
-        ids = self.encode_uncached(piece)
-        with self._lock:
-            if piece not in self._cache:
-                self._cache[piece] = ids
-                self.cached_chars += len(piece) + _CACHE_ENTRY_CHARS
-            while self.cached_chars > self._max_cached_chars:
-                self.cached_chars -= len(self._cache.popitem(last=False)[0]) + _CACHE_ENTRY_CHARS
+            if (ids := self._recent.get(piece)) is not None:
+                return ids
+            ids = self._older.get(piece)
+        if ids is None:
+            ids = array("i", self.encode_uncached(piece))
+        self._add_to_cache(piece, ids)
         return ids
+
+    @property
+    def cached_bytes(self) -> int:
+        return self._recent_bytes + self._older_bytes
+
+    def _add_to_cache(self, piece: str, ids: array[int]) -> None:
+        size = _measure_entry(piece, ids)
+        with self._lock:
+            if piece in self._recent or size > self._max_period_bytes:
+                return
+            now = self._clock()
+            is_full = self._recent_bytes + size > self._max_period_bytes
+            if is_full or now > self._period_started_at + _PERIOD_SECONDS:
+                self._older, self._recent = self._recent, {}
+                self._older_bytes, self._recent_bytes = self._recent_bytes, 0
+                self._period_started_at = now
+            self._recent[piece] = ids
+            self._recent_bytes += size
 
     def _create_splitter(self) -> re.Pattern[str] | None:
         """Return the pattern that splits text, or None if the pieces cannot be encoded separately."""
@@ -146,6 +174,10 @@ class CachingEncoder:
         texts = [probe.format(*pair) for pair in list(pairs)[:8] for probe in _ENCODING_PROBES]
         is_exact = all(self(text) == self.encode_uncached(text) for text in texts)
         return self.splitter if is_exact else None
+
+
+def _measure_entry(piece: str, ids: array[int]) -> int:
+    return sys.getsizeof(piece) + sys.getsizeof(ids) + _CACHE_ENTRY_BYTES
 
 
 class TokenizerRenderer(Renderer):
@@ -169,11 +201,13 @@ class TokenizerRenderer(Renderer):
     def decode_token(self, token_id: int) -> str:
         return self._decode([token_id])
 
-    def _check_length(self, *texts: str) -> None:
+    def check_messages(self, messages: Sequence[Message]) -> None:
+        # Formats may trim texts and omit parts of replies, so only these texts are certain to be rendered.
+        self._check_length("".join(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
+
+    def _check_length(self, text: str) -> None:
         limit = self.max_prompt_tokens
-        if limit is None or sum(map(len, texts)) <= limit:
-            return
-        if (min_tokens := sum(map(self._bound.compute, texts))) > limit:
+        if limit is not None and len(text) > limit and (min_tokens := self._bound.compute(text)) > limit:
             raise PromptTooLong(f"the prompt has at least {min_tokens} tokens, but the limit is {limit}")
 
     def _decode(self, ids: list[int]) -> str:

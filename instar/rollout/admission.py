@@ -1,8 +1,9 @@
 """Limit how far generation may run ahead of training.
 
 A step consumes ``groups_per_step`` groups, some of which may come from exported data. A group may start if
-the groups before it fill at most ``max_staleness`` steps that are not trained yet, so at most that many steps
-are trained between its start and its use. If ``max_staleness`` is 0, generation and training alternate.
+the groups before it fill at most ``max_staleness`` − (``sync.every`` − 1) steps that are not trained yet, so
+at most that many steps are trained between its start and its use. The engines' version may be ``sync.every``
+− 1 steps old at its start. If ``max_staleness`` is 0, generation and training alternate.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class Admission:
         self.run_id = run_id
         self.steps = config.trainer.steps
         self.count_groups = config.count_live_groups
-        self.steps_ahead = config.max_staleness + 1  # including the step that is trained next
+        # Including the step that is trained next. The engines' version may be sync.every - 1 steps old.
+        self.steps_ahead = config.max_staleness + 1 - (config.sync.every - 1)
         self._state: AdmissionState | None = None
         self._computed_at = 0.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -190,16 +191,31 @@ def add_feedback(db: Database, feedback: Feedback, rewards: Sequence[Reward] = (
 
 
 def get_feedback(
-    db: Database, run_id: str, *, session_id: str | None = None, corrected_only: bool = False
+    db: Database,
+    run_id: str,
+    *,
+    session_id: str | None = None,
+    feedback_id: str | None = None,
+    after: str | None = None,
+    limit: int = sys.maxsize,
+    corrected_only: bool = False,
 ) -> list[Feedback]:
-    """Return the run's feedback, oldest first. ``corrected_only`` excludes feedback without a correction."""
-    where, values = "run_id = ?", [run_id]
+    """Return up to ``limit`` entries of the run's feedback, oldest first, beginning after the entry with the
+    id ``after``. ``corrected_only`` excludes feedback without a correction."""
+    where, values = "run_id = ?", list[Any]([run_id])
     if session_id is not None:
         where += " AND session_id = ?"
         values.append(session_id)
+    if feedback_id is not None:
+        where += " AND feedback_id = ?"
+        values.append(feedback_id)
+    if after is not None:
+        where += " AND seq > (SELECT seq FROM feedback WHERE feedback_id = ?)"
+        values.append(after)
     if corrected_only:
         where += " AND correction IS NOT NULL"
-    return FEEDBACK_ROWS.select(db, f"SELECT * FROM feedback WHERE {where} ORDER BY seq", values)
+    sql = f"SELECT * FROM feedback WHERE {where} ORDER BY seq LIMIT ?"
+    return FEEDBACK_ROWS.select(db, sql, [*values, limit])
 
 
 def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:

@@ -15,7 +15,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import DictRow, dict_row
 from psycopg.types.numeric import Int8BinaryDumper
 
-from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
+from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -166,7 +166,7 @@ class PostgresServer:
         if code in _CORRUPT_CODES:
             return self.corrupt_error(text)
         if code == "57014":
-            return StoreError(
+            return StoreUnavailable(
                 f"a statement in {self.name} took longer than store.timeout ({self.timeout:g} s): {text}. "
                 "Look in pg_stat_activity for a stuck session that holds a lock"
             )
@@ -179,7 +179,7 @@ class PostgresServer:
                 f"{self.name} is a standby and rejects writes ({text}): set store.url to the primary"
             )
         if isinstance(error, psycopg.OperationalError):
-            return StoreError(f"{self.name} cannot be reached: {text}. {_suggest_fix(text)}")
+            return StoreUnavailable(f"{self.name} cannot be reached: {text}. {_suggest_fix(text)}")
         return StoreError(f"{self.name}: {text}")
 
     def corrupt_error(self, detail: str) -> StoreCorrupt:

@@ -13,12 +13,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull
+from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from instar.store.schema import CALLS, Table
 
 logger = logging.getLogger(__name__)
 
 BUSY_TIMEOUT_SECONDS = 30.0
+READER_CACHE_KIB = 512
+"""The page cache of each reader. A store has several, and the operating system caches the pages as well."""
 
 MAX_INSERT_ROWS = 32
 COUNTER_BYTES = 8
@@ -206,6 +208,8 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
         connection.row_factory = sqlite3.Row
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA synchronous = FULL")
+        if read_only:
+            connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
     except BaseException:  # any failure: close the connection, then re-raise
         connection.close()
         raise
@@ -234,7 +238,7 @@ def translate_error(error: Exception, path: Path) -> StoreError:
             "Earlier writes are stored; the failed write was rolled back"
         )
     if is_busy(error):
-        return StoreError(f"{path} stayed locked by another process ({error}): stop that process")
+        return StoreUnavailable(f"{path} stayed locked by another process ({error}): stop that process")
     if primary in (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY):
         return StoreError(f"cannot open {path} ({error}): check its permissions, and that it is a file")
     return StoreError(f"{path}: {error}")

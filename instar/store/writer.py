@@ -27,6 +27,8 @@ T = TypeVar("T")
 WriteFunction = Callable[[Database], T]
 
 MAX_BATCH_WRITES = 256
+MAX_RESOLVED_JOBS = 8
+"""The number of writes whose callers continue in the same iteration of the event loop."""
 GROUPING_WAIT_SECONDS = 0.0005
 """How long to wait for more writes if the previous batch had more than the current one. Committing ten writes
 costs about as much as committing one, so waiting pays off under load."""
@@ -269,11 +271,14 @@ def _notify_callers(jobs: Sequence[_WriteJob]) -> None:
     for loop, group in groupby(jobs, key=lambda job: job.future.get_loop()):
         finished = list(group)
         try:
-            loop.call_soon_threadsafe(_resolve_jobs, finished)
+            loop.call_soon_threadsafe(_resolve_jobs, loop, finished)
         except RuntimeError:
             continue  # the loop is closed, so nothing is waiting for these writes
 
 
-def _resolve_jobs(jobs: Sequence[_WriteJob]) -> None:
-    for job in jobs:
+def _resolve_jobs(loop: asyncio.AbstractEventLoop, jobs: Sequence[_WriteJob]) -> None:
+    """Resolve the jobs in small portions, so that a large batch does not block the event loop at once."""
+    for job in jobs[:MAX_RESOLVED_JOBS]:
         job.resolve()
+    if len(jobs) > MAX_RESOLVED_JOBS:
+        loop.call_soon(_resolve_jobs, loop, jobs[MAX_RESOLVED_JOBS:])

@@ -17,14 +17,18 @@ WINDOW = 8
 """The number of steps over which metrics are averaged."""
 MAX_WITHOUT_SIGNAL = 0.8
 MAX_IDENTICAL = 0.8
-MIN_SOLVED = 0.95
+MIN_SOLVED = 0.9
 """A policy has solved its tasks if its mean reward reaches this fraction of the range of rewards so far."""
+MIN_IMPROVEMENT = 0.02
+"""A policy still learns if its mean reward rises by this fraction of the range within a window."""
 MIN_ENTROPY_RATIO = 0.1
 MAX_LENGTH_RATIO = 2.5
 MAX_REPETITION = 0.5
 MIN_REPETITION_INCREASE = 0.3
 MAX_KL = 0.1
 MAX_SCORE_DROP = 0.15
+REWARD_ALARMS = frozenset({"collapse", "no_signal", "entropy"})
+"""The alarms that are not raised while the policy has solved its tasks or its rewards rise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,8 @@ class AlarmDetector:
     def __init__(self, run_dir: Path) -> None:
         self._reader = MetricsReader(run_dir)
         self._first: list[Json] = []
+        self._previous: deque[Json] = deque(maxlen=WINDOW)
+        """The steps before the recent ones."""
         self._recent: deque[Json] = deque(maxlen=WINDOW)
         self._rewards = RunningRange()
         self._scores: dict[str, RunningRange] = {}
@@ -68,19 +74,25 @@ class AlarmDetector:
             self._add(record)
         alarms = list(self._find())
         new = [alarm for alarm in alarms if alarm.name not in self._active]
-        self._active = {alarm.name for alarm in alarms}
+        # Noise can make rewards seem to rise, which must not end an alarm and raise it again.
+        held = self._active & REWARD_ALARMS if self._is_improving() else set[str]()
+        self._active = {alarm.name for alarm in alarms} | held
         if "collapse" in self._active:  # not reported again under the other name while it ends gradually
             self._active.add("no_signal")
         return new
 
     def _add(self, record: Json) -> None:
         if "rewound_to" in record:  # the records so far describe weights that are no longer used
+            self._previous.clear()
             self._recent.clear()
             self._scores.clear()
         elif record["kind"] == "train":
             # A step that is trained again after a crash is recorded again.
-            while self._recent and self._recent[-1]["step"] >= record["step"]:
-                self._recent.pop()
+            for steps in (self._recent, self._previous):
+                while steps and steps[-1]["step"] >= record["step"]:
+                    steps.pop()
+            if len(self._recent) == WINDOW:
+                self._previous.append(self._recent[0])
             self._recent.append(record)
             if len(self._first) < WINDOW:
                 self._first = [step for step in self._first if step["step"] < record["step"]] + [record]
@@ -94,7 +106,7 @@ class AlarmDetector:
         first, recent = self._first, self._recent
         if len(recent) < WINDOW or recent[0]["step"] <= first[-1]["step"]:
             return
-        if not self._is_solved():
+        if not (self._is_solved() or self._is_improving()):
             yield from _check_signal(recent)
             yield from _check_entropy(first, recent)
         yield from _check_outputs(first, recent)
@@ -103,7 +115,14 @@ class AlarmDetector:
     def _is_solved(self) -> bool:
         """Return True if nearly all recent sessions got the highest reward."""
         low, high, reward = self._rewards.low, self._rewards.high, self.recent_reward
-        return reward is not None and high > low and reward >= low + MIN_SOLVED * (high - low)
+        return reward is not None and low < high and reward >= low + MIN_SOLVED * (high - low)
+
+    def _is_improving(self) -> bool:
+        low, high, reward = self._rewards.low, self._rewards.high, self.recent_reward
+        previous = _average(self._previous, "reward_mean")
+        if reward is None or previous is None or high <= low:
+            return False
+        return reward >= previous + MIN_IMPROVEMENT * (high - low)
 
     def _check_scores(self) -> Iterator[Alarm]:
         for mode, scores in self._scores.items():

@@ -70,6 +70,8 @@ class TrainerState(msgspec.Struct, frozen=True):
     baseline: Json = {}
     """The state of the running baseline, or {} if the advantage estimator has none."""
     rewind: RewindState = RewindState()
+    kl_lr_scale: float = 1.0
+    """The effect of `trainer.max_kl` on the learning rate."""
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:

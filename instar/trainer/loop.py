@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -42,7 +42,7 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
-from instar.trainer.update import apply_update, correct_off_policy, scale_loss, schedule_adam
+from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
 from instar.types import Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class Trainer:
         self.penalty = penalty
         self.alarms = AlarmDetector(run.config.run_dir)
         self.rewind = RewindState()
+        is_imitation = run.config.trainer.loss.name == "cross_entropy"
+        self.kl_limiter = KlLimiter(None if is_imitation else run.config.trainer.max_kl)
         self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
@@ -90,8 +92,6 @@ class Trainer:
         self.saved_version = 0
         """The version of the last saved step, which `recover` restores."""
         self.lost_sessions = 0
-        self.renewal_time: float | None = None
-        """The Unix time at which the newest policy must be exported again, or None if it does not expire."""
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
@@ -109,6 +109,7 @@ class Trainer:
                     pass
                 if self.step > self.saved_step:
                     await self._save_and_commit(self.step)
+                await self.publisher.push_skipped()
                 self.activity = "finished"
                 return
             except BackendLost as error:
@@ -121,6 +122,7 @@ class Trainer:
         logger.warning("the training session was lost; loading the last saved state: %s", error)
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = 0
+        self.rewind, self.kl_limiter.lr_scale = RewindState(), 1.0
 
     async def _run_step(self) -> bool:
         """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
@@ -155,8 +157,8 @@ class Trainer:
         """Return the seconds until the time limit or the next renewal, or None if there is neither."""
         limit = self.config.trainer.seconds
         limits = [] if limit is None else [limit - self.timer.seconds]
-        if self.renewal_time is not None:
-            limits.append(self.renewal_time - time.time())
+        if self.publisher.renewal_time is not None:
+            limits.append(self.publisher.renewal_time - time.time())
         return max(0.0, min(limits)) if limits else None
 
     def _is_done(self) -> bool:
@@ -207,14 +209,19 @@ class Trainer:
         """Update the weights, unless no samples and no corrections remain. Return the metrics."""
         self.activity = f"step {step}: training on {len(batch.samples)} samples"
         metrics: Json = {}
+        settings = self.config.trainer
         if batch.samples:
-            batch, metrics = await self._reweight(batch, step)
+            batch, metrics = await reweight(batch, self.backend, self.penalty, settings.off_policy)
+            if not batch.samples:
+                logger.info(
+                    "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
+                )
         if not batch.samples and not corrections.samples:
             return metrics
-        settings = self.config.trainer
         loss = scale_loss(settings.loss, batch.divisor)
         adam = schedule_adam(settings, step, self.timer.seconds, self.rewind.lr_scale)
-        result = await apply_update(self.backend, batch.samples, loss, corrections.samples, adam)
+        count, samples = settings.updates_per_step, (batch.samples, loss, corrections.samples)
+        result, updates = await apply_updates(self.backend, *samples, adam, count, self.kl_limiter)
         if result.samples is not None:
             if settings.off_policy.proximal == "behavior":
                 metrics |= compute_importance_metrics(batch.samples, result.samples.logprobs)
@@ -222,26 +229,14 @@ class Trainer:
         if result.corrections is not None:
             correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
             metrics |= {"corrections": len(corrections.samples), "correction_loss": correction_loss}
-        return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
-
-    async def _reweight(self, batch: StepBatch, step: int) -> tuple[StepBatch, Json]:
-        """Apply the off-policy correction and the reference penalty. Return the new batch and its metrics."""
-        batch, metrics = await correct_off_policy(batch, self.backend, self.config.trainer.off_policy)
-        if not batch.samples:
-            logger.info(
-                "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
-            )
-        elif self.penalty is not None:
-            samples, penalty_metrics = await self.penalty.apply(batch.samples, batch.scales)
-            batch = replace(batch, samples=samples)
-            metrics |= penalty_metrics
-        return batch, metrics
+        return {**metrics, **updates, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
     async def _save_and_commit(self, step: int) -> int:
         self.activity = f"step {step}: saving"
         if self.config.trainer.on_collapse == "rewind":
             self.rewind = self.rewind.update(step, self.alarms.recent_reward)
-        state = TrainerState(step, self.timer.seconds, self.batcher.estimator.to_json(), self.rewind)
+        baseline, lr_scale = self.batcher.estimator.to_json(), self.kl_limiter.lr_scale
+        state = TrainerState(step, self.timer.seconds, baseline, self.rewind, lr_scale)
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
@@ -276,30 +271,29 @@ class Trainer:
     async def _publish(self, step: int) -> int:
         self.activity = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
-        await self._publish_head(version)
+        await self.publisher.push_if_due(await self._publish_head(version))
         # A recovery makes the last saved version the head again, so its weights must not be removed.
         saved_path = self._policy_path(self.saved_version)
         prune_folder(saved_path.parent, self.config.trainer.keep_checkpoints, frozenset({saved_path}))
         return version
 
-    async def _publish_head(self, version: int) -> None:
+    async def _publish_head(self, version: int) -> Policy:
         if self.publisher.sync.is_live:
             artifact = Artifact("live")
         else:
             artifact = await self.backend.publish(self._policy_path(version))
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
-        self.renewal_time = compute_renewal_time(artifact)
-        await self.publisher.push(policy)
+        return policy
 
     async def _renew_head(self) -> bool:
-        """Export the head's artifact again if it expires soon, and return True if it was exported. The
-        weights are still those of the head, because every step publishes a version."""
-        if self.renewal_time is None or time.time() < self.renewal_time:
+        """Export the head's artifact again if one that engines use expires soon, and return True if it was
+        exported. The weights are still those of the head, because every step publishes a version."""
+        if self.publisher.renewal_time is None or time.time() < self.publisher.renewal_time:
             return False
         head = await self.store.latest_policy(self.policy_id)
         logger.info("exporting version %s again before its sampler expires", head.version)
-        await self._publish_head(head.version)
+        await self.publisher.push(await self._publish_head(head.version))
         return True
 
     def _policy_path(self, version: int) -> Path:
@@ -332,6 +326,7 @@ class Trainer:
         metrics: Json = {"rewound_to": best, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
         metrics["train_seconds"] = time.monotonic() - started
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
+        self.publisher.require_push()
         metrics |= {"version": await self._save_and_commit(step)}
         self.monitor.record("train", step, {**metrics, "step_seconds": time.monotonic() - started})
 
@@ -342,6 +337,7 @@ class Trainer:
         claims of later steps, tombstone their versions, and push the head to the engines. Raises InstarError
         if no saved checkpoint is intact."""
         self.activity = "recovering"
+        self.publisher.require_push()
         rows = await self.store.steps(self.run_id)
         saved_steps = [row.step for row in rows if row.state_path and row.state in SAVED_STATES]
         damaged = frozenset[Path]()
@@ -351,6 +347,7 @@ class Trainer:
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
             self.rewind = state.rewind
+            self.kl_limiter.lr_scale = state.kl_lr_scale
         else:
             await self.backend.start()
         await self._tombstone_abandoned_versions()
@@ -379,7 +376,7 @@ class Trainer:
         if head.artifact.kind == "live" or is_pruned(head.artifact):
             await self._publish_files(head.version)
             head = await self.store.latest_policy(self.policy_id)
-        self.renewal_time = compute_renewal_time(head.artifact)
+        self.publisher.renewal_time = compute_renewal_time(head.artifact)
         if not await self._renew_head():
             # Even the base model is pushed, because an engine may serve a version that is now tombstoned.
             await self.publisher.push(head)

@@ -32,20 +32,59 @@ Otherwise, it would continue with samples from an old version."""
 
 class PolicyPublisher:
     def __init__(
-        self, sync: SyncRoute, list_engines: ListEngines, *, poll_seconds: float = POLL_INTERVAL_SECONDS
+        self,
+        sync: SyncRoute,
+        list_engines: ListEngines,
+        *,
+        every: int = 1,
+        poll_seconds: float = POLL_INTERVAL_SECONDS,
     ) -> None:
+        """Create a publisher. `push_if_due` pushes a policy if its version is at least ``every`` higher than
+        that of the last push. Tombstoned versions count too."""
         self.sync = sync
         self._list_engines = list_engines
+        self._every = every
+        self._skipped: list[Policy] = []
+        """The policies that are newer than the pushed one, oldest first."""
+        self._pushed_version: int | None = None
+        self._is_due = False
+        """True if the next policy must be pushed regardless of ``every``."""
         self._poll_seconds = poll_seconds
         self._refusals = 0
         self._is_pushing = False
         self._should_stop = False
         self.report: dict[str, float] = {}
-        """The metrics of the last push to all engines."""
+        """The metrics of the last push to all engines, without its duration if a policy was skipped since."""
+        self.renewal_time: float | None = None
+        """The Unix time at which the newest policy must be exported again and pushed, because an artifact
+        that engines use expires soon, or None if none expires."""
+
+    def require_push(self) -> None:
+        """Push the next policy even if it is not due. After a recovery, the last push may be tombstoned, and
+        after a rewind, it is worse than the next policy."""
+        self._skipped.clear()
+        self._pushed_version, self._is_due = None, True
+
+    async def push_if_due(self, policy: Policy) -> None:
+        self._skipped.append(policy)
+        if self._is_due or policy.version - (self._pushed_version or 0) >= self._every:
+            await self.push(policy)
+            return
+        self.report.pop("sync_seconds", None)
+        if self.renewal_time is None:  # engines that restart load this policy
+            self.renewal_time = compute_renewal_time(policy.artifact)
+
+    async def push_skipped(self) -> None:
+        """Push the newest policy, unless it has been pushed."""
+        if self._skipped:
+            await self.push(self._skipped[-1])
 
     async def push(self, policy: Policy) -> None:
         """Push the policy to every engine. If an engine cannot be reached, it keeps its version, and the run
         continues. Raises SyncError if `MAX_REFUSALS` pushes in a row were refused."""
+        self._skipped.clear()
+        self._pushed_version, self._is_due = policy.version, False
+        self.renewal_time = compute_renewal_time(policy.artifact)
         engines = await self._list_engines()
         started_at = time.monotonic()
         failure_count = await self._push_to(policy, engines)
@@ -57,7 +96,7 @@ class PolicyPublisher:
 
     async def sync_while_waiting(self, policy: Policy, coroutine: Coroutine[Any, Any, T]) -> T:
         """Await ``coroutine`` and return its result. Until then, push the policy to engines that serve a
-        different version because they were restarted or missed a push."""
+        version that is neither the last push nor a newer policy, because they were restarted or missed it."""
         self._should_stop = False
         waiting_task = asyncio.create_task(coroutine)
         sync_task = asyncio.create_task(self._sync_lagging_engines(policy))
@@ -81,7 +120,10 @@ class PolicyPublisher:
             engines = await self._list_engines()
             versions = await asyncio.gather(*map(_get_served_version, engines))
             pairs = zip(engines, versions, strict=True)
-            lagging = [engine for engine, version in pairs if version not in (None, policy.version)]
+            # Engines that restart load the newest policy, even if it was not pushed.
+            skipped = (skipped.version for skipped in self._skipped)
+            current = {None, policy.version, self._pushed_version, *skipped}
+            lagging = [engine for engine, version in pairs if version not in current]
             if not lagging:
                 delay = self._poll_seconds
             elif await self._push_to(policy, lagging, is_retry=True):

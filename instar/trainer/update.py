@@ -1,8 +1,9 @@
-"""Correct a batch for off-policy tokens, and update the weights with it in one optimizer step."""
+"""Correct a batch for off-policy tokens, and update the weights with it once or several times."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +12,23 @@ from typing import Any
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
 from instar.data.batcher import StepBatch
-from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics
+from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics, estimate_kl
+from instar.reference.penalty import ReferencePenalty
 from instar.types import Json, Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
+MIN_LR_CHANGE, MAX_LR_CHANGE = 0.5, 1.1
+"""The limits of the factor by which one measured KL changes the learning rate."""
+MIN_LR_SCALE = 0.01
+"""The minimum of the learning rate's scale, so that training continues even if the KL does not fall."""
+MIN_KL = 1e-9
+MAX_MEASURED_SAMPLES = 8
+"""The number of samples on which the KL of a step's only update is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """The results of one training step."""
+    """The results of the first update of a training step."""
 
     samples: ForwardBackwardResult | None
     """None if the step had no samples."""
@@ -44,6 +53,18 @@ async def correct_off_policy(
     return corrected, {**metrics, **importance, "proximal_seconds": time.monotonic() - started}
 
 
+async def reweight(
+    batch: StepBatch, backend: Backend, penalty: ReferencePenalty | None, config: OffPolicyConfig
+) -> tuple[StepBatch, Json]:
+    """Apply the off-policy correction and the reference penalty. Return the new batch and its metrics."""
+    batch, metrics = await correct_off_policy(batch, backend, config)
+    if batch.samples and penalty is not None:
+        samples, penalty_metrics = await penalty.apply(batch.samples, batch.scales)
+        batch = replace(batch, samples=samples)
+        metrics |= penalty_metrics
+    return batch, metrics
+
+
 def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
     """Return the loss with the `beta` of `dro` divided by ``divisor``, as the advantages already are."""
     if loss.name != "dro":
@@ -61,7 +82,60 @@ def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: flo
         if settings.seconds is not None:
             progress = max(progress, seconds / settings.seconds)
         scale *= max(0.05, 1.0 - progress)
-    return settings.adam.model_copy(update={"lr": settings.adam.lr * scale})
+    return _scale_lr(settings.adam, scale)
+
+
+class KlLimiter:
+    """Lowers the learning rate while updates change the policy by more than `trainer.max_kl`."""
+
+    def __init__(self, max_kl: float | None) -> None:
+        self.max_kl = max_kl
+        self.lr_scale = 1.0
+
+    def adapt(self, kl: float | None) -> None:
+        """Adapt the scale after an update with this KL, which grows with the square of the learning rate."""
+        if self.max_kl is not None and kl is not None:
+            change = math.sqrt(self.max_kl / max(kl, MIN_KL))
+            scale = self.lr_scale * min(max(change, MIN_LR_CHANGE), MAX_LR_CHANGE)
+            self.lr_scale = min(max(scale, MIN_LR_SCALE), 1.0)
+
+
+async def apply_updates(
+    backend: Backend,
+    samples: Sequence[Sample],
+    loss: LossConfig,
+    corrections: Sequence[Sample],
+    adam: AdamConfig,
+    count: int,
+    limiter: KlLimiter,
+) -> tuple[UpdateResult, Json]:
+    """Update the weights ``count`` times, the first time also with the corrections. ``adam`` does not include
+    the limiter's scale. Return the results of the first update, and the largest KL of an update. If there
+    are several updates, each one measures the KL of the one before it."""
+    # The KL of an only update needs two equal calls, because `forward_backward` may round differently. The
+    # first samples suffice: those of one group share a prompt, which a backend may process only once.
+    measured = samples[:MAX_MEASURED_SAMPLES] if count == 1 and limiter.max_kl is not None else []
+    before = await backend.forward(measured) if measured else []
+    first = await apply_update(backend, samples, loss, corrections, _scale_lr(adam, limiter.lr_scale))
+    if first.samples is None:
+        return first, {}
+    logprobs = first.samples.logprobs
+    kls: list[float | None] = []
+    for _ in range(count - 1):
+        result = await backend.forward_backward(samples, loss)
+        kls.append(estimate_kl(samples, logprobs, result.logprobs))
+        limiter.adapt(kls[-1])
+        await backend.optim_step(_scale_lr(adam, limiter.lr_scale))
+        logprobs = result.logprobs
+    if measured:
+        kls.append(estimate_kl(measured, before, await backend.forward(measured)))
+        limiter.adapt(kls[-1])
+    finite_kls = [kl for kl in kls if kl is not None]
+    return first, {"update_kl": max(finite_kls), "kl_lr_scale": limiter.lr_scale} if finite_kls else {}
+
+
+def _scale_lr(adam: AdamConfig, scale: float) -> AdamConfig:
+    return adam.model_copy(update={"lr": adam.lr * scale})
 
 
 async def apply_update(

@@ -78,17 +78,12 @@ def test_run_on_postgres_survives_kill_and_server_restart(
 ) -> None:
     run = make_run(tmp_path, model, postgres, steps=5)
 
-    def count_committed_steps() -> int:
-        return (
-            run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
-        )
-
     run.start()
-    assert run.wait_until(lambda: count_committed_steps() >= 1)
+    assert run.wait_until(lambda: run.count_committed_steps() >= 1)
     run.kill()
     run.assert_no_orphans()
     run.start(resume=True)
-    assert run.wait_until(lambda: count_committed_steps() >= 2)
+    assert run.wait_until(lambda: run.is_ready() and run.count_committed_steps() >= 2)
     postgres.stop(signal.SIGQUIT)
     postgres.start()
     run.finish()

@@ -25,14 +25,10 @@ def run_roles_command(run: RunProcess, *arguments: str) -> dict[str, dict[str, A
     return {row["name"]: row for row in json.loads(completed.stdout)}
 
 
-def count_committed_steps(run: RunProcess) -> int:
-    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0]
-
-
 def wait_for_two_more_steps(run: RunProcess) -> None:
     """Wait for two more steps, because the first may already have been in progress."""
-    committed = count_committed_steps(run)
-    assert run.wait_until(lambda: count_committed_steps(run) >= committed + 2)
+    committed = run.count_committed_steps()
+    assert run.wait_until(lambda: run.count_committed_steps() >= committed + 2)
 
 
 @pytest.fixture

@@ -21,10 +21,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32, context=2048)
 
 
-def count_committed_steps(run: RunProcess) -> int:
-    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
-
-
 def test_run_after_ctrl_c_finishes_its_step_and_can_be_resumed(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=4, checkpoint_every=100))
     process = run.start()
@@ -95,7 +91,7 @@ def test_run_with_config_error_prints_message_without_traceback(model: Path, tmp
 def test_killed_engine_restarts_with_latest_policy(model: Path, tmp_path: Path) -> None:
     run = RunProcess(tmp_path, make_config(tmp_path, model, steps=8))
     run.start()
-    assert run.wait_until(lambda: count_committed_steps(run) >= 2)
+    assert run.wait_until(lambda: run.count_committed_steps() >= 2)
     assert run.kill_role("engine")
     run.finish()
     assert "engine exited (signal SIGKILL); restarting it" in run.output.read_text()

@@ -105,11 +105,14 @@ class StoredRun:
 
     def describe_progress(self) -> str:
         """Describe the progress of the run for a log line."""
+        return f"{self.count_committed_steps()} steps committed"
+
+    def count_committed_steps(self) -> int:
+        """Return the number of committed steps, or 0 if the store has no tables yet."""
         try:
-            (steps,) = self.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0]
+            return len(self.query("SELECT 1 FROM steps WHERE state = 'committed'"))
         except sqlite3.OperationalError:
-            return "no store yet"
-        return f"{steps} steps committed"
+            return 0
 
     def read_fingerprint(self) -> Fingerprint:
         """Check that the run is consistent, and return its fingerprint."""

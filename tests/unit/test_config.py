@@ -38,6 +38,17 @@ def test_max_staleness_default_depends_on_the_mode(trainer: dict[str, Any], stal
     assert RunConfig.model_validate({"trainer": trainer}).max_staleness == staleness
 
 
+def test_engines_must_be_updated_within_the_maximum_staleness() -> None:
+    assert RunConfig.model_validate({"sync": {"every": 2}}).sync.every == 2
+    with pytest.raises(ValidationError, match=r"sync\.every: must not exceed .* \(2\), got 3"):
+        RunConfig.model_validate({"sync": {"every": 3}})
+    with pytest.raises(ValidationError, match=r"sync\.every: must not exceed .* \(1\), got 2"):
+        RunConfig.model_validate({"trainer": {"mode": "sync"}, "sync": {"every": 2}})
+    tasks = {"type": "python", "function": "instar.demo.tasks:heldout_tasks"}
+    with pytest.raises(ValidationError, match=r"eval\.every: got 4 with sync\.every 2,.* set"):
+        RunConfig.model_validate({"sync": {"every": 2}, "eval": {"tasks": tasks, "every": 4}})
+
+
 def test_sync_mode_rejects_staleness_above_zero() -> None:
     with pytest.raises(ValidationError, match=r"trainer\.max_staleness: must be 0 .* got 2"):
         RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 2}})

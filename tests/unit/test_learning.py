@@ -15,6 +15,7 @@ from statistics import mean
 from typing import Any
 
 import aiohttp
+import pytest
 
 from instar.backends.factory import create_backend
 from instar.config import RunConfig
@@ -40,7 +41,7 @@ from tests.tiny import make_tiny_model
 
 MODULE = "tests.unit.test_learning"
 CHARACTERS_BY_KIND = {"digits": string.digits, "CAPITALS": string.ascii_uppercase}
-STEPS = 40
+STEPS = 60
 MAX_TOKENS = 4
 MIN_FINAL_REWARD = 0.75
 """The reward for a reply with one wrong character out of four. The model must do better than this, because at
@@ -84,7 +85,8 @@ def make_config(folder: Path, seed: int) -> RunConfig:
                 "mode": "sync",
                 "steps": STEPS,
                 "groups_per_step": 2,
-                "adam": {"lr": 4e-3},
+                "adam": {"lr": 2e-3},
+                "max_kl": None,  # a random model must change more than a trained one
                 "warmup_steps": 0,
                 "checkpoint_every": 10,
                 "tensorboard": False,
@@ -148,5 +150,6 @@ async def check_model_learns(folder: Path, seed: int) -> None:
     assert mean(rewards[-3:]) > MIN_FINAL_REWARD, [round(reward, 2) for reward in rewards]
 
 
+@pytest.mark.timeout(600)  # 40 s of CPU time
 async def test_random_model_learns_in_one_process(tmp_path: Path) -> None:
     await check_model_learns(tmp_path, seed=0)

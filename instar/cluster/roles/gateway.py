@@ -11,7 +11,7 @@ from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
 from instar.cluster.endpoints import connect_to_engines
 from instar.cluster.layout import engine_names
 from instar.cluster.tasks import run_until_first, wait_forever
-from instar.cpu import release_freed_pages
+from instar.cpu import limit_fragmentation, release_freed_pages
 from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
 from instar.types import Policy
@@ -20,6 +20,7 @@ MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
 
 
 async def run_gateway(context: RoleContext) -> None:
+    limit_fragmentation()
     store = await context.open_store()
     await context.announce(store, "waiting for the engine" if engine_names(context.config) else "starting")
 
@@ -57,19 +58,21 @@ async def run_gateway(context: RoleContext) -> None:
 
 
 async def _release_memory() -> None:
-    """Release freed memory regularly. Allocations wait for it, so it takes at most 0.1% of the time."""
+    """Collect all garbage and release freed memory regularly. All calls wait for it, so it takes at most 0.1%
+    of the time."""
     seconds = 0.0
     while True:
         await asyncio.sleep(max(MEMORY_RELEASE_INTERVAL_SECONDS, 1000 * seconds))
         started = time.monotonic()
+        gc.collect()
         await asyncio.to_thread(release_freed_pages)
         seconds = time.monotonic() - started
 
 
 def tune_gc() -> None:
-    """Make full garbage collections rare. Sessions in memory consist of many small objects, and every request
-    waits while the collector visits them. New objects are still collected often: each closed connection
-    leaves a cycle, and thousands of them between long-lived objects would fragment the memory."""
+    """Leave full garbage collections to `_release_memory`. Sessions in memory consist of many small objects,
+    and every request waits while the collector visits them. Requests and connections leave hardly any cycles
+    of references, so new objects need not be collected often either."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 100, 1000)
+    gc.set_threshold(50_000, 100, 1000)

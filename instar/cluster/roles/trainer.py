@@ -62,7 +62,7 @@ async def run_trainer(context: RoleContext) -> None:
                 TrainingRun(config, context.run_id, context.policy_id),
                 store=store,
                 backend=backend,
-                publisher=PolicyPublisher(sync, engines.refresh),
+                publisher=PolicyPublisher(sync, engines.refresh, every=config.sync.every),
                 monitor=monitor,
                 penalty=penalty,
             )

@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from instar.engines.local.rows import CAPACITY_STEP
 from instar.errors import EngineError
 
 NAME = "instar_engine"
+MIN_GEMM_ROWS = 4
+"""On one thread, CPU kernels compute each row of a matrix product in the same way if the matrix has at least
+this many. In bf16, this holds for several threads too."""
 
 
 @dataclass(slots=True)
@@ -67,6 +71,9 @@ class StepPlan:
     """The length of each prefix in ``prefixes``. The blocks are used only for the keys after it."""
     prefixes: list[SharedPrefix] = field(default_factory=list[SharedPrefix])
     pieces: list[PrefillPiece] = field(default_factory=list[PrefillPiece])
+    is_batch_invariant: bool = False
+    """True if the result for a token must not depend on the other tokens in the step. Then there are no
+    blocks and prefixes, and after the plan's tokens there may be others that only fill up the batch."""
 
 
 @dataclass(slots=True)
@@ -94,11 +101,14 @@ def attend(
     plan = instar_plan
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
-    keys[plan.rows, :, plan.positions] = key[0].transpose(0, 1)
-    values[plan.rows, :, plan.positions] = value[0].transpose(0, 1)
+    keys[plan.rows, :, plan.positions] = key[0, :, : len(plan.rows)].transpose(0, 1)
+    values[plan.rows, :, plan.positions] = value[0, :, : len(plan.rows)].transpose(0, 1)
     heads, kv_heads, head_dim = query.shape[1], key.shape[1], query.shape[3]
     query = query[0].view(kv_heads, heads // kv_heads, -1, head_dim)
 
+    if plan.is_batch_invariant:
+        output = _attend_invariant(plan, query.float(), keys, values, scaling or head_dim**-0.5)
+        return output.to(value.dtype).unsqueeze(0), None
     outputs: list[Tensor] = []
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
@@ -169,6 +179,55 @@ def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, 
         weight = torch.sigmoid(lse - lse_R[prefix.rows])[..., None]
         output_R[prefix.rows] = output_R[prefix.rows].lerp_(shared_output.view(shape).transpose(0, 1), weight)
     return output_R.to(query.dtype).reshape(rows, -1, head_dim)
+
+
+def _attend_invariant(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
+    """Return the attention output of all tokens [T, heads, head dim] for query [kv heads, heads per kv head,
+    T, head dim]. Every product has the same shape except for the number of its rows and matrices, and the
+    order of every sum depends only on the token's position."""
+    kv_heads, group, tokens, head_dim = query.shape
+    output = query.new_zeros(tokens, kv_heads, group, head_dim)
+    decoding = plan.decoding_rows
+    if decoding:
+        attended = _attend_in_chunks(
+            query[:, :, :decoding].permute(2, 0, 1, 3),
+            keys[:decoding],
+            values[:decoding],
+            plan.positions[:decoding, None, None, None],
+            scaling,
+        )
+        output[:decoding] = attended
+    for piece in plan.pieces:
+        count = piece.stop - piece.start
+        attended = _attend_in_chunks(
+            query[None, :, :, piece.start : piece.stop].reshape(1, kv_heads, group * count, head_dim),
+            keys[piece.row : piece.row + 1],
+            values[piece.row : piece.row + 1],
+            plan.positions[piece.start : piece.stop].repeat(group)[:, None],
+            scaling,
+        )
+        output[piece.start : piece.stop] = attended.view(kv_heads, group, count, head_dim).permute(2, 0, 1, 3)
+    return output.view(tokens, kv_heads * group, head_dim)
+
+
+def _attend_in_chunks(
+    query: Tensor, keys: Tensor, values: Tensor, positions: Tensor, scaling: float
+) -> Tensor:
+    """Return the attention output of ``query`` [rows, kv heads, queries, head dim] to the keys up to
+    ``positions``, which can be broadcast to [rows, kv heads, queries, keys]."""
+    count = query.shape[2]
+    padded = F.pad(query, (0, 0, 0, max(0, MIN_GEMM_ROWS - count)))
+    length = (int(positions.max()) // CAPACITY_STEP + 1) * CAPACITY_STEP
+    chunks = [slice(start, start + CAPACITY_STEP) for start in range(0, length, CAPACITY_STEP)]
+    scores = torch.cat([padded @ keys[:, :, chunk].float().transpose(2, 3) for chunk in chunks], -1)
+    scores = scores[:, :, :count] * scaling
+    is_hidden = torch.arange(length, device=query.device) > positions
+    weights = scores.masked_fill_(is_hidden, -torch.inf).softmax(-1)
+    weights = F.pad(weights, (0, 0, 0, max(0, MIN_GEMM_ROWS - count)))
+    output = torch.zeros_like(padded)
+    for chunk in chunks:
+        output += weights[..., chunk] @ values[:, :, chunk].float()
+    return output[:, :, :count]
 
 
 def _record_shape(

@@ -19,6 +19,7 @@ import torch
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.local.determinism import choose_threads
 from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.rows import KVShape
 from instar.engines.local.scheduler import Emission, Scheduler, SchedulerRequest
@@ -47,6 +48,8 @@ class LocalEngine(Engine):
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
         self._eos_ids = self._model.get_eos_ids(self._tokenizer) if stop_at_eos else set[int]()
         self._threads = config.threads
+        if config.deterministic:
+            self._threads = choose_threads(model, config, self._model.kv_shape.kv_heads)
         context = self._model.max_context
         kv_tokens = config.kv_tokens or compute_kv_tokens(self._model.kv_shape, config.max_batch * context)
         if kv_tokens < context:
@@ -59,6 +62,7 @@ class LocalEngine(Engine):
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             kv_tokens=kv_tokens,
+            is_batch_invariant=bool(config.deterministic),
         )
         self._info = EngineInfo(
             kind="local",

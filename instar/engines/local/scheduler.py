@@ -62,8 +62,17 @@ Emission = tuple[SchedulerRequest, TokenChunk]
 
 
 class Scheduler:
-    def __init__(self, model: EngineModel, *, max_batch: int, prefill_tokens: int, kv_tokens: int) -> None:
+    def __init__(
+        self,
+        model: EngineModel,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        kv_tokens: int,
+        is_batch_invariant: bool = False,
+    ) -> None:
         self._model = model
+        self._is_batch_invariant = is_batch_invariant
         self._max_batch = max_batch
         self._prefill_tokens = prefill_tokens
         self._kv_tokens = kv_tokens
@@ -74,7 +83,7 @@ class Scheduler:
         self._running: list[SchedulerRequest] = []
         self._decoding_rows = 0
         self._weights_epoch = 0
-        self._share_prefixes = attention.should_share_prefixes(model.device)
+        self._share_prefixes = attention.should_share_prefixes(model.device) and not is_batch_invariant
         self._admission_count = 0
         self._status = EngineStatus(version=0)
 
@@ -126,7 +135,7 @@ class Scheduler:
         if not self._running:
             return []
         plan, ids, logit_indices, sampling_requests = self._plan()
-        logits = self._model.forward(ids, plan.positions, logit_indices, plan)
+        logits = self._compute_logits(plan, ids, logit_indices)
         scored = self._score(plan, logits[len(sampling_requests) :])
         for request in self._running[: self._decoding_rows]:
             request.computed_tokens += 1
@@ -140,6 +149,14 @@ class Scheduler:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, tokens) for i, request in enumerate(sampling_requests)]
         return emissions + [self._end_scoring(request) for request in scored]
+
+    def _compute_logits(
+        self, plan: attention.StepPlan, ids: torch.Tensor, logit_indices: torch.Tensor
+    ) -> torch.Tensor:
+        positions, count = plan.positions, len(logit_indices)
+        if self._is_batch_invariant:
+            ids, positions, logit_indices = map(_fill_up, (ids, positions, logit_indices))
+        return self._model.forward(ids, positions, logit_indices, plan)[:count]
 
     def _admit(self) -> None:
         deferred: list[SchedulerRequest] = []
@@ -218,9 +235,16 @@ class Scheduler:
         values = torch.tensor(ids + rows + positions + logit_indices)
         packed = values.to(self._model.device, non_blocking=True)
         ids_T, rows_T, positions_T, logit_indices_N = packed.split([len(ids)] * 3 + [len(logit_indices)])
-        plan = attention.StepPlan(self._rows.kv, rows_T, positions_T, self._decoding_rows)
+        plan = attention.StepPlan(
+            self._rows.kv,
+            rows_T,
+            positions_T,
+            self._decoding_rows,
+            is_batch_invariant=self._is_batch_invariant,
+        )
         self._add_shared_prefixes(plan)
-        plan.blocks = self._build_blocks(positions_T, positions[: self._decoding_rows])
+        if not self._is_batch_invariant:
+            plan.blocks = self._build_blocks(positions_T, positions[: self._decoding_rows])
         for start, stop, row, length in spans:
             mask = None
             if length > stop - start:
@@ -326,6 +350,11 @@ class Scheduler:
             self._rows.move(source, target, request.computed_tokens)
             request.row = target
             self._running[target] = request
+
+
+def _fill_up(values: torch.Tensor) -> torch.Tensor:
+    """Repeat the first value until there are MIN_GEMM_ROWS, if there is one."""
+    return torch.cat([values, values[:1].repeat(max(0, attention.MIN_GEMM_ROWS - len(values)))])
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:

@@ -20,12 +20,16 @@ MAX_BATCH_ADAPTERS = 4
 MAX_LOADED_ADAPTERS = 16
 """The maximum number of policy versions that are in use at the same time."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
-PROBE_SCRIPT = """
+NOT_INSTALLED_STATUS = 3
+PROBE_SCRIPT = f"""
+import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-package = Path(find_spec("vllm").origin).parent
+if (spec := find_spec("vllm")) is None:
+    sys.exit({NOT_INSTALLED_STATUS})
+package = Path(spec.origin).parent
 has_flag = any("enable_scale_out" in file.read_text() for file in package.glob("entrypoints/*/cli_args.py"))
 print(version("vllm"), has_flag)
 """
@@ -64,6 +68,9 @@ def find_vllm(python: str | None) -> VllmInstallation:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"engine.python: cannot run {interpreter}: {error}") from error
+    if probe.returncode not in (0, NOT_INSTALLED_STATUS):
+        reason = probe.stderr.strip().splitlines()[-1:] or [f"exit status {probe.returncode}"]
+        raise ConfigError(f"engine.python: cannot find out whether {interpreter} has vLLM: {reason[0]}")
     if probe.returncode:
         raise ConfigError(
             f"engine.python: vLLM is not installed in {interpreter}; set engine.python to the interpreter of "

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
+import msgspec
 from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
@@ -35,6 +36,10 @@ SESSION_HEADERS = {
 several, the first one in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
 """A longer session id from an agent is truncated, and a digest is appended."""
+_CACHED_BYTES_PER_SESSION = 64 * 1024
+"""The memory of the request cache, divided by the maximum number of sessions in memory."""
+_MIN_COUNTED_BODY = 64 * 1024
+"""The minimum size, in bytes, of a body whose messages and tools are counted before they are decoded."""
 
 
 class RequestReader:
@@ -45,10 +50,22 @@ class RequestReader:
         self._config = config
         self._incomplete_bodies: Counter[Caller] = Counter()
         self.in_flight = 0
+        self._arriving = 0
+        """The number of calls that have arrived in this iteration of the event loop. Their tasks, which count
+        them as in flight, have not started yet."""
 
     @property
     def is_full(self) -> bool:
-        return self.in_flight >= self._config.max_in_flight
+        return self.in_flight + self._arriving >= self._config.max_in_flight
+
+    def count_arrival(self) -> None:
+        """Count a call whose complete request has arrived and whose task starts in the next iteration."""
+        if not self._arriving:
+            asyncio.get_running_loop().call_soon(self._reset_arriving)
+        self._arriving += 1
+
+    def _reset_arriving(self) -> None:
+        self._arriving = 0
 
     def capacity_error(self) -> ApiError:
         limit = self._config.max_in_flight
@@ -125,28 +142,97 @@ async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
+class _Metadata(msgspec.Struct):
+    metadata: msgspec.Raw = msgspec.Raw()
+    client_metadata: msgspec.Raw = msgspec.Raw()
+
+
+def check_metadata(body: bytes, max_bytes: int) -> None:
+    """Raise ApiError (400) if the metadata in the body is too large. It is not decoded, because many small
+    values take many times the memory of their JSON, and fragment it."""
+    if len(body) <= max_bytes:
+        return
+    try:
+        fields = msgspec.json.decode(body, type=_Metadata)
+    except msgspec.DecodeError:
+        return  # The route's parser reports a better error.
+    _check_metadata_size(fields, max_bytes)
+
+
+def _check_metadata_size(fields: _Metadata, max_bytes: int) -> None:
+    for name, raw in (("metadata", fields.metadata), ("client_metadata", fields.client_metadata)):
+        if (size := memoryview(raw).nbytes) > max_bytes:
+            limit = f"{max_bytes} (gateway.max_metadata)"
+            raise bad_request(f"The {name} has {size} bytes; the limit is {limit}.", name, "too_large")
+
+
+class _LimitedFields(_Metadata):
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
+
+
 class RequestParser:
     def __init__(self, config: GatewayConfig, hasher: MessageHasher) -> None:
         self._config = config
         self._hasher = hasher
-        self._cache = RequestCache(hasher)
+        max_bytes = config.max_sessions_in_memory * _CACHED_BYTES_PER_SESSION
+        self._cache = RequestCache(hasher, max_bytes, self.check_body)
 
-    def parse(self, dialect: Dialect, cache_key: str | None, body: bytes) -> tuple[ModelRequest, HashChain]:
+    def parse(
+        self,
+        dialect: Dialect,
+        cache_key: str | None,
+        body: bytes,
+        check_size: Callable[[ModelRequest], None] | None = None,
+    ) -> tuple[ModelRequest, HashChain]:
         """Return the request and the hash chain of its messages. Raise ApiError (400) if the request is
-        invalid. ``cache_key`` is the id of the session or agent, or None if neither is known."""
-        if len(body) >= MIN_CACHED_BODY and dialect.parses_messages_independently:
-            request, chain = self._cache.parse(dialect, cache_key, body)
-        else:
+        invalid. ``cache_key`` is the id of the session or agent, or None if neither is known. ``check_size``
+        raises an error for requests that are too large; it is not called for small bodies."""
+
+        def check(request: ModelRequest) -> None:
+            self._check_counts(len(request.messages), len(request.tools))
+            if check_size is not None:
+                check_size(request)
+
+        if len(body) < MIN_CACHED_BODY:
             request = dialect.parse_request(body)
-            chain = self._hasher.hash_messages(request.messages, request.tools)
-        for name, values, limit in (
-            ("messages", request.messages, self._config.max_messages),
-            ("tools", request.tools, self._config.max_tools),
+            self._check_counts(len(request.messages), len(request.tools))
+        elif dialect.parses_messages_independently:
+            return self._cache.parse(dialect, cache_key, body, check)
+        else:
+            self.check_body(body)
+            request = dialect.parse_request(body)
+            check(request)
+        return request, self._hasher.hash_messages(request.messages, request.tools)
+
+    def check_body(self, body: bytes) -> None:
+        """Raise ApiError (400) if a large body has too much metadata, or too many messages or tools. They are
+        not decoded, because they take many times the memory of the body."""
+        if len(body) < _MIN_COUNTED_BODY:
+            return
+        try:
+            fields = msgspec.json.decode(body, type=_LimitedFields)
+            _check_metadata_size(fields, self._config.max_metadata)
+            message_count = max(map(_count_items, (fields.messages, fields.input)))
+            self._check_counts(message_count, _count_items(fields.tools))
+        except msgspec.DecodeError:
+            return  # The dialect's parser reports a better error.
+
+    def _check_counts(self, message_count: int, tool_count: int) -> None:
+        for name, count, limit in (
+            ("messages", message_count, self._config.max_messages),
+            ("tools", tool_count, self._config.max_tools),
         ):
-            if len(values) > limit:
-                message = f"The request has {len(values)} {name}; the limit is {limit} (gateway.max_{name})."
+            if count > limit:
+                message = f"The request has {count} {name}; the limit is {limit} (gateway.max_{name})."
                 raise bad_request(message, name, "too_many")
-        return request, chain
+
+
+def _count_items(raw: msgspec.Raw) -> int:
+    """Return the length of a JSON list, or 0 for other values."""
+    is_list = bytes(memoryview(raw)[:1]) == b"["
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) if is_list else 0
 
 
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -62,12 +63,11 @@ class CallPipeline:
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
-    @property
-    def is_full(self) -> bool:
-        return self._reader.is_full
-
-    def make_rejection(self, dialect: Dialect) -> bytes:
-        """Return the complete HTTP response, with status 429, to a call that arrives at capacity."""
+    def reject_early(self, dialect: Dialect) -> bytes | None:
+        """Count an arriving call and return None, or, at capacity, return a complete HTTP response."""
+        if not self._reader.is_full:
+            self._reader.count_arrival()
+            return None
         if (response := self._rejections.get(dialect.name)) is None:
             error = self._reader.capacity_error()
             body = dialect.format_error(error)
@@ -111,8 +111,10 @@ class CallPipeline:
         """Return the call to execute, or a response with a token count or with the logprobs of a prompt."""
         if route.is_token_count:
             await self._check_named_sessions(route, caller, headers)
+            self._parser.check_body(body)
             request = route.dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
+            source.check_size(request)
             count_body = await source.count_tokens(route.dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
         return await self._prepare_call(route, caller, headers, body)
@@ -122,8 +124,11 @@ class CallPipeline:
     ) -> ModelCall | Response:
         dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
-        request, chain = self._parser.parse(dialect, cache_key, body)
-        source, is_trainable = self._router.select(request.model, needs_engine=dialect.is_token_level)
+        select_source = partial(self._router.select, needs_engine=dialect.is_token_level)
+        request, chain = self._parser.parse(
+            dialect, cache_key, body, lambda request: select_source(request.model)[0].check_size(request)
+        )
+        source, is_trainable = select_source(request.model)
         is_engine = isinstance(source, EngineSource)
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 
@@ -50,8 +51,21 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(500, "Internal error; see the gateway's log.", code="internal")
 
 
+def release_frames(failure: BaseException) -> None:
+    """Clear the local variables of the functions that the failure ended.
+
+    An exception that passes through a future is in a cycle of references with the frames that awaited it.
+    They would keep the request's body and messages in memory until the next garbage collection.
+    """
+    error: BaseException | None = failure
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
 def error_response(dialect: Dialect, failure: Exception) -> Response:
     error = to_api_error(failure)
+    release_frames(failure)
     headers = {"retry-after": str(error.retry_after)} if error.retry_after else None
     if error.param == "messages":
         error.param = dialect.messages_param
@@ -180,6 +194,7 @@ class Responder:
         # There is no writer yet if a provider's stream was passed on unchanged.
         writer = self._writer or call.dialect.stream_writer_class(call.meta.request_id, call.request)
         await self._send_last(writer.write_error(to_api_error(failure)))
+        release_frames(failure)
 
     @property
     def _session_header(self) -> tuple[bytes, bytes]:

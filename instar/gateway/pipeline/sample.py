@@ -86,6 +86,10 @@ class Source(ABC):
     def check_request(self, request: ModelRequest) -> None:  # noqa: B027 - optional
         """Raise ApiError if the source cannot honour the request."""
 
+    def check_size(self, request: ModelRequest) -> None:  # noqa: B027 - optional
+        """Raise an error if the prompt is certainly too long. This is called before the request waits for
+        anything, because the objects of other requests between those of a large one fragment the memory."""
+
     def check_prompt(self, call: ModelCall) -> None:  # noqa: B027 - optional
         """Raise ApiError if a token id in the prompt, or a stop token id, is not in the vocabulary."""
 

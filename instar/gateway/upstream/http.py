@@ -57,6 +57,9 @@ _KEEPALIVE_TIMEOUT_SECONDS = 4.0  # uvicorn, and therefore vLLM, closes idle con
 _CONNECT_TIMEOUT_SECONDS = 30.0
 _MAX_BODY_AS_BYTES = 1 << 20  # aiohttp warns if a larger body is passed as bytes.
 
+_COUNTED_FIELDS = ("model", "system", "messages", "tools", "tool_choice")
+"""The fields that Anthropic's token count API accepts."""
+
 
 class HttpUpstream:
     def __init__(self, config: UpstreamEngineConfig, path: str = "engine") -> None:
@@ -108,15 +111,24 @@ class HttpUpstream:
             added_fields=added_fields,
         )
 
-    async def count_tokens(self, body: bytes, headers: Mapping[str, str]) -> bytes:
-        """Return the response of the provider's token count API. Raise ApiError (404) if there is none."""
+    async def count_tokens(
+        self, request: ModelRequest, dialect: str, body: bytes, headers: Mapping[str, str]
+    ) -> bytes:
+        """Return the response of the provider's token count API, which is that of Anthropic. Raise ApiError
+        (404) if there is none."""
         if "messages" not in self._dialects:
             message = "This model's provider cannot count tokens, because it lacks Anthropic's Messages API."
             raise ApiError(404, message, code="not_found")
-        if self._config.model is not None:
+        is_translated = dialect != "messages"
+        if is_translated:
+            translated = msgspec.json.decode(self._translate(request, "messages"))
+            counted = {name: translated[name] for name in _COUNTED_FIELDS if name in translated}
+            body = msgspec.json.encode(counted)
+        elif self._config.model is not None:
             body = rewrite.set_fields(body, {"model": self._config.model})
         url = self._urls["messages"] / "count_tokens"
-        response = await self._post(url, body, self._build_headers("messages", headers))
+        provider_headers = self._build_headers("messages", headers, is_translated=is_translated)
+        response = await self._post(url, body, provider_headers)
         try:
             if response.status != 200:
                 raise await read_error(response)

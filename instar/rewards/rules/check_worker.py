@@ -154,12 +154,15 @@ def main() -> None:
     write(ready=True, sandboxed=sandboxed)
     for line in sys.stdin:
         request = json.loads(line)
-        # If the parent process has died, only this timer stops a hanging check.
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 5)
+        # At either limit, a signal ends this process. The limit on CPU time does not depend on how busy the
+        # machine is; the other one stops a hanging check if the parent process has died.
+        signal.setitimer(signal.ITIMER_PROF, request["cpu_seconds"])
+        signal.setitimer(signal.ITIMER_REAL, request["wall_seconds"] + 5)
         try:
             result = check(request)
         except Exception as error:  # noqa: BLE001 - libraries raise anything for unparseable answers
             result = {"ok": False, "reason": f"{type(error).__name__}: {error}"}
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for key, value in result.items():
             result[key] = value[:MAX_TEXT_CHARS] if isinstance(value, str) else value

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,11 @@ from instar.types import Json
 WORKER_SCRIPT = Path(__file__).with_name("check_worker.py")
 START_TIMEOUT_SECONDS = 120.0
 MAX_WORKERS = 4
+MIN_WALL_SECONDS = 60.0
+"""The time after which a check that uses little CPU time is stopped. It is long, so that correct answers do
+not fail on a busy machine."""
+CPU_LIMIT_EXIT_CODES = (-signal.SIGPROF, 128 + signal.SIGPROF)
+"""The exit codes of a worker that used up the CPU time of a check, without and with bubblewrap."""
 MAX_LINE_BYTES = 2**20
 ENVIRONMENT_VARIABLES = ("PATH", "HOME", "PYTHONPATH", "LANG")
 """The environment variables that are passed to workers. None of them contains a key."""
@@ -34,6 +40,7 @@ class CheckWorkerPool:
         self.check_name = check_name
         self.check_args = json.dumps(check_args or {})
         self.requires_sandbox = requires_sandbox
+        self.min_wall_seconds = MIN_WALL_SECONDS
         self.command_prefix: list[str] = []
         self.idle_workers: list[asyncio.subprocess.Process] = []
         self.concurrency_limit = asyncio.Semaphore(min(MAX_WORKERS, usable_cores()))
@@ -43,8 +50,9 @@ class CheckWorkerPool:
         self.idle_workers.append(await self._spawn())
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Return the worker's result. If the check takes longer than ``seconds`` or crashes two workers,
-        ``ok`` is False. Raises ScoreError if the task's data, such as the expected answer, is invalid."""
+        """Return the worker's result. If the check takes more than ``seconds`` of CPU time or crashes two
+        workers, ``ok`` is False. Raises ScoreError if the task's data, such as the expected answer, is
+        invalid."""
         # The first worker may die for a different reason. If two workers die, the request must be the cause.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:
@@ -59,15 +67,19 @@ class CheckWorkerPool:
         assert worker.stdin is not None
         assert worker.stdout is not None
         result = None
+        wall_seconds = max(self.min_wall_seconds, 2 * seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(wall_seconds):
                 with suppress(ConnectionError):
-                    worker.stdin.write(json.dumps({**request, "seconds": seconds}).encode() + b"\n")
+                    limits = {"cpu_seconds": seconds, "wall_seconds": wall_seconds}
+                    worker.stdin.write(json.dumps({**request, **limits}).encode() + b"\n")
                     await worker.stdin.drain()
                     line = await worker.stdout.readline()
                     result = json.loads(line) if line else None
+                    if result is None and await worker.wait() in CPU_LIMIT_EXIT_CODES:
+                        return {"ok": False, "reason": f"the check took more than {seconds:g} s of CPU time"}
         except TimeoutError:
-            return {"ok": False, "reason": f"the check took longer than {seconds:g} s"}
+            return {"ok": False, "reason": f"the check took longer than {wall_seconds:g} s"}
         finally:
             if result is None:
                 await run_to_completion(_kill(worker))

@@ -128,6 +128,7 @@ class RayRun:
                 "steps": STEPS,
                 "groups_per_step": 2,
                 "adam": {"lr": 1e-2},
+                "max_kl": None,  # a random model must change more than a trained one
                 "warmup_steps": 0,
                 "checkpoint_every": 4,
                 "tensorboard": False,

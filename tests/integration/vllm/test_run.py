@@ -139,17 +139,13 @@ def run_in_background(run: RunProcess) -> Iterator[None]:
             run.kill()
 
 
-def count_committed_steps(run: RunProcess) -> int:
-    return run.query("SELECT COUNT(*) FROM steps WHERE state = 'committed'")[0][0] if run.is_ready() else 0
-
-
 async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp_path: Path) -> None:
     # With max_staleness 3, sessions of the last step start under version 2 or later, so at least two versions
     # are sampled, however slow the servers are.
     config = make_run_settings(tmp_path, model, "merged", max_tokens=160, steps=6, max_staleness=3)
     run = RunProcess(tmp_path, config)
     with run_in_background(run):
-        assert run.wait_until(lambda: count_committed_steps(run) >= 2, RUN_TIMEOUT_SECONDS), (
+        assert run.wait_until(lambda: run.count_committed_steps() >= 2, RUN_TIMEOUT_SECONDS), (
             run.collect_logs()
         )
         killed_pid, _ = sorted(find_server_pids(run))

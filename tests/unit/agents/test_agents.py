@@ -50,6 +50,17 @@ async def test_gsm8k_answer_without_number_scores_zero(tmp_path: Path) -> None:
         assert (await evaluate(harness, SYNTHETIC_TASKS, "gsm8k:solve", {"type": "rule"}))["accuracy"] == 0.0
 
 
+@pytest.mark.parametrize(("script", "reward"), [("write_calculation", 1.0), ("reply_without_answer", 0.0)])
+async def test_gsm8k_single_turn_agent_is_scored_by_its_calculation(
+    tmp_path: Path, script: str, reward: float
+) -> None:
+    async with open_harness(tmp_path, script=f"{REPLIES}:{script}") as harness:
+        metrics = await evaluate(harness, SYNTHETIC_TASKS, "gsm8k:solve_in_one_turn", {"type": "agent"})
+        assert metrics["accuracy"] == reward
+        rows = await harness.store.sessions(RUN, channel=Channel.VAL)
+        assert {row.call_count for row in rows} == {1}
+
+
 @pytest.mark.parametrize(
     ("script", "reward", "calls"), [("check_calculated_answer", 1.0, 2), ("check_wrong_answer_first", 0.5, 3)]
 )

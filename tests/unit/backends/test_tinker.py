@@ -237,7 +237,7 @@ async def test_tinker_restarted_server_raises_backend_lost_until_state_is_loaded
 
 async def test_tinker_unreachable_service_times_out(model: ModelConfig) -> None:
     backend = make_tinker_backend(model, "http://127.0.0.1:9", deadline=1)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         with pytest.raises(BackendUnavailable, match="longer than 1 s") as error:
             await backend.start()
     assert KEY not in str(error.value)

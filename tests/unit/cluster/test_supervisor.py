@@ -87,7 +87,7 @@ async def test_role_signalled_while_down_is_not_restarted(
     await wait_until(lambda: role.restarts == 2)
     starts_before = (tmp_path / "starts").read_text()
     supervisor.signal("trainer")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         assert await supervisor.wait("trainer") == 1
     assert (tmp_path / "starts").read_text() == starts_before
 
@@ -163,7 +163,7 @@ async def test_role_that_cannot_be_started_can_be_stopped(supervisor: Supervisor
     role.argv = ["/missing/python"]
     with pytest.raises(InstarError, match="trainer cannot be started"):
         await supervisor.restart("trainer")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await supervisor.stop("engine")
         await supervisor.stop("trainer")
 
@@ -174,7 +174,7 @@ async def test_role_whose_start_is_cancelled_can_be_stopped(supervisor: Supervis
     start_task.cancel()
     await asyncio.gather(start_task, return_exceptions=True)
     assert start_task.cancelled()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         await supervisor.stop("engine")
 
 

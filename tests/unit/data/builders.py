@@ -73,14 +73,16 @@ def make_call(
 
 
 def make_config(**trainer: Any) -> RunConfig:
-    """Return a config with the trainer settings and the rollout's ``failed_reward`` and ``group_size``."""
+    """Return a config with the trainer settings, the rollout's ``failed_reward`` and ``group_size``, and
+    ``sync``."""
+    sync = trainer.pop("sync", {})
     rollout = {
         "tasks": {"type": "python", "function": "instar.demo.tasks:train_tasks", "args": {"size": 4}},
         "agent": {"type": "function", "function": "instar.demo.agent:solve"},
         "failed_reward": trainer.pop("failed_reward", None),
         "group_size": trainer.pop("group_size", 2),
     }
-    return RunConfig.model_validate({"name": RUN, "trainer": trainer, "rollout": rollout})
+    return RunConfig.model_validate({"name": RUN, "trainer": trainer, "rollout": rollout, "sync": sync})
 
 
 async def put_test_run(store: Store) -> None:

@@ -16,6 +16,8 @@ from instar.demo.agent import EXAMPLES, make_prompt
         ("(3 + 4) * -2", "-14"),
         ("84 / 7", "12"),
         ("1 / 3", "0.3333"),
+        ("0.00001", "0"),
+        ("20 + 0.00001", "20"),
         ("1 / 0", "error"),
         ("2 ** 9999999", "error"),
         ("__import__('os').getcwd()", "error"),

@@ -19,7 +19,7 @@ from aiohttp import web
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.factory import connect_engines
-from instar.engines.pool import EnginePool, PolicySource
+from instar.engines.pool import EnginePool
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptTooLong
@@ -102,10 +102,10 @@ async def create_pool(tiny_model: Path) -> AsyncIterator[CreatePool]:
     pools: list[EnginePool] = []
 
     async def start(
-        count: int = 2, check_interval: float = 0.02, newest_policy: PolicySource | None = None
+        count: int = 2, check_interval: float = 0.02, **options: Any
     ) -> tuple[EnginePool, list[FlakyEngine]]:
         engines = [FlakyEngine(tiny_model) for _ in range(count)]
-        pools.append(EnginePool(engines, check_interval=check_interval, newest_policy=newest_policy))
+        pools.append(EnginePool(engines, check_interval=check_interval, **options))
         await pools[-1].connect(5)
         return pools[-1], engines
 
@@ -223,7 +223,7 @@ async def test_pool_without_healthy_engines_fails_immediately_and_recovers(creat
         engine.is_reachable, engine.failure = False, EngineUnavailable("not reachable")
     for call in (lambda: collect(pool, PROMPT), lambda: pool.status(), lambda: pool.load(make_policy(1))):
         with pytest.raises(EngineUnavailable, match=r"No engine is available .*not reachable"):
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(20):
                 await call()
     for engine in engines:
         engine.is_reachable, engine.failure = True, None
@@ -309,6 +309,27 @@ async def test_pool_waits_for_weights_that_only_the_trainer_can_send(
     await wait_until(lambda: pool.members[0].is_healthy)
 
 
+@pytest.mark.parametrize(("version", "is_accepted"), [(1, False), (2, True), (4, True), (5, False)])
+async def test_pool_accepts_live_versions_that_are_at_most_max_versions_behind(
+    create_pool: CreatePool, version: int, is_accepted: bool
+) -> None:
+    newest = Policy("p", 0, Artifact("base"))
+
+    async def get_newest_policy() -> Policy:
+        return newest
+
+    pool, engines = await create_pool(2, newest_policy=get_newest_policy, max_versions_behind=2)
+    engines[0].is_reachable = False
+    await wait_until(lambda: not pool.members[0].is_healthy)
+    newest = Policy("p", 4, Artifact("live"))
+    engines[0]._status.version = version
+    engines[0].is_reachable = True
+    await wait_until(
+        lambda: pool.members[0].is_healthy or "not sent version 4" in pool.members[0].unhealthy_reason
+    )
+    assert pool.members[0].is_healthy == is_accepted
+
+
 @asynccontextmanager
 async def serve_proxy(engine_url: str, is_invalid: asyncio.Event) -> AsyncIterator[str]:
     """Run a proxy for the engine and yield its URL. The proxy returns HTML while ``is_invalid`` is set."""
@@ -371,6 +392,11 @@ async def test_pool_excludes_an_engine_that_returns_with_a_different_model(creat
 async def test_connect_engines_raises_unavailable_if_none_responds_in_time() -> None:
     with pytest.raises(EngineUnavailable, match="No engine is available"):
         await connect_engines(["http://127.0.0.1:9", "http://127.0.0.1:10"], timeout=0.3)
+
+
+async def test_empty_pool_says_that_no_engine_has_been_started() -> None:
+    with pytest.raises(EngineUnavailable, match="no engine has been started"):
+        await EnginePool([]).connect(0.1)
 
 
 class EngineProcess:

@@ -75,7 +75,7 @@ async def test_weight_change_splits_a_reply_by_version(vllm: FakeVllm, client: V
     weights = ServerWeights(client)
     reply = await start_reply(client, weights)
     vllm.events.put_nowait(make_event(5) + make_event(6))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while not reply.received_bytes:  # noqa: ASYNC110 - the socket has no event
             await asyncio.sleep(0.01)
     async with weights.pause_sampling() as change:
@@ -250,6 +250,16 @@ def test_find_vllm_rejects_an_interpreter_without_vllm() -> None:
     for python in (sys.executable, "/missing/python"):
         with pytest.raises(ConfigError, match=r"engine\.python"):
             find_vllm(python)
+
+
+def test_find_vllm_reports_why_the_interpreter_fails(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'cannot load libpython' >&2\nexit 1\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"cannot find out whether .* has vLLM: cannot load libpython"):
+        find_vllm(str(python))
+    with pytest.raises(ConfigError, match="vLLM is not installed"):
+        find_vllm(sys.executable)
 
 
 GUARDED_SCRIPT = """

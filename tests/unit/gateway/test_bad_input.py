@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 
 USER_MESSAGE = {"role": "user", "content": "hi"}
 VALID_BODY: dict[str, Any] = {"model": "m", "messages": [USER_MESSAGE]}
+LONG_CONVERSATION = [USER_MESSAGE] * 2000
 
 
 async def send(gateway: RunningGateway, body: Any) -> httpx.Response:
@@ -243,3 +245,32 @@ async def test_empty_prompt_is_rejected(gateway: RunningGateway, prompt: Any) ->
     assert response.status_code == 400
     assert response.json()["error"]["param"].startswith("prompt")
     assert await gateway.store.sessions("run") == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": LONG_CONVERSATION}),
+        ("/v1/chat/completions", {"messages": LONG_CONVERSATION, "stream": True}),
+        ("/v1/responses", {"input": LONG_CONVERSATION}),
+        ("/v1/messages", {"messages": LONG_CONVERSATION, "max_tokens": 5}),
+    ],
+)
+async def test_failed_calls_do_not_wait_for_the_garbage_collector(
+    gateway: RunningGateway, path: str, body: dict[str, Any]
+) -> None:
+    session = await gateway.open_session()
+    await gateway.post_json(path, {"model": "m", **body}, session.api_key)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        response = await gateway.post_json(path, {"model": "m", **body}, session.api_key)
+        gc.collect()
+        unreachable = [type(garbage).__name__ for garbage in gc.garbage]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert response.status_code == 400
+    assert "frame" not in unreachable

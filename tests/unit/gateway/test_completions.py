@@ -182,6 +182,7 @@ async def test_completions_score_a_prompt_without_recording(
         {"echo": True, "logprobs": 3, "max_tokens": 0},
         {"logprobs": 0, "max_tokens": 0},
         {"echo": True, "logprobs": 0, "max_tokens": 0, "stream": True},
+        {"echo": True, "logprobs": 0, "max_tokens": 0, "prompt": [""]},
     ],
 )
 async def test_completions_reject_incomplete_scoring_options(

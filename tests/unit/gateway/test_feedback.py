@@ -17,6 +17,7 @@ from instar.config import GatewayConfig, ModelConfig, ModelRoute, ScriptedEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
+from instar.gateway.feedback import FEEDBACK_PAGE_SIZE
 from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
@@ -275,6 +276,27 @@ async def test_feedback_list_needs_the_admin_key(gateway: RunningGateway) -> Non
     assert [item["reward"] for item in listed] == [None, None], "text alone is not a reward"
     (item,) = (await list_feedback(ADMIN_KEY, session=sessions[1].session_id)).json()["feedback"]
     assert item["session_id"] == sessions[1].session_id
+
+
+async def test_feedback_list_has_pages(gateway: RunningGateway) -> None:
+    session, _ = await open_session_with_reply(gateway)
+    other, _ = await open_session_with_reply(gateway)
+    ids = [f"feedback-{number:03d}" for number in range(2 * FEEDBACK_PAGE_SIZE)]
+    for feedback_id in ids:
+        await send_feedback(gateway, session_id=session.session_id, thumbs=1, feedback_id=feedback_id)
+    await send_feedback(gateway, session_id=other.session_id, thumbs=1)
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    listed: list[str] = []
+    after: str | None = None
+    for _ in range(2):
+        params = {"session": session.session_id, **({"after": after} if after else {})}
+        page = (await gateway.http.get("/feedback", params=params, headers=headers)).json()
+        assert len(page["feedback"]) == FEEDBACK_PAGE_SIZE
+        listed += [item["feedback_id"] for item in page["feedback"]]
+        after = page["next"]
+    assert (listed, after) == (ids, None)
+    unknown = await gateway.http.get("/feedback", params={"after": "unknown"}, headers=headers)
+    assert unknown.json() == {"feedback": [], "next": None}
 
 
 async def test_feedback_by_a_rollout_session_key_is_agent_feedback(gateway: RunningGateway) -> None:

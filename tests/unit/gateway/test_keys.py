@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from instar.errors import ConfigError
+from instar.errors import ConfigError, StoreError
 from instar.gateway.auth import Authenticator, create_key, resolve_admin_key
 from instar.gateway.base import ApiError
 from instar.http.auth import hash_key
@@ -148,7 +148,7 @@ async def test_known_keys_are_cached(tmp_path: Path) -> None:
         Session("t", "other-run", "coder", "policy", Channel.LIVE), hash_key("other-run-key")
     )
     agent_key = await create_key(store, "agent", "coder")
-    authenticator = Authenticator(store, ADMIN_KEY, "run")
+    authenticator = Authenticator(store, ADMIN_KEY, "run", max_cached_keys=8)
     for key in (agent_key, "session-key"):
         await authenticator.identify(key)
     with pytest.raises(ApiError, match="not valid for this run"):
@@ -158,10 +158,22 @@ async def test_known_keys_are_cached(tmp_path: Path) -> None:
     assert (await authenticator.identify("session-key")).session_id == "s"
 
 
+async def test_number_of_cached_keys_is_limited(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    first, second = [await create_key(store, "agent", "coder", name) for name in ("one", "two")]
+    authenticator = Authenticator(store, ADMIN_KEY, "run", max_cached_keys=1)
+    for key in (first, second):
+        await authenticator.identify(key)
+    await store.close()
+    assert (await authenticator.identify(second)).kind == "agent"
+    with pytest.raises(StoreError):
+        await authenticator.identify(first)
+
+
 async def test_agent_can_have_several_keys(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "store.db")
     first, second = [await create_key(store, "agent", "coder", name) for name in ("one", "two")]
-    authenticator = Authenticator(store, ADMIN_KEY, "run")
+    authenticator = Authenticator(store, ADMIN_KEY, "run", max_cached_keys=8)
     for key in (first, second):
         caller = await authenticator.identify(key)
         assert (caller.kind, caller.agent_id, caller.session_id) == ("agent", "coder", None)

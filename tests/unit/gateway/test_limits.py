@@ -113,6 +113,32 @@ async def test_too_many_messages_or_tools_are_rejected(start_gateway: StartGatew
     await assert_nothing_recorded(gateway)
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATHS["chat"], build_request("chat", "hi")),
+        (PATHS["responses"], build_request("responses", "hi")),
+        ("/sessions", {}),
+        ("/sessions/{session}/complete", {}),
+        ("/sessions/{session}/fail", {"reason": "test"}),
+    ],
+)
+async def test_metadata_larger_than_the_limit_is_rejected(
+    gateway: RunningGateway, path: str, fields: dict[str, Any]
+) -> None:
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    session_id = (await gateway.http.post("/sessions", json={}, headers=headers)).json()["session_id"]
+    path = path.replace("{session}", session_id)
+    body = {**fields, "metadata": {str(number): "v" for number in range(10_000)}}
+    response = await gateway.http.post(path, json=body, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == "metadata"
+    assert "the limit is 65536 (gateway.max_metadata)" in response.json()["error"]["message"]
+    body["metadata"] = {str(number): "v" for number in range(5000)}
+    response = await gateway.http.post(path, json=body, headers=headers)
+    assert response.status_code in (200, 201), response.text
+
+
 async def test_headers_larger_than_the_limit_are_rejected(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_header=2000))
     assert (await post(gateway, build_request("chat", "hi"), x_long="x" * 3000)).status_code == 431

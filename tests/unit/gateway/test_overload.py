@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 
 from instar.config import GatewayConfig
 from instar.gateway.http_protocol import LimitedHttpProtocol, find_post_path
-from tests.unit.gateway.conftest import RunningGateway, StartGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.test_limits import build_head, connect
 from tests.unit.gateway.test_pipelining import encode_request, read_response
 from tests.unit.gateway.wire import DIALECTS, PATHS, build_request, post, wait_for_in_flight
@@ -95,6 +95,29 @@ async def test_later_call_on_a_connection_is_rejected_only_while_the_gateway_is_
     writer.write(request)
     assert (await read_response(reader))[0] == 200
     writer.close()
+
+
+async def test_calls_that_arrive_together_are_rejected_before_they_are_parsed(
+    start_gateway: StartGateway,
+) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_in_flight=2), delay=60)
+    await gateway.http.get("/sessions", headers={"Authorization": f"Bearer {ADMIN_KEY}"})  # caches the key
+    connections = [await connect(gateway) for _ in range(20)]
+    request = encode_request(PATHS["chat"], build_request("chat", "hi"))
+    for _, writer in connections:  # without an await, so that the gateway receives them together
+        writer.write(request)
+    heads = [asyncio.create_task(reader.readuntil(b"\r\n\r\n")) for reader, _ in connections]
+    async with asyncio.timeout(30):
+        for _ in range(18):
+            done, _ = await asyncio.wait(heads, return_when=asyncio.FIRST_COMPLETED)
+            head = heads.pop(heads.index(done.pop())).result()
+            assert head.startswith(b"HTTP/1.1 429")
+            assert b"\r\ndate:" not in head, "the response came through uvicorn, which adds a date"
+    await wait_for_in_flight(gateway, 2)
+    for head in heads:
+        head.cancel()
+    for _, writer in connections:
+        writer.close()
 
 
 async def test_other_routes_of_a_full_gateway_are_served(full_gateway: RunningGateway) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import pytest
 
+from instar.gateway.http_protocol import LimitedHttpProtocol
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
 from tests.unit.gateway.conftest import RunningGateway, StartGateway
 from tests.unit.gateway.test_limits import build_head, connect
-from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, post, wait_for_in_flight
+from tests.unit.gateway.wire import PATHS, build_request, list_all_calls, post, wait_for_in_flight, wait_until
 
 
 def encode_request(path: str, body: Any, *headers: str) -> bytes:
@@ -130,3 +133,42 @@ async def test_pipelined_request_after_connection_close_is_ignored(gateway: Runn
         build_request("chat", "two"),
     )
     assert response.status_code == 200
+
+
+CALL = encode_request(PATHS["chat"], build_request("chat", "one"))
+
+
+@pytest.mark.parametrize(
+    ("data", "response_count"),
+    [
+        (b"", 0),
+        (CALL, 1),
+        (encode_request(PATHS["chat"], build_request("chat", "one", stream=True)) + CALL, 2),
+        (encode_request(PATHS["chat"], {"model": "m"}), 1),
+        (b"GET /healthz HTTP/1.1\r\nHost: gateway\r\n\r\n", 1),
+        (CALL[:-5], 0),
+        (CALL[:30], 0),
+        (CALL * 5, 1),
+    ],
+    ids=["nothing", "call", "pipelined", "invalid", "control", "half body", "half head", "disconnect"],
+)
+async def test_closed_connection_does_not_wait_for_the_garbage_collector(
+    gateway: RunningGateway, data: bytes, response_count: int
+) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        reader, writer = await connect(gateway)
+        writer.write(data)
+        for _ in range(response_count):
+            await read_response(reader)
+        await wait_until(find_connections)
+        connections = find_connections()
+        writer.close()
+        await wait_until(lambda: all(connection() is None for connection in connections))
+    finally:
+        gc.enable()
+
+
+def find_connections() -> list[weakref.ref[LimitedHttpProtocol]]:
+    return [weakref.ref(value) for value in gc.get_objects() if issubclass(type(value), LimitedHttpProtocol)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from instar.registry import list_names, resolve
 
 HASHER = MessageHasher(b"key")
 CHAT = ChatDialect()
+MAX_BYTES = 64 * 1024 * 1024
 WORDS = [
     "one",
     "zwei",
@@ -207,14 +209,14 @@ def test_cache_long_history_parses_new_messages_only() -> None:
             parsed_sizes.append(len(body))
             return super().parse_request(body)
 
-    cache, dialect = RequestCache(HASHER), MeasuringDialect()
+    cache, dialect = RequestCache(HASHER, MAX_BYTES), MeasuringDialect()
     for body in make_growing_bodies(60):
         cache.parse(dialect, "c", body)
     assert max(parsed_sizes[20:]) < 3 * 2100
 
 
 def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
-    cache = RequestCache(HASHER)
+    cache = RequestCache(HASHER, MAX_BYTES)
     valid = make_growing_bodies(8)[-1]
     unsupported = valid[:-2] + b',{"role":"user","content":[{"type":"image_url","image_url":"x"}]}]}'
     for _ in range(2):
@@ -231,12 +233,85 @@ def test_cache_unsupported_and_invalid_requests_are_not_cached() -> None:
         assert caught.value.param == "messages[8].role"
 
 
+def test_cache_requests_that_fail_the_check_are_not_cached() -> None:
+    def check(request: ModelRequest) -> None:
+        if len(request.messages) > 8:
+            raise ApiError(400, "too long")
+
+    cache = RequestCache(HASHER, MAX_BYTES)
+    *bodies, too_long = make_growing_bodies(9)
+    cache.parse(CHAT, "c", bodies[-1], check)
+    size = cache.size
+    for caller in ("c", "d"):
+        with pytest.raises(ApiError):
+            cache.parse(CHAT, caller, too_long, check)
+    assert 0 < cache.size == size
+
+
 def test_cache_other_caller_matches_uncached_result() -> None:
     parser = create_parser()
     bodies = make_growing_bodies(12)
     for body in bodies:
         parse(parser, CHAT, "ann", body)
     assert parse(parser, CHAT, "ben", bodies[-1]) == parse_uncached(CHAT, bodies[-1])
+
+
+def test_cache_size_includes_the_parsed_messages() -> None:
+    cache = RequestCache(HASHER, MAX_BYTES)
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": ""}] * 10_000}).encode()
+    tracemalloc.start()
+    cache.parse(CHAT, "c", body)
+    parsed_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.7 < cache.size / (parsed_bytes + len(body)) < 1.5
+
+
+def test_cache_size_includes_the_parsed_tools() -> None:
+    cache = RequestCache(HASHER, MAX_BYTES)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": ""}], "tools": [tool] * 2000})
+    tracemalloc.start()
+    cache.parse(CHAT, "c", body.encode())
+    parsed_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.7 < cache.size / (parsed_bytes + len(body)) < 1.6
+
+
+@pytest.mark.parametrize(
+    ("dialect_name", "field"),
+    [("chat", "messages"), ("chat", "tools"), ("messages", "tools"), ("responses", "input")],
+)
+def test_parser_rejects_too_many_items_without_decoding_them(dialect_name: str, field: str) -> None:
+    fields = {
+        "model": "m",
+        "messages": [],
+        "max_tokens": 1,
+        field: [{"role": "user", "content": ""}] * 30_000,
+    }
+    body = json.dumps(fields).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ApiError, match=r"30000 .* the limit is"):
+            create_parser().parse(resolve("dialects", dialect_name)(), "c", body)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 4 * len(body)
+
+
+def test_bodies_that_were_not_used_for_20_seconds_are_removed() -> None:
+    now = 0.0
+    cache = RequestCache(HASHER, MAX_BYTES, clock=lambda: now)
+    used, unused = make_growing_bodies(2, 20_000)[-1], make_growing_bodies(2, 30_000)[-1]
+    cache.parse(CHAT, "used", used)
+    size = cache.size
+    cache.parse(CHAT, "unused", unused)
+    now = 15.0
+    cache.parse(CHAT, "used", used)
+    assert cache.size > size
+    now = 30.0
+    cache.parse(CHAT, "used", used)
+    assert cache.size == size
 
 
 @pytest.mark.parametrize("caller_count", [1, 50])

@@ -11,9 +11,13 @@ import openai
 import pytest
 from pydantic import ValidationError
 
-from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
+from instar.config import GatewayConfig, ModelConfig, SamplingConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
+from instar.gateway.context import GatewayContext, RunIdentity
+from instar.gateway.session_states import SessionState, SessionStates
 from instar.http.auth import hash_key
+from instar.record.hashing import MessageHasher
+from instar.record.redact import Redactor
 from instar.types import Channel, Link, RewardSource, SessionStatus
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import build_request
@@ -172,6 +176,46 @@ async def test_evicted_session_is_loaded_again(start_gateway: StartGateway) -> N
         assert [call.link for call in await gateway.calls(session)] == [Link.ROOT, Link.EXTENDS]
 
 
+async def test_long_sessions_are_evicted_before_there_are_too_many(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=4))
+    sessions = [await gateway.open_session() for _ in range(4)]
+    rest = [{"role": "user", "content": "hi"}] * 100
+    for session in sessions:
+        for number in range(60):
+            messages = [{"role": "user", "content": str(number)}, *rest]
+            response = await chat(gateway, session.api_key, body={"model": "m", "messages": messages})
+            assert response.status_code == 200, response.text
+    stats = (await gateway.http.get("/stats", headers={"Authorization": f"Bearer {ADMIN_KEY}"})).json()
+    assert stats["sessions_in_memory"] in (1, 2, 3)
+    for session in sessions:
+        body = {"model": "m", "messages": [{"role": "user", "content": "14"}, *rest]}
+        await chat(gateway, session.api_key, body=body)
+        assert (await gateway.calls(session))[-1].link is Link.SIBLING
+
+
+async def test_active_sessions_that_do_not_all_fit_are_mostly_in_memory(gateway: RunningGateway) -> None:
+    """If the session that was unused for longest were evicted, every call would have to load its session."""
+    identity = RunIdentity("run", "agent", "policy")
+    config = GatewayConfig(max_sessions_in_memory=20)
+    redactor = Redactor.from_config(config.redact)
+    states = SessionStates(
+        GatewayContext(gateway.store, identity, config, MessageHasher(b""), redactor, SamplingConfig())
+    )
+    session_ids = [(await gateway.open_session()).session_id for _ in range(24)]
+    seen: dict[str, SessionState] = {}
+    hits = 0
+    for _ in range(10):
+        for session_id in session_ids:
+            state = await states.find(session_id)
+            assert state is not None
+            hits += state is seen.get(session_id)
+            seen[session_id] = state
+            with states.track_call(state):
+                pass
+        assert len(states) <= 20
+    assert hits > 90  # of 240
+
+
 async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -> None:
     gateway = await start_gateway(config=GatewayConfig(max_sessions_in_memory=1))
     sessions = [await gateway.open_session() for _ in range(6)]
@@ -246,6 +290,24 @@ async def test_invalid_open_request_error_names_the_field(
     response = await gateway.post_json("/sessions", body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("scores", "param"),
+    [
+        ([{"scorer": "s", "state": "scored", "attempts": -(10**30)}], "scores[0].attempts"),
+        ([{"scorer": "s", "state": "scored"}] * 2, "scores[1].scorer"),
+    ],
+)
+async def test_invalid_scores_are_rejected_and_the_session_stays_open(
+    gateway: RunningGateway, scores: Any, param: str
+) -> None:
+    session = await gateway.open_session()
+    path = f"/sessions/{session.session_id}/complete"
+    response = await gateway.post_json(path, {"scores": scores})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    response = await gateway.post_json(path, {"scores": scores[:1] if len(scores) > 1 else []})
+    assert response.json()["changed"] is True
 
 
 async def test_session_base_url_ignores_the_host_header(gateway: RunningGateway) -> None:

@@ -17,6 +17,7 @@ from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.http import HttpUpstream
+from instar.types import Message
 from tests.unit.gateway.provider import (
     ARGUMENTS,
     RESPONSE_BUILDERS,
@@ -394,11 +395,25 @@ async def test_upstream_counts_tokens_if_the_provider_supports_it(
     provider: Provider, create_upstream: CreateUpstream
 ) -> None:
     body = orjson.dumps({"model": "claude", "messages": MESSAGES})
-    response = await create_upstream("messages", model="m").count_tokens(body, {})
+    request = ModelRequest(model="claude", messages=(Message(role="user", content="hi"),))
+    response = await create_upstream("messages", model="m").count_tokens(request, "messages", body, {})
     assert orjson.loads(response) == {"input_tokens": 12}
     assert provider.last_request["model"] == "m"
     with pytest.raises(ApiError, match="cannot count"):
-        await create_upstream("chat").count_tokens(body, {})
+        await create_upstream("chat").count_tokens(request, "messages", body, {})
+
+
+async def test_upstream_translates_token_count_requests_of_other_dialects(
+    provider: Provider, create_upstream: CreateUpstream
+) -> None:
+    system, user = Message(role="system", content="Be brief."), Message(role="user", content="hi")
+    request = ModelRequest(model="claude", messages=(system, user), temperature=0.5, max_tokens=9)
+    body = orjson.dumps({"model": "claude", "input": "hi", "instructions": "Be brief."})
+    response = await create_upstream("messages", model="m").count_tokens(request, "responses", body, {})
+    assert orjson.loads(response) == {"input_tokens": 12}
+    counted = orjson.loads(provider.bodies[-1])
+    assert counted.keys() == {"model", "system", "messages"}
+    assert (counted["model"], counted["system"]) == ("m", "Be brief.")
 
 
 # --- token ids ----------------------------------------------------------------------------------

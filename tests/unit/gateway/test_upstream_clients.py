@@ -123,6 +123,17 @@ async def test_upstream_serves_every_agent_dialect_from_every_provider(
     assert call.dialect == agent_dialect
 
 
+async def test_upstream_counts_tokens_for_agents_with_another_dialect(
+    start_gateway: StartGateway, provider: Provider
+) -> None:
+    gateway = await start_gateway("messages")
+    session = await gateway.open_session()
+    body = {"model": "claude", "input": "hi"}
+    response = await gateway.post_json("/v1/responses/input_tokens", body, session.api_key)
+    assert response.json() == {"object": "response.input_tokens", "input_tokens": 12}
+    assert orjson.loads(provider.bodies[-1])["messages"][0]["role"] == "user"
+
+
 async def test_upstream_exact_tokens_are_recorded(start_gateway: StartGateway) -> None:
     gateway = await start_gateway("chat", token_ids=True)
     session = await gateway.open_session()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -98,3 +98,10 @@ async def run_scripted_gateway(
         store_path, engine, renderer, config or GatewayConfig(), hash_key=hash_key
     ) as gateway:
         yield gateway
+
+
+async def wait_until(condition: Callable[[], object], timeout_seconds: float = 30) -> None:
+    """Wait until the condition returns a true value. Raise TimeoutError if the timeout expires."""
+    async with asyncio.timeout(timeout_seconds):
+        while not condition():  # noqa: ASYNC110 - nothing reports the condition
+            await asyncio.sleep(0.01)

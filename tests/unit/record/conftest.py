@@ -1,14 +1,12 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
 from instar.config import ModelConfig
-from instar.models import DEFAULT_MODEL, is_local, resolve_model
+from instar.models import DEFAULT_MODEL
 from instar.record.render import TemplateRenderer, load_renderer
 from tests.tiny import CHATML, make_tiny_tokenizer
 
@@ -38,12 +36,9 @@ def tiny_renderer(load_template: LoadTemplate) -> TemplateRenderer:
 
 @pytest.fixture(scope="session", params=["tiny", DEFAULT_MODEL])
 def renderer(request: pytest.FixtureRequest, tiny_renderer: TemplateRenderer) -> TemplateRenderer:
-    """The renderers of the tiny and the default model. Outside CI, the latter is skipped unless cached."""
+    """The renderers of the tiny and the default model."""
     if request.param == "tiny":
         return tiny_renderer
-    if not is_local(DEFAULT_MODEL) and not os.environ.get("CI"):
-        pytest.skip(f"{DEFAULT_MODEL} is not cached; `make demo` downloads it")
-    folder: Path = resolve_model(DEFAULT_MODEL)
-    loaded = load_renderer(folder, ModelConfig())
+    loaded = load_renderer(request.getfixturevalue("default_model"), ModelConfig())
     assert isinstance(loaded, TemplateRenderer)
     return loaded

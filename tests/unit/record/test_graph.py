@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 
 import numpy as np
@@ -309,6 +310,18 @@ def _add_prompt_call(session: GraphSession, placement: Placement, prompt: str, r
     )
     session.graph.add(call, placement, None)
     return call
+
+
+def test_graph_size_is_its_approximate_memory(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    call = session.add_call([user(str(number)) for number in range(3000)], session.encode_reply("fine"))
+    delta = to_delta(call)
+    tracemalloc.start()
+    graph = MessageGraph(HASHER, [delta])
+    memory, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.7 < graph.size / (memory + delta.prompt_tail.nbytes) < 1.4
+    assert graph.size == session.graph.size
 
 
 def test_aborted_calls_do_not_count_as_successful(tiny_renderer: TemplateRenderer) -> None:

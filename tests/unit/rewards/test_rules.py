@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -122,8 +123,27 @@ async def test_math_rule_compares_by_value_and_times_out() -> None:
         for expected, text, value in MATH_CASES:
             assert (await score_text(scorer, {"answer": expected}, text)).value == value, text
         hard = await score_text(scorer, {"answer": "5"}, "$9^{9^{9^{9}}}$")
-        assert (hard.value, hard.detail["reason"]) == (0.0, "the check took longer than 1 s")
+        assert (hard.value, hard.detail["reason"]) == (0.0, "the check took more than 1 s of CPU time")
         assert (await score_text(scorer, {"answer": "72"}, "72")).value == 1.0
+
+
+async def test_worker_that_gets_no_cpu_time_does_not_fail_a_correct_answer() -> None:
+    async with start_scorer(type="math", seconds=2.0) as scorer:
+        (worker,) = scorer.workers.idle_workers
+        worker.send_signal(signal.SIGSTOP)
+        reward = asyncio.create_task(score_text(scorer, {"answer": "72"}, "72"))
+        await asyncio.sleep(2.5)  # longer than the limit, of which the stopped worker uses nothing
+        worker.send_signal(signal.SIGCONT)
+        assert (await reward).value == 1.0
+
+
+async def test_check_that_waits_without_cpu_time_is_stopped() -> None:
+    async with start_scorer(type="math", seconds=0.05) as scorer:
+        scorer.workers.min_wall_seconds = 0.5
+        (worker,) = scorer.workers.idle_workers
+        worker.send_signal(signal.SIGSTOP)
+        reward = await score_text(scorer, {"answer": "72"}, "72")
+        assert (reward.value, reward.detail["reason"]) == (0.0, "the check took longer than 0.5 s")
 
 
 async def test_json_schema_rule_validates_answers() -> None:
@@ -152,10 +172,12 @@ async def test_json_schema_rule_truncates_long_reasons() -> None:
 
 
 async def test_regex_rule_times_out_on_catastrophic_patterns() -> None:
-    async with start_scorer(type="regex", pattern="(a+)+$", seconds=0.3) as scorer:
+    async with start_scorer(type="regex", pattern="(a+)+$", seconds=1.0) as scorer:
         assert (await score_text(scorer, {}, "aaa")).value == 1.0
         rewards = await asyncio.gather(*(score_text(scorer, {}, "a" * 40 + "b") for _ in range(3)))
-        assert {(r.value, r.detail["reason"]) for r in rewards} == {(0.0, "the check took longer than 0.3 s")}
+        assert {(r.value, r.detail["reason"]) for r in rewards} == {
+            (0.0, "the check took more than 1 s of CPU time")
+        }
         assert (await score_text(scorer, {}, "aaa")).value == 1.0
     async with start_scorer(type="regex", how="fullmatch", ignore_case=True) as scorer:
         assert (await score_text(scorer, {"pattern": "[a-c]+"}, "ABC")).value == 1.0

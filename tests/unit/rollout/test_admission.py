@@ -55,7 +55,12 @@ class SimulatedRun:
 
 @pytest.mark.parametrize(
     ("settings", "expected_groups"),
-    [({"mode": "sync"}, 3), ({"max_staleness": 0}, 3), ({"max_staleness": 2}, 9)],
+    [
+        ({"mode": "sync"}, 3),
+        ({"max_staleness": 0}, 3),
+        ({"max_staleness": 2}, 9),
+        ({"max_staleness": 2, "sync": {"every": 2}}, 6),
+    ],
 )
 async def test_admission_limits_groups_ahead_of_training(
     store: Store, settings: dict[str, Any], expected_groups: int

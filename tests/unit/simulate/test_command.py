@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from instar.cli.main import app, main
 from instar.cli.simulate import cluster_from_config
 from instar.config import RunConfig
+from instar.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
 RUN: dict[str, Any] = {
@@ -47,6 +48,11 @@ def test_simulate_json_contains_the_result(tmp_path: Path) -> None:
     assert set(output["recommended"]) == {"engines", "max_staleness", "reason"}
     assert sum(output["staleness"].values()) == output["samples"]
     assert simulate(path, "--no-sweep", "--engines", "1", "--max-staleness", "3")["max_staleness"] == 3
+
+
+def test_simulate_with_skipped_engine_updates_is_rejected() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.every: .* got 2; .*--set sync\.every=1"):
+        cluster_from_config(make_config(sync={"every": 2}))
 
 
 def test_simulate_replays_a_workload_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from instar.errors import StoreError
+from instar.errors import StoreUnavailable
 from instar.store.postgres import PostgresStore
 from instar.store.postgres_server import PostgresServer
 from tests.postgres import PASSWORD, PostgresTestServer
@@ -131,9 +131,9 @@ async def test_store_reports_a_stopped_server_and_recovers(stoppable_server: Pos
     store = PostgresStore(PostgresServer(stoppable_server.socket_url, "stopped", timeout=1.0))
     await store.open_session(make_session())
     stoppable_server.stop()
-    with pytest.raises(StoreError, match=r"stopped\) cannot be reached"):
+    with pytest.raises(StoreUnavailable, match=r"stopped\) cannot be reached"):
         await asyncio.wait_for(store.add_calls([make_call("lost")]), 30)
-    with pytest.raises(StoreError, match=r"stopped\) cannot be reached"):
+    with pytest.raises(StoreUnavailable, match=r"stopped\) cannot be reached"):
         await asyncio.wait_for(store.calls("s"), 30)
     stoppable_server.start()
     await store.add_calls([make_call("after")])

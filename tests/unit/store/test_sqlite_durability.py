@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from instar.errors import StoreError, StoreFull
+from instar.errors import StoreFull, StoreUnavailable
 from instar.store.sqlite import SqliteStore
 from instar.store.sqlite_database import SqliteDatabase, connect
 from instar.store.writer import Writer
@@ -102,7 +102,7 @@ async def test_write_to_a_locked_file_raises(tmp_path: Path) -> None:
     writer = Writer(create_database(path, busy_timeout=0.2), str(path))
     blocker = sqlite3.connect(path, isolation_level=None)
     blocker.execute("BEGIN IMMEDIATE")
-    with pytest.raises(StoreError, match=r"small\.db stayed locked by another process"):
+    with pytest.raises(StoreUnavailable, match=r"small\.db stayed locked by another process"):
         await asyncio.wait_for(insert_blob(writer, 1), 30)
     blocker.execute("ROLLBACK")
     blocker.close()

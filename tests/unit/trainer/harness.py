@@ -157,7 +157,9 @@ def capture_log() -> Generator[list[str]]:
 
 
 def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
-    """Return a config for a run whose groups are all in the store before training starts."""
+    """Return a config for a run whose groups are all in the store before training starts. ``sync`` is not a
+    setting of the trainer, but of weight transfers."""
+    sync = trainer.pop("sync", {})
     defaults = {
         "steps": 3,
         "groups_per_step": 1,
@@ -174,6 +176,7 @@ def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
             "engine": {"type": "scripted"},
             "backend": {"type": "local", "lora": {"rank": 4}, "threads": 1},
             "trainer": defaults | trainer,
+            "sync": sync,
         }
     )
 
@@ -204,7 +207,7 @@ async def open_trainer(
         TrainingRun(config, RUN, RUN),
         store=store,
         backend=backend,
-        publisher=PolicyPublisher(FileSync(), list_engines),
+        publisher=PolicyPublisher(FileSync(), list_engines, every=config.sync.every),
         monitor=monitor,
     )
     trainer.is_rollout_finished = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.unit.trainer.harness import (
     make_config,
     open_trainer,
 )
+from tests.unit.trainer.test_publishing import SlowLiveSync
 
 HEALTHY: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -56,6 +58,10 @@ class RecordedRun:
             self.monitor.record("train", self._step, values)
             alarms += self.detector.check()
         return [alarm.name for alarm in alarms]
+
+    def restart_after(self, step: int) -> None:
+        """Continue after this step, as a run does that crashed later and is resumed."""
+        self._step = step
 
     def record_score(self, accuracy: float) -> list[str]:
         self.monitor.record("eval", self._step, {"mode": "greedy", "accuracy": accuracy})
@@ -100,6 +106,33 @@ def test_solved_tasks_raise_no_alarm(run: RecordedRun) -> None:
     # The windows that still contain unsolved steps are not all solved.
     run.record_steps(WINDOW, **solved)
     assert run.record_steps(2 * WINDOW, **solved) == []
+
+
+def test_rising_reward_raises_no_alarm(run: RecordedRun) -> None:
+    run.record_steps(2 * WINDOW, reward_mean=0.2)
+    alarms: list[str] = []
+    for step in range(4 * WINDOW):
+        alarms += run.record_steps(1, **COLLAPSED, entropy=0.01, reward_mean=0.2 + 0.01 * step)
+    assert alarms == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_collapse_with_noisy_rewards_raises_each_alarm_once(run: RecordedRun, seed: int) -> None:
+    rng = random.Random(seed)
+    alarms: list[str] = []
+    for step in range(200):
+        metrics = {**COLLAPSED, "identical_share": 1.0, "entropy": 0.01} if step >= 2 * WINDOW else {}
+        alarms += run.record_steps(1, **metrics, reward_mean=rng.choice([0.0, 0.2, 0.4, 0.6, 0.8]))
+    assert sorted(alarms) == ["collapse", "entropy"]
+
+
+def test_rewards_of_steps_that_are_trained_again_are_ignored(run: RecordedRun) -> None:
+    """The policy does not improve, but would seem to if its reward were compared with abandoned steps."""
+    run.record_steps(1, reward_mean=1.0)
+    run.record_steps(WINDOW - 1, reward_mean=0.5)
+    run.record_steps(2 * WINDOW, reward_mean=0.0)
+    run.restart_after(step=WINDOW)
+    assert run.record_steps(WINDOW, **COLLAPSED, reward_mean=0.5) == ["collapse"]
 
 
 def test_steps_without_metrics_raise_no_alarm(run: RecordedRun) -> None:
@@ -159,7 +192,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def make_run(folder: Path, model: Path, on_collapse: str) -> RunConfig:
-    config = make_config(folder / "run", model, steps=4, on_collapse=on_collapse, keep_checkpoints=1)
+    settings = {"on_collapse": on_collapse, "keep_checkpoints": 1, "max_kl": None}
+    config = make_config(folder / "run", model, steps=4, **settings)
     await fill_store(config)
     return config
 
@@ -196,6 +230,16 @@ async def test_rewind_restores_the_best_checkpoint_and_halves_the_learning_rate(
     assert [step["lr"] for step in steps if "lr" in step] == pytest.approx([1e-2, 1e-2, 5e-3])
     assert checkpoint_path(config.run_dir, 1).is_dir(), "the best checkpoint is kept"
     assert read_warnings(config.run_dir)[-1] == "step 3: restored step 1; the learning rate is scaled by 0.5"
+
+
+async def test_rewind_updates_the_engines_even_if_no_update_is_due(model: Path, tmp_path: Path) -> None:
+    settings = {"on_collapse": "rewind", "max_kl": None, "sync": {"every": 2}}
+    config = make_config(tmp_path / "run", model, steps=4, **settings)
+    await fill_store(config)
+    async with open_trainer(config, trainer_class=CollapsingTrainer) as harness:
+        harness.trainer.publisher.sync = sync = SlowLiveSync()
+        await harness.trainer.run()
+    assert sync.pushed == [0, 2, 3, 4], "step 3 is the rewind"
 
 
 async def test_weights_after_a_rewind_equal_the_best_step(model: Path, tmp_path: Path) -> None:

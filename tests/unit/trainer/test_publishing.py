@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,16 +17,27 @@ from instar.trainer.publishing import MAX_REFUSALS, PolicyPublisher
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
 from tests.unit.sync.test_files import LoadingEngine
-from tests.unit.trainer.harness import RUN, fill_store, make_config, open_trainer
+from tests.unit.trainer.harness import (
+    RUN,
+    FaultInjector,
+    SimulatedCrash,
+    fill_store,
+    make_config,
+    open_trainer,
+)
 
 HEAD = Policy("p", 3, Artifact("adapter", "path"))
 
 
-def make_publisher(*engines: Engine, sync: SyncRoute | None = None) -> PolicyPublisher:
+def make_publisher(*engines: Engine, sync: SyncRoute | None = None, every: int = 1) -> PolicyPublisher:
     async def list_engines() -> list[Engine]:
         return list(engines)
 
-    return PolicyPublisher(sync or FileSync(attempts=1), list_engines, poll_seconds=0.01)
+    return PolicyPublisher(sync or FileSync(attempts=1), list_engines, every=every, poll_seconds=0.01)
+
+
+def make_policy(version: int, expires_at: float | None = None) -> Policy:
+    return Policy("p", version, Artifact("adapter", "path", expires_at=expires_at))
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
@@ -59,6 +71,61 @@ async def test_publisher_pushes_to_an_engine_that_was_restarted() -> None:
         return "a batch"
 
     assert await publisher.sync_while_waiting(HEAD, restart()) == "a batch"
+
+
+async def test_publisher_pushes_one_of_several_policies() -> None:
+    engine = LoadingEngine()
+    publisher = make_publisher(engine, every=3)
+    versions: list[int] = []
+    for version in range(1, 9):
+        await publisher.push_if_due(make_policy(version))
+        versions.append(engine.version)
+    assert versions == [0, 0, 3, 3, 3, 6, 6, 6]
+    await publisher.push_skipped()
+    await publisher.push_skipped()
+    assert (engine.version, engine.attempts) == (8, 3)
+
+
+async def test_served_version_is_less_than_every_versions_behind_after_tombstoned_ones() -> None:
+    engine = LoadingEngine()
+    publisher = make_publisher(engine, every=3)
+    await publisher.push(make_policy(3))
+    await publisher.push_if_due(make_policy(5))
+    assert engine.version == 3
+    await publisher.push_if_due(make_policy(6))
+    assert engine.version == 6
+
+
+async def test_engine_that_serves_the_last_push_does_not_lag_behind_skipped_policies() -> None:
+    engine, restarted_engine = LoadingEngine(), LoadingEngine()
+    publisher = make_publisher(engine, restarted_engine, every=3)
+    await publisher.push(make_policy(3))
+    await publisher.push_if_due(make_policy(4))
+    restarted_engine.version = 0
+    await publisher.sync_while_waiting(make_policy(4), wait_until(lambda: restarted_engine.version == 4))
+    assert (engine.version, engine.attempts) == (3, 1)
+
+
+async def test_publisher_reports_no_duration_for_a_skipped_policy() -> None:
+    publisher = make_publisher(LoadingEngine(), every=2)
+    await publisher.push(make_policy(1))
+    assert "sync_seconds" in publisher.report
+    await publisher.push_if_due(make_policy(2))
+    assert publisher.report == {"engines": 1, "engines_behind": 0}
+    await publisher.push_if_due(make_policy(3))
+    assert "sync_seconds" in publisher.report
+
+
+async def test_renewal_time_follows_the_artifact_that_expires_first() -> None:
+    publisher, now = make_publisher(LoadingEngine(), every=3), time.time()
+    await publisher.push(make_policy(0))
+    assert publisher.renewal_time is None
+    await publisher.push_if_due(make_policy(1, expires_at=now + 300))
+    await publisher.push_if_due(make_policy(2, expires_at=now + 600))
+    assert publisher.renewal_time == pytest.approx(now + 200, abs=10), "engines that restart load version 1"
+    await publisher.push_if_due(make_policy(3, expires_at=now + 900))
+    await publisher.push_if_due(make_policy(4, expires_at=now + 1200))
+    assert publisher.renewal_time == pytest.approx(now + 600, abs=10), "the engines serve version 3"
 
 
 async def test_publisher_does_not_push_to_engines_without_a_status() -> None:
@@ -134,6 +201,29 @@ async def test_file_push_does_not_delay_the_batch() -> None:
     engine = LoadingEngine(load_seconds=60)
     async with asyncio.timeout(20):
         await make_publisher(engine).sync_while_waiting(HEAD, wait_until(lambda: engine.attempts > 0))
+
+
+async def test_run_updates_the_engines_in_every_second_step_and_at_the_end(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", make_tiny_model(tmp_path / "model", hidden=32), sync={"every": 2})
+    await fill_store(config)
+    async with open_trainer(config) as harness:
+        sync = SlowLiveSync()
+        harness.trainer.publisher.sync = sync
+        await harness.trainer.run()
+        assert sync.pushed == [0, 2, 3]
+        assert (await harness.engine.status()).version == 3
+        assert (await harness.store.latest_policy(RUN)).version == 3
+
+
+async def test_recovery_updates_the_engines_even_if_no_update_is_due(tmp_path: Path) -> None:
+    config = make_config(tmp_path / "run", make_tiny_model(tmp_path / "model", hidden=32), sync={"every": 2})
+    await fill_store(config)
+    async with open_trainer(config, FaultInjector("saved")) as harness:
+        with pytest.raises(SimulatedCrash):
+            await harness.trainer.run()
+    async with open_trainer(config) as harness:
+        await harness.trainer.recover()
+        assert (await harness.engine.status()).version == 1
 
 
 async def test_saved_versions_have_files_with_live_sync(tmp_path: Path) -> None:

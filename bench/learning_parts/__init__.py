@@ -1,0 +1,1 @@
+"""Modules of bench/learning.py."""
