@@ -14,10 +14,12 @@ ENVIRONMENTS_FOLDER = ROOT / ".cache" / "envs"
 INSTALL_TIMEOUT_SECONDS = 900
 TORCH = "torch==2.13.0"
 """The torch requirement. It is pinned, because other requirements could otherwise install a CUDA build."""
+RELEASED_BEFORE = "2026-11-18"
+"""Later releases of any package are ignored, so that the environments only change on purpose."""
 PACKAGES = {
     "mint": [TORCH, "-e", str(ROOT), "mindlab-toolkit==0.2.0"],
     "skyrl": [TORCH, "skyrl[tinker,jax]==0.3.0"],
-    "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8", "tinker==0.38.0"],
+    "cookbook": [TORCH, "tinker-cookbook[math-rl]==0.5.8"],
     # Some dependencies of verl are pinned, because the resolver would otherwise try years of releases.
     "verl": [
         TORCH,
@@ -56,7 +58,8 @@ def create_environment(folder: Path, *requirements: str) -> None:
     The caller moves the folder afterwards, which breaks its scripts, so use only its interpreter.
     """
     _run_uv("venv", "--python", sys.executable, str(folder))
-    _run_uv("pip", "install", "--python", str(folder / "bin" / "python"), *requirements)
+    interpreter = str(folder / "bin" / "python")
+    _run_uv("pip", "install", "--exclude-newer", RELEASED_BEFORE, "--python", interpreter, *requirements)
 
 
 def _fix_vllm_packages(folder: Path) -> None:
