@@ -59,7 +59,7 @@ class Display:
     def attach(self, run: LiveRun) -> None:
         self._run = run
         is_terminal = self.console.is_terminal
-        self._task = asyncio.create_task(self._show_panel() if is_terminal else self._print_lines())
+        self._task = asyncio.create_task(self._show_panel(run) if is_terminal else self._print_lines(run))
         run.watchers.append(self._task)
 
     async def close(self) -> None:
@@ -68,16 +68,15 @@ class Display:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _show_panel(self) -> None:
-        assert self._run is not None
+    async def _show_panel(self, run: LiveRun) -> None:
         with Live(console=self.console, auto_refresh=False, transient=False) as live:
             try:
                 while True:
-                    live.update(await self._render(self._run), refresh=True)
+                    live.update(await self._render(run), refresh=True)
                     await asyncio.sleep(REFRESH_SECONDS)
             except asyncio.CancelledError:
                 # Show the final state; the run's store is still open.
-                live.update(await self._render(self._run), refresh=True)
+                live.update(await self._render(run), refresh=True)
                 raise
 
     async def _render(self, run: LiveRun) -> RenderableType:
@@ -136,14 +135,13 @@ class Display:
             self._last_token_sample = (now, status.generated_tokens)
         return status
 
-    async def _print_lines(self) -> None:
-        assert self._run is not None
+    async def _print_lines(self, run: LiveRun) -> None:
         # The earlier steps of a resumed run were printed when they were trained.
-        reader = MetricsReader(self._run.folder.path)
+        reader = MetricsReader(run.folder.path)
         reader.read_new()
         printed_phase: str | None = None
 
-        def print_updates(run: LiveRun) -> None:
+        def print_updates() -> None:
             nonlocal printed_phase
             for record in reader.read_new():
                 self.console.print(format_record(record), highlight=False)
@@ -153,10 +151,10 @@ class Display:
 
         try:
             while True:
-                print_updates(self._run)
+                print_updates()
                 await asyncio.sleep(REFRESH_SECONDS)
         except asyncio.CancelledError:
-            print_updates(self._run)
+            print_updates()
             raise
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -102,15 +102,13 @@ def _print_table(sessions: Sequence[ListedSession]) -> None:
 
 
 def _listed_json(listed: ListedSession) -> Json:
-    tags_json = [asdict(tag) for tag in listed.tags]
-    for fields in tags_json:
-        del fields["session_id"]
+    tag_fields = ("name", "value", "reason", "author", "created_at")
     return {
         **_session_json(listed.row.session),
         "calls": listed.row.call_count,
         "sampled_tokens": listed.row.sampled_tokens,
         "reward": listed.reward,
-        "tags": tags_json,
+        "tags": [select_fields(tag, *tag_fields) for tag in listed.tags],
         "number": listed.row.seq,
     }
 

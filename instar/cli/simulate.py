@@ -38,8 +38,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""Number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
-reuses them if it needs more."""
+"""Number of random sessions to draw if none are measured or read from a file. They are reused if needed."""
 DEFAULT_MAX_BATCH = 1024
 """The assumed maximum number of concurrent replies for engines without a configured limit."""
 
@@ -134,10 +133,7 @@ def cluster_from_config(
 
 
 def count_engines(config: RunConfig) -> int:
-    engine = config.engine
-    if isinstance(engine, VllmEngineConfig) and engine.servers:
-        return len(engine.servers)
-    return int(getattr(engine, "count", 1))
+    return int(getattr(config.engine, "count", 1))
 
 
 def switches_policy_mid_reply(config: RunConfig) -> bool:
