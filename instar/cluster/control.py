@@ -74,10 +74,8 @@ class RoleController:
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code once it has exited and is not held. If the run fails, raise its error.
-
-        If the role is held, wait until it has been started again and has exited, or has been released.
-        """
+        """Return the role's exit code once it has exited and is not held: a held role must first be released,
+        or be started again and exit. If the run fails, raise its error."""
         while True:
             code = await self.cluster.wait(name)
             if (released := self._held.get(name)) is None:
