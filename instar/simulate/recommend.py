@@ -11,8 +11,7 @@ from instar.simulate.pipeline import simulate
 GOOD_ENOUGH_FRACTION = 0.95
 """Prefer fewer engines or less staleness if they reach this fraction of the best throughput."""
 MAX_STALE_FRACTION = 0.02
-"""Maximum fraction of samples that may be dropped as stale. Stale samples come from long sessions, so
-dropping many of them would bias the data."""
+"""Maximum fraction of samples dropped as stale. They come from long sessions, so more would bias the data."""
 MIN_FRESH_THROUGHPUT_FRACTION = 0.5
 """The limit on dropped samples is ignored if it reduces throughput below this fraction of the best."""
 MIN_STEPS_PER_TRIAL = 24
