@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from instar.cluster.base import DRAIN_SIGNAL, Cluster, RoleHandle, describe_exit
-from instar.cluster.tasks import cancel_tasks, log_error
+from instar.cluster.tasks import cancel_tasks, log_error, run_until_first
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
@@ -80,10 +80,7 @@ class RoleController:
             code = await self.cluster.wait(name)
             if (released := self._held.get(name)) is None:
                 return code
-            release = asyncio.create_task(released.wait())
-            await asyncio.wait({release, self.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
-            await cancel_tasks([release])
-            self.cluster.raise_failure()
+            await run_until_first(released.wait(), asyncio.shield(self.cluster.failure))
 
     def release_all(self) -> None:
         """Mark the run as ending: release all held roles, and reject later requests to start a role."""
