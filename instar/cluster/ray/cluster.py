@@ -53,11 +53,11 @@ class ActorLostError(Exception):
     """Raised if the actor has exited, or has been unreachable for too long."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RayRole(RoleHandle):
     """A role, and the Ray actor that runs it. If the actor is lost, the role gets a new one."""
 
-    spec: RoleSpec | None = None
+    spec: RoleSpec
     actor: Any = None
     host: str = ""
     node_id: str = ""
@@ -168,7 +168,6 @@ class RayCluster(Cluster):
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create_actor(role)
-            assert role.spec is not None
             try:
                 placed: PlacedRole = await self._await_result(
                     role.actor.start.remote(role.spec), PLACEMENT_TIMEOUT_SECONDS
@@ -298,7 +297,6 @@ class RayCluster(Cluster):
             await self._directory.register(role)
 
     async def _renew_lease(self, role: RayRole) -> None:
-        assert role.spec is not None
         lease = await self._directory.take_lease(role.name)
         role.spec = replace(role.spec, env={**role.spec.env, LEASE_ENV: lease})
 
