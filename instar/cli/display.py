@@ -127,12 +127,10 @@ class Display:
         status = await fetch_engine_status(run)
         if status is not None:
             now = time.monotonic()
-            if self._last_token_sample is not None and now > self._last_token_sample[0]:
-                rate = (status.generated_tokens - self._last_token_sample[1]) / (
-                    now - self._last_token_sample[0]
-                )
+            previous, self._last_token_sample = self._last_token_sample, (now, status.generated_tokens)
+            if previous is not None and now > previous[0]:
+                rate = (status.generated_tokens - previous[1]) / (now - previous[0])
                 self._tokens_per_second = 0.7 * self._tokens_per_second + 0.3 * max(0.0, rate)
-            self._last_token_sample = (now, status.generated_tokens)
         return status
 
     async def _print_lines(self, run: LiveRun) -> None:
@@ -177,8 +175,6 @@ def format_record(record: Json) -> str:
 
 def roles_table(endpoints: Sequence[Endpoint]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for role in ROLE_ORDER:
-        for endpoint in endpoints:
-            if endpoint.role == role:
-                table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
+    for endpoint in sorted(endpoints, key=lambda endpoint: ROLE_ORDER.index(endpoint.role)):
+        table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
     return table
