@@ -8,12 +8,11 @@ line with ``{"roles": [...]}`` or ``{"error": "..."}``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -235,7 +234,7 @@ async def _handle_connection(
         pass  # the client disconnected, or sent a line that is too long
     finally:
         writer.close()
-        with contextlib.suppress(ConnectionError):
+        with suppress(ConnectionError):
             await writer.wait_closed()
 
 

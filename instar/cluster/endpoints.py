@@ -87,7 +87,7 @@ class EngineConnections:
         """Connect to engines at new addresses, and return all engines that have responded, except draining
         ones. Unless ``skip_unresponsive`` is set, this includes engines that no longer respond."""
         urls = await self._directory.list_urls("engine", include_draining=False)
-        await self._close_all_but(urls)
+        await self.close(keep=urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
         engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]
         if not self._skip_unresponsive:
@@ -100,9 +100,6 @@ class EngineConnections:
         """Return the engines once one has responded. Raises EngineUnavailable after ``timeout`` seconds."""
         return await _poll(self.refresh, timeout, "no engine responded")
 
-    async def close(self) -> None:
-        await self._close_all_but([])
-
     async def _connect(self, url: str) -> None:
         engine = RemoteEngine(url, self._token, self._lease)
         try:
@@ -113,8 +110,9 @@ class EngineConnections:
         else:
             self._by_url[url] = engine
 
-    async def _close_all_but(self, urls: Collection[str]) -> None:
-        for url in [url for url in self._by_url if url not in urls]:
+    async def close(self, keep: Collection[str] = ()) -> None:
+        """Close the connections, except those to the addresses in ``keep``."""
+        for url in [url for url in self._by_url if url not in keep]:
             await self._by_url.pop(url).close()
 
 
