@@ -88,15 +88,13 @@ async def _load_groups(
 def plan_json(plan: StepPlan) -> Json:
     tokens = _tokens_by_sample(plan)
     return {
-        "step": plan.step,
-        "version": plan.version,
+        **select_fields(plan, "step", "version"),
         "ready": plan.batch.is_full,
         "groups_needed": plan.groups_needed,
         "groups_waiting": plan.waiting,
         "groups": [
             {
-                "group_id": group.group_id,
-                "index": group.index,
+                **select_fields(group, "group_id", "index"),
                 "task_id": group.task.task_id,
                 "samples": [
                     _claim_json(claim) | {"tokens": tokens.get(claim.sample_key, 0)}

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from instar.cli.config_file import load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides
-from instar.cli.output import print_json
+from instar.cli.output import print_json, select_fields
 from instar.cli.run_store import open_run_store
 from instar.config import (
     CloudConfig,
@@ -184,15 +184,10 @@ async def load_workload(
                 engines=count_engines(measured_config),
                 max_batch=_get_max_batch(config),
             )
-        result = replace(
-            result,
-            pause=settings.pause,
-            crashes_per_hour=settings.crashes_per_hour,
-            restart_seconds=settings.restart_seconds,
-        )
+        result = replace(result, **select_fields(settings, "pause", "crashes_per_hour", "restart_seconds"))
     else:
         sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
-        assumed: Json = {field.name: getattr(settings, field.name) for field in fields(Workload)[1:]}
+        assumed = select_fields(settings, *(field.name for field in fields(Workload)[1:]))
         assumed["speed"] = EngineSpeed(settings.speed)
         result = Workload(sessions, **assumed)
     return replace(result, sessions=read_workload(path)) if path else result
@@ -206,14 +201,9 @@ def result_json(
 ) -> Json:
     rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     record: Json = {
-        "engines": cluster.engines,
-        "max_staleness": cluster.max_staleness,
+        **select_fields(cluster, "engines", "max_staleness"),
         "seconds": round(result.seconds, 3),
-        "steps": result.steps,
-        "finished": result.finished,
-        "given_up": result.given_up,
-        "samples": result.samples,
-        "data_samples": result.data_samples,
+        **select_fields(result, "steps", "finished", "given_up", "samples", "data_samples"),
         "samples_per_hour": round(rate, 1),
         "bound": round(bound_rate, 1),
         "bound_by": bound.bottleneck,
@@ -228,11 +218,7 @@ def result_json(
         "crashes": result.crashes,
     }
     if recommendation is not None:
-        record["recommended"] = {
-            "engines": recommendation.engines,
-            "max_staleness": recommendation.max_staleness,
-            "reason": recommendation.reason,
-        }
+        record["recommended"] = select_fields(recommendation, "engines", "max_staleness", "reason")
     return record
 
 
