@@ -51,8 +51,19 @@ app.command()(serve)
 def backends(context: typer.Context, as_json: AsJson = False) -> None:
     """Without a subcommand, show for each backend whether it is installed, whether `backend: auto` chooses
     it, and what it supports."""
-    if context.invoked_subcommand is None:
-        _print_backends(as_json=as_json)
+    if context.invoked_subcommand is not None:
+        return
+    rows, conflict = list_backends(os.environ)
+    if as_json:
+        print_json({"backends": [asdict(row) for row in rows], "conflict": conflict})
+        return
+    console = Console()
+    console.print(_make_table(rows))
+    # Hide the problems of backends that are neither configured nor partly installed.
+    lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
+    lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command()
@@ -74,20 +85,6 @@ def check(
     from instar.conformance.check import run_check
 
     run_check(name, url=url, python=python, dtype=dtype, as_json=as_json)
-
-
-def _print_backends(*, as_json: bool) -> None:
-    rows, conflict = list_backends(os.environ)
-    if as_json:
-        print_json({"backends": [asdict(row) for row in rows], "conflict": conflict})
-        return
-    console = Console()
-    console.print(_make_table(rows))
-    # Hide the problems of backends that are neither configured nor partly installed.
-    lines = [f"{row.name}: {row.problem}" for row in rows if row.problem and (row.why or row.version)]
-    lines += [f"`backend: auto` cannot choose: {conflict}"] if conflict else []
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def list_backends(env: Mapping[str, str]) -> tuple[list[BackendRow], str | None]:

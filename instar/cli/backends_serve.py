@@ -73,20 +73,17 @@ def serve(
         console.print(f"Downloading the model {model} ...", highlight=False, markup=False)
     resolve_model(model)
 
-    def announce(url: str) -> None:
-        if as_json:
-            details = {"url": url, "base_model": model, "dir": str(checkpoints)}
-            print_json(details | ({"api_key": new_key} if new_key else {}))
-        for line in _format_instructions(convention, url, model, checkpoints, new_key):
-            console.print(line, highlight=False, markup=False, soft_wrap=True)
-
     async def run() -> None:
         stop = asyncio.Event()
         with handle_interrupts() as interrupts:
 
             def handle_ready(url: str) -> None:
                 interrupts.on_first_signal = stop.set
-                announce(url)
+                if as_json:
+                    details = {"url": url, "base_model": model, "dir": str(checkpoints)}
+                    print_json(details | ({"api_key": new_key} if new_key else {}))
+                for line in _format_instructions(convention, url, model, checkpoints, new_key):
+                    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
             await serve_protocol(
                 protocol,

@@ -16,7 +16,7 @@ from instar.backends.factory import check_run
 from instar.backends.resolve import remove_api_key
 from instar.cli.config_file import DEMO_FILE, InvalidConfigError, load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides, new_app
-from instar.cli.output import print_json
+from instar.cli.output import print_json, print_result
 from instar.cluster.data import pin_data
 from instar.config import CommandAgentConfig, RunConfig
 from instar.errors import ConfigError
@@ -43,10 +43,8 @@ def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False
         else:
             typer.secho(str(error), fg="red", err=True)
         raise typer.Exit(1) from None
-    if as_json:
-        print_json({"ok": True, "mistakes": [], "name": config.name, "notes": notes})
-    else:
-        typer.echo("\n".join([f"{file}: ok", *notes]))
+    result = {"ok": True, "mistakes": [], "name": config.name, "notes": notes}
+    print_result(as_json, result, "\n".join([f"{file}: ok", *notes]))
 
 
 def _find_missing(config: RunConfig) -> Iterator[str]:

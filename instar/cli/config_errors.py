@@ -92,8 +92,7 @@ def _parse_words(text: str) -> list[str]:
 
 
 def locate(location: Sequence[str | int]) -> tuple[str, type[BaseModel] | None]:
-    """Return the dotted path without the parts that pydantic adds (union tags, type names), and the section
-    class that contains the last part."""
+    """Return the dotted path without pydantic's union tags and type names, and the class of its section."""
     path: list[str] = []
     parent: type[BaseModel] | None = None
     candidates: list[type[BaseModel]] = [RunConfig]

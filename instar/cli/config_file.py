@@ -1,8 +1,5 @@
-"""Read a run's YAML file into a RunConfig.
-
-A relative path in the file is relative to the file's folder. A relative path in ``--set`` is relative to the
-working directory.
-"""
+"""Read a run's YAML file into a RunConfig. A relative path in the file is relative to the file's folder, and
+one in ``--set`` is relative to the working directory."""
 
 from __future__ import annotations
 
@@ -133,13 +130,8 @@ def _make_absolute(value: Any, folder: Path) -> Any:
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
     """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an interpreter
     (`./env/bin/python`) and exported data. Also set the default working directory of a command agent."""
-    match data:
-        case {"data": list() as sources}:
-            data["data"] = [_make_source_absolute(source, folder) for source in cast(list[Any], sources)]
-        case {"data": source}:
-            data["data"] = _make_source_absolute(source, folder)
-        case _:
-            pass
+    if "data" in data:
+        data["data"] = _make_source_absolute(data["data"], folder)
     match data:
         case {"rollout": {"agent": {"type": "command"} as agent}} if agent.get("cwd") is None:
             agent["cwd"] = str(folder)
@@ -161,6 +153,8 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
 
 def _make_source_absolute(source: Any, folder: Path) -> Any:
     match source:
+        case list():
+            return [_make_source_absolute(item, folder) for item in cast(list[Any], source)]
         case {"source": str() as path}:
             return {**cast(Json, source), "source": _make_source_absolute(path, folder)}
         case str() if source != LIVE and not source.startswith(DATASET_PREFIX):
@@ -170,8 +164,7 @@ def _make_source_absolute(source: Any, folder: Path) -> Any:
 
 
 def _make_importable(folder: Path) -> None:
-    """Add the config file's folder and the working directory to `sys.path`, and to `PYTHONPATH` so that the
-    run's processes can import from them too."""
+    """Let this process and the run's processes import from the file's folder and the working directory."""
     folders = [str(folder), str(Path.cwd())]
     for path in reversed(folders):
         if path not in sys.path:

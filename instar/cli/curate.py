@@ -22,7 +22,7 @@ from instar.data.combine import RewardCombiner
 from instar.data.group_loader import FINISHED_STATUSES, select_final_sessions
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, Store
-from instar.types import GroupStatus, Message, Session, Tag
+from instar.types import Call, GroupStatus, Message, Reward, Session, Tag
 
 PAGE_SIZE = 256
 UNFINISHED_STATUSES = (GroupStatus.OPEN, GroupStatus.SCORING)
@@ -71,64 +71,58 @@ async def curate(
 async def load_recent_sessions(
     store: Store, config: RunConfig, where: SessionFilter, limit: int
 ) -> list[SessionSummary]:
-    """Return summaries of the newest ``limit`` matching sessions, oldest first. Sessions that are open or
-    abandoned or have no calls are left out."""
-    combine = RewardCombiner(config)
-    summaries: list[SessionSummary] = []
-    before: int | None = None
-    while limit > 0:
-        size = min(limit, PAGE_SIZE)
-        rows = await store.sessions(config.name, where=where, before=before, limit=size)
-        ended = [row.session for row in rows if row.session.status in FINISHED_STATUSES]
-        summaries = [*await _summarize_sessions(store, ended, combine), *summaries]
-        if len(rows) < size:
-            break
-        before, limit = rows[0].seq, limit - size
-    return summaries
+    """Return summaries of the newest ``limit`` matching sessions that finished with calls, oldest first."""
+    rows = await store.sessions(config.name, where=where, limit=limit)
+    ended = [row.session for row in rows if row.session.status in FINISHED_STATUSES]
+    return await _summarize_sessions(store, config, ended)
 
 
 async def load_group_sessions(
     store: Store, config: RunConfig, selected: Sequence[SessionSummary]
 ) -> list[SessionSummary]:
-    """Return summaries of all final sessions in the groups of the selected sessions. Groups that are still
-    open or being scored are left out."""
-    combine = RewardCombiner(config)
+    """Return summaries of all final sessions in the complete and scored groups of the selected sessions."""
     group_ids = dict.fromkeys(summary.session.group_id for summary in selected)
     groups = [await store.group(group_id) for group_id in group_ids if group_id is not None]
     complete = [group for group in groups if group and group.status not in UNFINISHED_STATUSES]
-    summaries: list[SessionSummary] = []
-    for start in range(0, len(complete), PAGE_SIZE):
-        page = complete[start : start + PAGE_SIZE]
-        final_sessions: list[Session] = []
-        for sessions in (await store.group_sessions(page, config.agent_id)).values():
-            ended = [session for session in sessions if session.status in FINISHED_STATUSES]
-            final_sessions += select_final_sessions(ended)
-        summaries += await _summarize_sessions(store, final_sessions, combine)
-    return summaries
+    final_sessions: list[Session] = []
+    for group in complete:
+        sessions = (await store.group_sessions([group], config.agent_id))[group.group_id]
+        ended = [session for session in sessions if session.status in FINISHED_STATUSES]
+        final_sessions += select_final_sessions(ended)
+    return await _summarize_sessions(store, config, final_sessions)
 
 
 async def _summarize_sessions(
-    store: Store, sessions: Sequence[Session], combine: RewardCombiner
+    store: Store, config: RunConfig, sessions: Sequence[Session]
 ) -> list[SessionSummary]:
-    sessions_by_id = {session.session_id: session for session in sessions}
-    ids = list(sessions_by_id)
-    rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
-    calls_by_session = await store.calls_by_session(ids)
-    return [
-        SessionSummary(
-            session=sessions_by_id[session_id],
-            prompt=next(
-                (message["content"] for message in calls[0].messages if message["role"] == "user"), ""
-            ),
-            output="\n".join(_format_reply(call.reply) for call in calls),
-            tokens=sum(len(call.sampled_ids) for call in calls),
-            version=min((int(call.versions.min()) for call in calls if len(call.versions)), default=0),
-            reward=combine(rewards[session_id], scores[session_id]),
-            rewards=tuple(rewards[session_id]),
-        )
-        for session_id, calls in calls_by_session.items()
-        if calls
-    ]
+    combine = RewardCombiner(config)
+    summaries: list[SessionSummary] = []
+    for start in range(0, len(sessions), PAGE_SIZE):
+        sessions_by_id = {session.session_id: session for session in sessions[start : start + PAGE_SIZE]}
+        ids = list(sessions_by_id)
+        rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
+        calls_by_session = await store.calls_by_session(ids)
+        for session_id, calls in calls_by_session.items():
+            if calls:
+                reward = combine(rewards[session_id], scores[session_id])
+                session = sessions_by_id[session_id]
+                summaries.append(_summarize(session, calls, reward, rewards[session_id]))
+    return summaries
+
+
+def _summarize(
+    session: Session, calls: Sequence[Call], reward: float | None, rewards: Sequence[Reward]
+) -> SessionSummary:
+    prompts = (message["content"] for message in calls[0].messages if message["role"] == "user")
+    return SessionSummary(
+        session=session,
+        prompt=next(prompts, ""),
+        output="\n".join(_format_reply(call.reply) for call in calls),
+        tokens=sum(len(call.sampled_ids) for call in calls),
+        version=min((int(call.versions.min()) for call in calls if len(call.versions)), default=0),
+        reward=reward,
+        rewards=tuple(rewards),
+    )
 
 
 def _format_reply(reply: Message) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from instar.cli.filters import build_session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, async_command, new_app
-from instar.cli.output import plain_table, print_json, progress_bar, select_fields
+from instar.cli.output import plain_table, print_json, print_result, progress_bar, select_fields
 from instar.cli.run_store import open_run_store
 from instar.cluster.data import DATASET_INDEX_FILE, open_dataset_index, open_dataset_index_in
 from instar.cluster.layout import RunFolder
@@ -164,12 +164,10 @@ async def import_sessions(
             await store.put_run(Run(config.name, config.name, settings, status="finished", reason="imported"))
         with progress_bar("importing", hidden=as_json) as progress:
             imported = await importing.import_sessions(store, folder, config.name, manifest, progress)
-    if as_json:
-        counts = select_fields(imported, "groups", "sessions", "unchanged")
-        print_json({"run_dir": str(target), "run": config.name, **counts})
-        return
+    counts = select_fields(imported, "groups", "sessions", "unchanged")
     existing = f", {imported.unchanged} already existed" if imported.unchanged else ""
-    typer.echo(f"{target}: imported {imported.sessions} sessions and {imported.groups} groups{existing}")
+    text = f"{target}: imported {imported.sessions} sessions and {imported.groups} groups{existing}"
+    print_result(as_json, {"run_dir": str(target), "run": config.name, **counts}, text)
 
 
 def _check_name(name: str) -> None:
@@ -224,10 +222,7 @@ async def add(
     manifest = importing.verify_content(folder)
     async with _open_index(runs) as index:
         row = await index.put_dataset(name, str(folder.absolute()), manifest.hash, asdict(manifest))
-    if as_json:
-        print_json(_row_json(row))
-    else:
-        typer.echo(f"dataset:{row.name}@{row.version}")
+    print_result(as_json, _row_json(row), f"dataset:{row.name}@{row.version}")
 
 
 @app.command()
@@ -244,12 +239,10 @@ async def show(name: DatasetName, runs: RunsDir = DEFAULT_RUNS_DIR, as_json: AsJ
 
 def _print_dataset(row: DatasetRow, as_json: bool) -> None:
     folder_exists = Path(row.path).is_dir()
-    if as_json:
-        print_json({**_row_json(row), "exists": folder_exists, "manifest": row.manifest})
-        return
     note = "" if folder_exists else "  (the folder is missing)"
-    typer.echo(f"dataset:{row.name}@{row.version}  {row.path}{note}")
-    typer.echo(json.dumps(row.manifest, indent=2, ensure_ascii=False))
+    manifest = json.dumps(row.manifest, indent=2, ensure_ascii=False)
+    text = f"dataset:{row.name}@{row.version}  {row.path}{note}\n{manifest}"
+    print_result(as_json, {**_row_json(row), "exists": folder_exists, "manifest": row.manifest}, text)
 
 
 @app.command("rm")
@@ -275,10 +268,7 @@ async def remove(
     for path in {row.path for row in removed} - used_paths if delete_files else ():
         shutil.rmtree(path, ignore_errors=True)
     names = [f"{row.name}@{row.version}" for row in removed]
-    if as_json:
-        print_json({"removed": names})
-    else:
-        typer.echo(f"removed {', '.join(names)}")
+    print_result(as_json, {"removed": names}, f"removed {', '.join(names)}")
 
 
 def _parse_dataset_name(name: str) -> tuple[str, int | None]:

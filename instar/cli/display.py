@@ -59,7 +59,7 @@ class Display:
     def attach(self, run: LiveRun) -> None:
         self._run = run
         is_terminal = self.console.is_terminal
-        self._task = asyncio.create_task(self._show_panel() if is_terminal else self._print_lines())
+        self._task = asyncio.create_task(self._show_panel(run) if is_terminal else self._print_lines(run))
         run.watchers.append(self._task)
 
     async def close(self) -> None:
@@ -68,16 +68,15 @@ class Display:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
 
-    async def _show_panel(self) -> None:
-        assert self._run is not None
+    async def _show_panel(self, run: LiveRun) -> None:
         with Live(console=self.console, auto_refresh=False, transient=False) as live:
             try:
                 while True:
-                    live.update(await self._render(self._run), refresh=True)
+                    live.update(await self._render(run), refresh=True)
                     await asyncio.sleep(REFRESH_SECONDS)
             except asyncio.CancelledError:
                 # Show the final state; the run's store is still open.
-                live.update(await self._render(self._run), refresh=True)
+                live.update(await self._render(run), refresh=True)
                 raise
 
     async def _render(self, run: LiveRun) -> RenderableType:
@@ -128,22 +127,19 @@ class Display:
         status = await fetch_engine_status(run)
         if status is not None:
             now = time.monotonic()
-            if self._last_token_sample is not None and now > self._last_token_sample[0]:
-                rate = (status.generated_tokens - self._last_token_sample[1]) / (
-                    now - self._last_token_sample[0]
-                )
+            previous, self._last_token_sample = self._last_token_sample, (now, status.generated_tokens)
+            if previous is not None and now > previous[0]:
+                rate = (status.generated_tokens - previous[1]) / (now - previous[0])
                 self._tokens_per_second = 0.7 * self._tokens_per_second + 0.3 * max(0.0, rate)
-            self._last_token_sample = (now, status.generated_tokens)
         return status
 
-    async def _print_lines(self) -> None:
-        assert self._run is not None
+    async def _print_lines(self, run: LiveRun) -> None:
         # The earlier steps of a resumed run were printed when they were trained.
-        reader = MetricsReader(self._run.folder.path)
+        reader = MetricsReader(run.folder.path)
         reader.read_new()
         printed_phase: str | None = None
 
-        def print_updates(run: LiveRun) -> None:
+        def print_updates() -> None:
             nonlocal printed_phase
             for record in reader.read_new():
                 self.console.print(format_record(record), highlight=False)
@@ -153,10 +149,10 @@ class Display:
 
         try:
             while True:
-                print_updates(self._run)
+                print_updates()
                 await asyncio.sleep(REFRESH_SECONDS)
         except asyncio.CancelledError:
-            print_updates(self._run)
+            print_updates()
             raise
 
 
@@ -179,8 +175,6 @@ def format_record(record: Json) -> str:
 
 def roles_table(endpoints: Sequence[Endpoint]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for role in ROLE_ORDER:
-        for endpoint in endpoints:
-            if endpoint.role == role:
-                table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
+    for endpoint in sorted(endpoints, key=lambda endpoint: ROLE_ORDER.index(endpoint.role)):
+        table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
     return table

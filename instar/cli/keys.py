@@ -11,7 +11,7 @@ from rich.table import Column
 from rich.text import Text
 
 from instar.cli.options import AsJson, RunDir, async_command, new_app
-from instar.cli.output import format_time, plain_table, print_json
+from instar.cli.output import format_time, plain_table, print_json, print_result
 from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError, ConflictError, InstarError
 from instar.gateway.auth import create_key
@@ -59,14 +59,8 @@ async def create(
         return
     typer.echo(key)
     owner = "all agents" if agent_id is None else f"agent {agent_id}"
-    labels = {
-        "admin": "an admin key",
-        "agent": f"a key for {owner}",
-        "feedback": f"a feedback key for {owner}",
-    }
-    typer.echo(
-        f"Created {labels[kind]}. It will not be shown again; revoke it with `instar keys revoke`.", err=True
-    )
+    label = "an admin key" if admin else f"a {'feedback ' if feedback else ''}key for {owner}"
+    typer.echo(f"Created {label}. It will not be shown again; revoke it with `instar keys revoke`.", err=True)
 
 
 @app.command("ls")
@@ -106,7 +100,5 @@ async def revoke(
             "No active key matches. Pass the key, its name, or at least the first 8 characters of its hash "
             "(see `instar keys ls`)."
         )
-    if as_json:
-        print_json({"revoked": count})
-    else:
-        typer.echo(f"{count} key(s) revoked. A running gateway rejects them within 5 seconds.")
+    text = f"{count} key(s) revoked. A running gateway rejects them within 5 seconds."
+    print_result(as_json, {"revoked": count}, text)

@@ -20,6 +20,11 @@ def print_json(value: Any) -> None:
     typer.echo(json.dumps(value))
 
 
+def print_result(as_json: bool, value: Any, text: str) -> None:
+    """Print the value as JSON if ``as_json`` is True, else the text."""
+    typer.echo(json.dumps(value) if as_json else text)
+
+
 def select_fields(item: object, *names: str) -> Json:
     return {name: getattr(item, name) for name in names}
 

@@ -56,18 +56,17 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
         raise InstarError(f"Run {config.name} has not started; start it with `instar train`.")
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
-    latest_policy = await store.latest_policy(run.policy_id)
+    version = (await store.latest_policy(run.policy_id)).version
     batcher = Batcher(store, config.name, config)
     saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved_steps and config.trainer.advantage.estimator == "running":
         state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, LIVE_EPOCH, latest_policy.version, step_by_version)
+    batch = await batcher.preview(step, LIVE_EPOCH, version, step_by_version)
     corrections = await load_corrections(store, config.name, config.trainer, step, LIVE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
-    version = latest_policy.version
     return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting)
 
 
@@ -89,15 +88,13 @@ async def _load_groups(
 def plan_json(plan: StepPlan) -> Json:
     tokens = _tokens_by_sample(plan)
     return {
-        "step": plan.step,
-        "version": plan.version,
+        **select_fields(plan, "step", "version"),
         "ready": plan.batch.is_full,
         "groups_needed": plan.groups_needed,
         "groups_waiting": plan.waiting,
         "groups": [
             {
-                "group_id": group.group_id,
-                "index": group.index,
+                **select_fields(group, "group_id", "index"),
                 "task_id": group.task.task_id,
                 "samples": [
                     _claim_json(claim) | {"tokens": tokens.get(claim.sample_key, 0)}

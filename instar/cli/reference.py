@@ -1,5 +1,4 @@
-"""Write docs/configuration.md from the docstrings in instar/config and docs/openapi.json from the gateway's
-routes, or check that they are current."""
+"""Write or check docs/configuration.md (from instar/config) and docs/openapi.json (from the routes)."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from instar.cli.config_errors import find_section_classes
+from instar.cli.config_errors import find_section_classes, type_values
 from instar.config import GatewayConfig, RunConfig
 from instar.gateway.app import GatewayApp, create_app
 from instar.store.sqlite import SqliteStore
@@ -62,10 +61,8 @@ def _render_section(section: type[BaseModel], path: str, rendered: set[tuple[str
     if (path, section.__name__) in rendered:
         return
     rendered.add((path, section.__name__))
-    type_field = section.model_fields.get("type")
-    types = typing.get_args(type_field.annotation) if type_field else ()
     title = f"`{path}`" if path else "The run"
-    if types:
+    if types := type_values(section):
         title += f" with `type: {types[0]}`"
     yield f"\n## {title}\n\n{(section.__doc__ or '').strip()}\n"
     rows: list[str] = []

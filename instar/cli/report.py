@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import typer
-
 from instar.cli.options import AsJson, RunDir
+from instar.cli.output import print_result
 from instar.cli.run_store import open_run_store
 from instar.cluster.layout import RunFolder, public_settings
 from instar.config import RunConfig
@@ -35,7 +34,7 @@ class ReportExample(NamedTuple):
 
 def report(run_dir: RunDir, as_json: AsJson = False) -> None:
     page = write_report(run_dir)
-    typer.echo(json.dumps({"report": str(page)}) if as_json else f"Report: {page}")
+    print_result(as_json, {"report": str(page)}, f"Report: {page}")
 
 
 def write_report(run_dir: Path) -> Path:
@@ -197,21 +196,17 @@ def _render_page(
 
 
 def _render_evaluations(evaluations: list[Json]) -> str:
-    modes = list(dict.fromkeys(record["mode"] for record in evaluations))
     records = {(record["label"], record["mode"]): record for record in evaluations}
-    rows: list[str] = []
-    for mode in modes:
+    rows: list[Sequence[str]] = []
+    for mode in dict.fromkeys(record["mode"] for record in evaluations):
         before, after = records.get(("before", mode)), records.get(("after", mode))
-        cells = "".join(
-            f"<td>{record['accuracy']:.3f}</td>" if record else "<td>–</td>" for record in (before, after)
-        )
+        accuracies = (f"{record['accuracy']:.3f}" if record else "–" for record in (before, after))
         change = f"{after['accuracy'] - before['accuracy']:+.3f}" if before and after else "–"
-        tasks = (after or before or {}).get("n", "–")
-        rows.append(f"<tr><td>{html.escape(mode)}</td>{cells}<td>{change}</td><td>{tasks}</td></tr>")
+        rows.append((mode, *accuracies, change, str((after or before or {}).get("n", "–"))))
     if not rows:
         return ""
-    head = "<tr><th>mode</th><th>before</th><th>after</th><th>change</th><th>tasks</th></tr>"
-    return f"<h2>Held-out tasks</h2><table class=big>{head}{''.join(rows)}</table>"
+    head = ("mode", "before", "after", "change", "tasks")
+    return f"<h2>Held-out tasks</h2>{_render_table(head, rows, css_class='big')}"
 
 
 def _render_steps(steps: list[Json]) -> str:
@@ -265,10 +260,11 @@ def _sum_counts(steps: list[Json], name: str) -> Counter[str]:
     return counts
 
 
-def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]], css_class: str = "") -> str:
+    attribute = f" class={css_class}" if css_class else ""
     header = "".join(f"<th>{html.escape(name)}</th>" for name in head)
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
-    return f"<table><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
+    return f"<table{attribute}><tr>{header}</tr>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def _format_cell(value: Any) -> str:

@@ -157,23 +157,19 @@ class SessionRescorer:
     async def _group_for_scoring(self, sessions: Sequence[Session]) -> list[tuple[Task, list[str]]]:
         """Return lists of session ids to score together, each with its task. A list contains one session or,
         if the scorer compares sessions, all ``sessions`` of a group."""
-        tasks_and_ids: list[tuple[Task, list[str]]] = []
-        by_group: dict[str, list[str]] = {}
+        tasks_and_ids: dict[tuple[str, str], tuple[Task, list[str]]] = {}
         groups: dict[str, Group | None] = {}
         for session in sessions:
             group_id = session.group_id or ""
             if group_id not in groups:
                 groups[group_id] = await self._store.group(group_id)
             group = groups[group_id]
-            task = get_task(session, group)
-            if group is not None and group.accepts(session) and isinstance(self._scorer, GroupScorer):
-                if group_id not in by_group:
-                    by_group[group_id] = []
-                    tasks_and_ids.append((task, by_group[group_id]))
-                by_group[group_id].append(session.session_id)
-            else:
-                tasks_and_ids.append((task, [session.session_id]))
-        return tasks_and_ids
+            is_in_group = group is not None and group.accepts(session)
+            is_compared = is_in_group and isinstance(self._scorer, GroupScorer)
+            key = (group_id, "" if is_compared else session.session_id)
+            _, session_ids = tasks_and_ids.setdefault(key, (get_task(session, group), []))
+            session_ids.append(session.session_id)
+        return list(tasks_and_ids.values())
 
     async def _score(self, task: Task, session_ids: list[str]) -> None:
         async def load() -> list[Transcript]:

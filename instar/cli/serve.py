@@ -18,6 +18,7 @@ from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, Overrides
 from instar.cli.output import print_json
 from instar.cluster.live_run import serve_run
+from instar.cluster.tasks import run_until_first
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_key
 
@@ -69,6 +70,4 @@ async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
         console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
         stop = asyncio.Event()
         run.interrupts.on_first_signal = stop.set
-        stopped = asyncio.create_task(stop.wait())
-        await asyncio.wait({stopped, run.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
-        run.cluster.raise_failure()
+        await run_until_first(stop.wait(), asyncio.shield(run.cluster.failure))

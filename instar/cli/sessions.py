@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -18,7 +18,6 @@ from instar.cli.filters import build_session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, async_command, new_app
 from instar.cli.output import format_number, plain_table, print_json, select_fields
 from instar.cli.run_store import open_run_store
-from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.errors import InstarError
 from instar.store.base import SessionRow, Store
@@ -55,26 +54,20 @@ async def list_sessions(
     where = build_session_filter(filters)
     async with open_run_store(run_dir, read_only=True) as (config, store):
         rows = await store.sessions(config.name, where=where, before=before, limit=limit)
-        sessions = await _load_listed_sessions(store, config, rows)
+        ids = [row.session.session_id for row in rows]
+        rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
+        tags_by_session = await store.tags(ids)
+    combine = RewardCombiner(config)
+    sessions = [
+        ListedSession(row, combine(rewards[session_id], scores[session_id]), tags_by_session[session_id])
+        for session_id, row in zip(ids, rows, strict=True)
+    ]
     if as_json:
         print_json([_listed_json(session) for session in sessions])
         return
     _print_table(sessions)
     if len(rows) == limit:
         typer.echo(f"To list older sessions, use --before {rows[0].seq}.", err=True)
-
-
-async def _load_listed_sessions(
-    store: Store, config: RunConfig, rows: Sequence[SessionRow]
-) -> list[ListedSession]:
-    ids = [row.session.session_id for row in rows]
-    rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
-    tags_by_session = await store.tags(ids)
-    combine = RewardCombiner(config)
-    return [
-        ListedSession(row, combine(rewards[session_id], scores[session_id]), tags_by_session[session_id])
-        for session_id, row in zip(ids, rows, strict=True)
-    ]
 
 
 def _print_table(sessions: Sequence[ListedSession]) -> None:
@@ -102,15 +95,13 @@ def _print_table(sessions: Sequence[ListedSession]) -> None:
 
 
 def _listed_json(listed: ListedSession) -> Json:
-    tags_json = [asdict(tag) for tag in listed.tags]
-    for fields in tags_json:
-        del fields["session_id"]
+    tag_fields = ("name", "value", "reason", "author", "created_at")
     return {
         **_session_json(listed.row.session),
         "calls": listed.row.call_count,
         "sampled_tokens": listed.row.sampled_tokens,
         "reward": listed.reward,
-        "tags": tags_json,
+        "tags": [select_fields(tag, *tag_fields) for tag in listed.tags],
         "number": listed.row.seq,
     }
 

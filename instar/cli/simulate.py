@@ -14,7 +14,7 @@ from rich.table import Table
 
 from instar.cli.config_file import load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides
-from instar.cli.output import print_json
+from instar.cli.output import print_json, select_fields
 from instar.cli.run_store import open_run_store
 from instar.config import (
     CloudConfig,
@@ -38,8 +38,7 @@ from instar.trainer.monitor import read_steps
 from instar.types import Json
 
 DRAWN_SESSIONS = 20_000
-"""Number of random sessions to draw if sessions are neither measured nor read from a file. The simulation
-reuses them if it needs more."""
+"""Number of random sessions to draw if none are measured or read from a file. They are reused if needed."""
 DEFAULT_MAX_BATCH = 1024
 """The assumed maximum number of concurrent replies for engines without a configured limit."""
 
@@ -134,10 +133,7 @@ def cluster_from_config(
 
 
 def count_engines(config: RunConfig) -> int:
-    engine = config.engine
-    if isinstance(engine, VllmEngineConfig) and engine.servers:
-        return len(engine.servers)
-    return int(getattr(engine, "count", 1))
+    return int(getattr(config.engine, "count", 1))
 
 
 def switches_policy_mid_reply(config: RunConfig) -> bool:
@@ -188,15 +184,10 @@ async def load_workload(
                 engines=count_engines(measured_config),
                 max_batch=_get_max_batch(config),
             )
-        result = replace(
-            result,
-            pause=settings.pause,
-            crashes_per_hour=settings.crashes_per_hour,
-            restart_seconds=settings.restart_seconds,
-        )
+        result = replace(result, **select_fields(settings, "pause", "crashes_per_hour", "restart_seconds"))
     else:
         sessions = [] if path else draw_sessions(settings, random.Random(seed), DRAWN_SESSIONS)
-        assumed: Json = {field.name: getattr(settings, field.name) for field in fields(Workload)[1:]}
+        assumed = select_fields(settings, *(field.name for field in fields(Workload)[1:]))
         assumed["speed"] = EngineSpeed(settings.speed)
         result = Workload(sessions, **assumed)
     return replace(result, sessions=read_workload(path)) if path else result
@@ -210,14 +201,9 @@ def result_json(
 ) -> Json:
     rate, bound_rate = result.samples_per_hour, bound.samples_per_hour
     record: Json = {
-        "engines": cluster.engines,
-        "max_staleness": cluster.max_staleness,
+        **select_fields(cluster, "engines", "max_staleness"),
         "seconds": round(result.seconds, 3),
-        "steps": result.steps,
-        "finished": result.finished,
-        "given_up": result.given_up,
-        "samples": result.samples,
-        "data_samples": result.data_samples,
+        **select_fields(result, "steps", "finished", "given_up", "samples", "data_samples"),
         "samples_per_hour": round(rate, 1),
         "bound": round(bound_rate, 1),
         "bound_by": bound.bottleneck,
@@ -232,11 +218,7 @@ def result_json(
         "crashes": result.crashes,
     }
     if recommendation is not None:
-        record["recommended"] = {
-            "engines": recommendation.engines,
-            "max_staleness": recommendation.max_staleness,
-            "reason": recommendation.reason,
-        }
+        record["recommended"] = select_fields(recommendation, "engines", "max_staleness", "reason")
     return record
 
 

@@ -11,7 +11,7 @@ import typer
 
 from instar.cli.filters import build_session_filter, has_filters, parse_tag, with_session_filters
 from instar.cli.options import AsJson, RunDir, SessionIds, async_command
-from instar.cli.output import print_json
+from instar.cli.output import print_result
 from instar.cli.run_store import open_run_store
 from instar.errors import ConfigError
 from instar.store.base import SessionFilter, SessionRow, Store
@@ -65,10 +65,7 @@ async def tag_sessions(
         async for rows in iterate_pages(store, config.name, where):
             await store.add_tags([replace(tag, session_id=row.session.session_id) for row in rows])
             count += len(rows)
-    if as_json:
-        print_json({"tagged": count})
-    else:
-        typer.echo(f"{count} session(s) tagged {tag_name}")
+    print_result(as_json, {"tagged": count}, f"{count} session(s) tagged {tag_name}")
 
 
 @with_session_filters
@@ -88,7 +85,4 @@ async def untag_sessions(
         await require_sessions(store, config.name, where.ids)
         async for rows in iterate_pages(store, config.name, where):
             count += await store.remove_tags([row.session.session_id for row in rows], tag_name)
-    if as_json:
-        print_json({"untagged": count})
-    else:
-        typer.echo(f"removed the tag {tag_name} from {count} session(s)")
+    print_result(as_json, {"untagged": count}, f"removed the tag {tag_name} from {count} session(s)")

@@ -67,6 +67,11 @@ class RoleHandle:
     exit_code: asyncio.Future[int] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """The last exit code, set when the role has exited and will not be restarted."""
 
+    def set_exit_code(self, code: int) -> None:
+        """Set the exit code unless it is already set."""
+        if not self.exit_code.done():
+            self.exit_code.set_result(code)
+
 
 class Cluster(ABC):
     def __init__(self, *, log: Callable[[str], None]) -> None:
@@ -90,8 +95,7 @@ class Cluster(ABC):
         return host
 
     async def wait(self, name: str) -> int:
-        """Wait until the role has exited and will not be restarted, and return its exit code. If the run
-        fails, raise its first error."""
+        """Return the exit code once the role has exited for good. If the run fails, raise its first error."""
         exit_code = self.roles[name].exit_code
         await asyncio.wait({exit_code, self.failure}, return_when=asyncio.FIRST_COMPLETED)
         self.raise_failure()
@@ -107,8 +111,7 @@ class Cluster(ABC):
             self.failure.set_exception(error)
 
     def _start_watcher(self, role: RoleHandle, watch: Coroutine[Any, Any, None]) -> None:
-        """Watch a role in the background. An error in the watcher makes the run fail, because nothing else
-        would notice that the role exits."""
+        """Watch a role in the background. The run fails if the watcher does: nothing else notices an exit."""
 
         def handle_done(watcher: asyncio.Task[None]) -> None:
             if watcher.cancelled() or (error := watcher.exception()) is None:
@@ -116,8 +119,7 @@ class Cluster(ABC):
             self.fail(InstarError(f"the watcher of {role.name} failed: {type(error).__name__}: {error}"))
             if self.roles.get(role.name) is role:
                 self.kill(role.name)
-            if not role.exit_code.done():
-                role.exit_code.set_result(EXIT_FATAL)
+            role.set_exit_code(EXIT_FATAL)
 
         self._watchers[role.name] = asyncio.create_task(watch)
         self._watchers[role.name].add_done_callback(handle_done)
@@ -132,11 +134,9 @@ class Cluster(ABC):
 
     @abstractmethod
     async def restart(self, name: str, timeout: float = 10.0) -> None:
-        """Stop the role, start it again with the same arguments, and return when the process has started.
-
-        If the role does not exit within ``timeout`` seconds, it is killed. If it has already exited, it is
-        only started. The restart does not count as a failure, and ``exit_code`` is pending afterwards.
-        """
+        """Stop the role, start it again with the same arguments, and return when the process has started. If
+        the role does not exit within ``timeout`` seconds, it is killed. If it has already exited, it is only
+        started. The restart does not count as a failure, and ``exit_code`` is pending afterwards."""
 
     async def stop(self, name: str, timeout: float = 10.0) -> bool:
         """Tell the role to exit. Return True if it exits, has already exited or was never started. After

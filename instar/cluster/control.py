@@ -8,19 +8,18 @@ line with ``{"roles": [...]}`` or ``{"error": "..."}``.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import tempfile
 from collections.abc import AsyncGenerator, Generator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
 from instar.cluster.base import DRAIN_SIGNAL, Cluster, RoleHandle, describe_exit
-from instar.cluster.tasks import cancel_tasks, log_error
+from instar.cluster.tasks import cancel_tasks, log_error, run_until_first
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
@@ -74,18 +73,13 @@ class RoleController:
         self._is_ending = False
 
     async def wait_for_exit(self, name: str) -> int:
-        """Return the role's exit code once it has exited and is not held. If the run fails, raise its error.
-
-        If the role is held, wait until it has been started again and has exited, or has been released.
-        """
+        """Return the role's exit code once it has exited and is not held: a held role must first be released,
+        or be started again and exit. If the run fails, raise its error."""
         while True:
             code = await self.cluster.wait(name)
             if (released := self._held.get(name)) is None:
                 return code
-            release = asyncio.create_task(released.wait())
-            await asyncio.wait({release, self.cluster.failure}, return_when=asyncio.FIRST_COMPLETED)
-            await cancel_tasks([release])
-            self.cluster.raise_failure()
+            await run_until_first(released.wait(), asyncio.shield(self.cluster.failure))
 
     def release_all(self) -> None:
         """Mark the run as ending: release all held roles, and reject later requests to start a role."""
@@ -240,7 +234,7 @@ async def _handle_connection(
         pass  # the client disconnected, or sent a line that is too long
     finally:
         writer.close()
-        with contextlib.suppress(ConnectionError):
+        with suppress(ConnectionError):
             await writer.wait_closed()
 
 

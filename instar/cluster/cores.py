@@ -34,9 +34,8 @@ async def share_cores(
     *,
     process_count: int = 1,
 ) -> None:
-    """Call ``use_cores`` whenever the number of cores for each of this role's ``process_count`` processes
-    changes, until cancelled. In async mode, the number depends on whether ``other_role`` is busy on this
-    machine."""
+    """Call ``use_cores`` whenever the number of cores for each of this role's processes changes, until
+    cancelled. In async mode, the number depends on whether ``other_role`` is busy on this machine."""
     host = os.environ.get(HOST_ENV)
     total_cores = usable_cores()
     current_cores = total_cores

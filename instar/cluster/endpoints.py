@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Collection, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from typing import Any, TypeVar
 
 from instar.cluster.base import RoleHandle
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, RoleContext
@@ -20,11 +20,22 @@ from instar.errors import EngineUnavailable, InstarError
 from instar.store.base import Store
 from instar.types import Endpoint
 
+T = TypeVar("T")
+
 DRAINING = "draining"
 """The prefix of the activity that a draining role announces."""
 POLL_INTERVAL_SECONDS = 1.0
 STATUS_TIMEOUT_SECONDS = 2.0
 """Timeout for one engine's status, so that an unreachable engine does not delay the others."""
+
+
+async def _poll(fetch: Callable[[], Awaitable[list[T]]], timeout: float, failure: str) -> list[T]:
+    deadline = time.monotonic() + timeout
+    while not (items := await fetch()):
+        if time.monotonic() > deadline:
+            raise EngineUnavailable(f"{failure} within {timeout:g} s")
+        await asyncio.sleep(0.1)
+    return items
 
 
 class EndpointDirectory:
@@ -49,12 +60,7 @@ class EndpointDirectory:
 
     async def wait_for_urls(self, role: str, timeout: float = 60.0) -> list[str]:
         """Return the role's URLs once there is one. Raises EngineUnavailable after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while not (urls := await self.list_urls(role)):
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no {role} announced its address within {timeout:g} s")
-            await asyncio.sleep(0.1)
-        return urls
+        return await _poll(lambda: self.list_urls(role), timeout, f"no {role} announced its address")
 
     async def watch_url(self, role: str, set_url: Callable[[str], None]) -> None:
         """Pass the current URL of the role's only process to ``set_url`` repeatedly, until cancelled."""
@@ -81,7 +87,7 @@ class EngineConnections:
         """Connect to engines at new addresses, and return all engines that have responded, except draining
         ones. Unless ``skip_unresponsive`` is set, this includes engines that no longer respond."""
         urls = await self._directory.list_urls("engine", include_draining=False)
-        await self._close_all_but(urls)
+        await self.close(keep=urls)
         await asyncio.gather(*(self._connect(url) for url in urls if url not in self._by_url))
         engines: list[Engine] = [self._by_url[url] for url in urls if url in self._by_url]
         if not self._skip_unresponsive:
@@ -92,15 +98,7 @@ class EngineConnections:
 
     async def wait_for_first(self, timeout: float = 300.0) -> list[Engine]:
         """Return the engines once one has responded. Raises EngineUnavailable after ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while not (engines := await self.refresh()):
-            if time.monotonic() > deadline:
-                raise EngineUnavailable(f"no engine responded within {timeout:g} s")
-            await asyncio.sleep(0.1)
-        return engines
-
-    async def close(self) -> None:
-        await self._close_all_but([])
+        return await _poll(self.refresh, timeout, "no engine responded")
 
     async def _connect(self, url: str) -> None:
         engine = RemoteEngine(url, self._token, self._lease)
@@ -112,8 +110,9 @@ class EngineConnections:
         else:
             self._by_url[url] = engine
 
-    async def _close_all_but(self, urls: Collection[str]) -> None:
-        for url in [url for url in self._by_url if url not in urls]:
+    async def close(self, keep: Collection[str] = ()) -> None:
+        """Close the connections, except those to the addresses in ``keep``."""
+        for url in [url for url in self._by_url if url not in keep]:
             await self._by_url.pop(url).close()
 
 
@@ -160,11 +159,13 @@ class DiscoveredEnginePool(EnginePool):
 
 async def connect_to_engines(
     context: RoleContext, store: Store, role: str, *, newest_policy: PolicySource | None = None
-) -> tuple[Engine, Callable[[], Coroutine[Any, Any, None]]]:
-    """Return the run's engines or teachers as one engine, and a coroutine function that watches their
-    addresses. The caller must run it in the background, so that engines are found again after they move."""
+) -> tuple[Engine | None, Callable[[], Coroutine[Any, Any, None]]]:
+    """Return the run's engines or teachers as one engine, or None if it has none, and a function that watches
+    their addresses. The caller must run it in the background, so that moved engines are found again."""
     directory, token = EndpointDirectory(store, context.run_id), os.environ[ENGINE_TOKEN_ENV]
     names = engine_names(context.config) if role == "engine" else teacher_names(context.config)
+    if not names:
+        return None, wait_forever
     if isinstance(context.config.cluster, LocalClusterConfig) and len(names) == 1:
         # A single engine keeps its address, and requests that arrive during a restart wait in its socket.
         (url,) = await directory.wait_for_urls(role, timeout=300)

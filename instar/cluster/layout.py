@@ -133,8 +133,7 @@ class RunFolder:
         return config.model_copy(update={"dir": self.path})
 
     def lock(self, name: str, *, timeout: float = 20.0) -> int:
-        """Lock a role until the returned descriptor is closed. Raises InstarError if another process still
-        has the lock after ``timeout`` seconds."""
+        """Lock a role until the returned descriptor is closed, or raise InstarError after ``timeout`` s."""
         self.locks.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.locks / f"{name}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + timeout

@@ -44,12 +44,9 @@ async def train(
     log: Callable[[str], None] = print,
 ) -> LiveRun:
     """Train until the run is finished, and return the run. ``on_started`` is called when the engines and the
-    gateway respond.
-
-    Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C is pressed during startup. On
-    Ctrl-C after that, the run finishes its step, saves a checkpoint and returns with ``is_stopped_by_user``
-    set.
-    """
+    gateway respond. Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C is pressed
+    during startup. On Ctrl-C after that, the run finishes its step, saves a checkpoint and returns with
+    ``is_stopped_by_user`` set."""
     _check_trainable(config)
     config, notes = check_run(config, os.environ)
     for note in notes:
@@ -188,8 +185,7 @@ async def evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
 
 
 async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """Return the coroutine's result. If ``stop`` is set first, release all held roles, cancel the coroutine
-    and return None."""
+    """Return the coroutine's result. If ``stop`` is set first, release all roles and return None."""
     task, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from instar.config import DistributionConfig
 from instar.simulate.sessions import SimulatedSession
@@ -22,12 +23,7 @@ class EngineSpeed:
         self._reply_rates: dict[int, float] = {}
 
     def __call__(self, batch_size: float) -> float:
-        index = bisect_right(self._sizes, batch_size)
-        if index == len(self._sizes):
-            return self._rates[-1]
-        low, high = self._sizes[index - 1], self._sizes[index]
-        fraction = (batch_size - low) / (high - low)
-        return self._rates[index - 1] + fraction * (self._rates[index] - self._rates[index - 1])
+        return float(np.interp(batch_size, self._sizes, self._rates))
 
     def get_reply_rate(self, batch_size: int) -> float:
         """Return the tokens per second of one of ``batch_size`` concurrent replies."""

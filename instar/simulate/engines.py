@@ -6,6 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from instar.simulate.base import EngineSpeed
@@ -22,11 +23,10 @@ class VirtualClock:
     def __init__(self) -> None:
         self.now = 0.0
         self._events: list[tuple[float, int, Event]] = []
-        self._count = 0
+        self._numbers = count()
 
     def after(self, seconds: float, event: Event) -> None:
-        self._count += 1
-        heapq.heappush(self._events, (self.now + seconds, self._count, event))
+        heapq.heappush(self._events, (self.now + seconds, next(self._numbers), event))
 
     def step(self) -> bool:
         """Run the next event. Return False if no events are left."""
@@ -57,14 +57,12 @@ class SimulatedEngine:
 
     ``progress`` is the number of tokens that a reply would have by now if it had been running from the start.
     A reply of n tokens that begins at progress p ends at p + n, however many replies share the engine.
-    ``active`` is the number of running requests, ``load`` also includes waiting requests, and ``served`` is
-    the number of all requests that were sent to the engine.
+    ``load`` is the number of running and waiting requests, and ``served`` that of all requests sent to it.
     """
 
     index: int
     running: list[tuple[float, int, SimulatedRequest]] = field(default_factory=list[Any])
     waiting: deque[SimulatedRequest] = field(default_factory=deque[SimulatedRequest])
-    active: int = 0
     load: int = 0
     served: int = 0
     is_up: bool = True
@@ -87,7 +85,7 @@ class SimulatedPool:
         self.speed = speed
         self.engines = [SimulatedEngine(index) for index in range(engines)]
         self._by_load = [(0, 0, index) for index in range(engines)]
-        self._count = 0
+        self._numbers = count()
         self._waiting_for_engine: deque[SimulatedRequest] = deque()
 
     def send(self, request: SimulatedRequest, previous: SimulatedEngine | None) -> None:
@@ -98,7 +96,7 @@ class SimulatedPool:
             return
         engine.served += 1
         self._change_load(engine, 1)
-        if engine.active < self.max_batch:
+        if len(engine.running) < self.max_batch:
             self._begin(engine, request)
         else:
             engine.waiting.append(request)
@@ -129,7 +127,7 @@ class SimulatedPool:
         self.update(engine)
         engine.is_up = False
         running, waiting = engine.running, engine.waiting
-        engine.running, engine.waiting, engine.active = [], deque(), 0
+        engine.running, engine.waiting = [], deque()
         engine.next_event += 1
         self._change_load(engine, -engine.load)
         self.clock.after(restart_seconds, lambda: self._restart(engine))
@@ -149,21 +147,18 @@ class SimulatedPool:
 
     def _begin(self, engine: SimulatedEngine, request: SimulatedRequest) -> None:
         self.update(engine)
-        self._count += 1
-        heapq.heappush(engine.running, (engine.progress + request.tokens, self._count, request))
-        engine.active += 1
+        heapq.heappush(engine.running, (engine.progress + request.tokens, next(self._numbers), request))
         request.on_begin()
         self._schedule_end(engine)
 
     def update(self, engine: SimulatedEngine) -> None:
         """Bring the engine's progress, tokens and busy time up to the current time."""
         now = self.clock.now
-        since = max(engine.updated_at, min(engine.paused_until, now))
-        if engine.active and now > since:
-            progress = (now - since) * self.speed.get_reply_rate(engine.active)
+        if active := len(engine.running):
+            since = max(engine.updated_at, min(engine.paused_until, now))
+            progress = (now - since) * self.speed.get_reply_rate(active)
             engine.progress += progress
-            engine.tokens += progress * engine.active
-        if engine.active:
+            engine.tokens += progress * active
             engine.busy_seconds += now - engine.updated_at
         engine.updated_at = now
 
@@ -172,7 +167,7 @@ class SimulatedPool:
         if engine.running:
             remaining_tokens = max(0.0, engine.running[0][0] - engine.progress)
             pause = max(0.0, engine.paused_until - self.clock.now)
-            seconds = pause + remaining_tokens / self.speed.get_reply_rate(engine.active)
+            seconds = pause + remaining_tokens / self.speed.get_reply_rate(len(engine.running))
             event_number = engine.next_event
             self.clock.after(seconds, lambda: self._end_next(engine, event_number))
 
@@ -185,9 +180,8 @@ class SimulatedPool:
         request.on_done()
 
     def _release_slot(self, engine: SimulatedEngine) -> None:
-        engine.active -= 1
         self._change_load(engine, -1)
-        while engine.waiting and engine.active < self.max_batch:
+        while engine.waiting and len(engine.running) < self.max_batch:
             request = engine.waiting.popleft()
             if request.is_cancelled:
                 self._change_load(engine, -1)

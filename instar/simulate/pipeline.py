@@ -43,15 +43,15 @@ class SimulatedGroup:
 class SessionAttempt:
     group: SimulatedGroup
     session: SimulatedSession
+    failing_turn: int | None = None
+    """Index of the turn after which the session fails, or None if it completes."""
+    refills: int = 0
+    retries: int = 0
     turn_index: int = 0
     first_version: int = -1
     newest_version: int = -1
     replies: int = 0
     """Number of complete replies."""
-    failing_turn: int | None = None
-    """Index of the turn after which the session fails, or None if it completes."""
-    refills: int = 0
-    retries: int = 0
     engine: SimulatedEngine | None = None
     request: SimulatedRequest | None = None
     has_ended: bool = False
@@ -142,10 +142,9 @@ class PipelineSimulation:
         sessions = self.workload.sessions
         session = sessions[self._next_session % len(sessions)]
         self._next_session += 1
-        attempt = SessionAttempt(group, session, refills=refills, retries=retries)
-        if self.workload.failures and self.rng.random() < self.workload.failures:
-            attempt.failing_turn = self.rng.randrange(len(session.turns))
-        return attempt
+        fails = self.workload.failures and self.rng.random() < self.workload.failures
+        failing_turn = self.rng.randrange(len(session.turns)) if fails else None
+        return SessionAttempt(group, session, failing_turn, refills, retries)
 
     def _enqueue(self, attempt: SessionAttempt) -> None:
         if self.running_sessions < self.cluster.concurrency:
@@ -155,12 +154,16 @@ class PipelineSimulation:
 
     def _start(self, attempt: SessionAttempt) -> None:
         self._change_running_sessions(1)
-        self.clock.after(self.cluster.timeout, lambda: self._on_timeout(attempt))
-        self.clock.after(attempt.session.start_seconds, lambda: self._call(attempt))
+        self._schedule(self.cluster.timeout, attempt, self._on_timeout)
+        self._schedule(attempt.session.start_seconds, attempt, self._call)
+
+    def _schedule(
+        self, seconds: float, attempt: SessionAttempt, action: Callable[[SessionAttempt], None]
+    ) -> None:
+        """Call ``action`` after ``seconds``, unless the attempt has ended by then."""
+        self.clock.after(seconds, lambda: None if attempt.has_ended else action(attempt))
 
     def _call(self, attempt: SessionAttempt) -> None:
-        if attempt.has_ended:
-            return
         request = attempt.request = SimulatedRequest(
             attempt.session.turns[attempt.turn_index].tokens_after_first,
             on_begin=lambda: self._on_begin(attempt),
@@ -169,11 +172,8 @@ class PipelineSimulation:
         )
         self.calling_sessions += 1
         factor = self.workload.compute_latency_factor(self.calling_sessions / self.cluster.engines)
-        self.clock.after(self.draw_latency() * factor, lambda: self._send(attempt, request))
-
-    def _send(self, attempt: SessionAttempt, request: SimulatedRequest) -> None:
-        if not attempt.has_ended:
-            self.pool.send(request, attempt.engine)
+        seconds = self.draw_latency() * factor
+        self._schedule(seconds, attempt, lambda attempt: self.pool.send(request, attempt.engine))
 
     def _on_begin(self, attempt: SessionAttempt) -> None:
         attempt.newest_version = self.served_steps
@@ -186,12 +186,9 @@ class PipelineSimulation:
         if self.cluster.versions_per_token:
             attempt.newest_version = self.served_steps
         self._end_call(attempt)
-        turn = attempt.session.turns[attempt.turn_index]
-        self.clock.after(turn.tool_seconds, lambda: self._next_turn(attempt))
+        self._schedule(attempt.session.turns[attempt.turn_index].tool_seconds, attempt, self._next_turn)
 
     def _next_turn(self, attempt: SessionAttempt) -> None:
-        if attempt.has_ended:
-            return
         if attempt.turn_index == attempt.failing_turn:
             self._fail(attempt)
             return
@@ -215,8 +212,6 @@ class PipelineSimulation:
             self.calling_sessions -= 1
 
     def _on_timeout(self, attempt: SessionAttempt) -> None:
-        if attempt.has_ended:
-            return
         if attempt.request is not None:
             self.pool.cancel(attempt.request)
         self._fail(attempt)
@@ -240,10 +235,8 @@ class PipelineSimulation:
             return
         self._end(attempt)
         self.result.dropped["abandoned"] += 1
-        retry = SessionAttempt(
-            attempt.group, attempt.session, refills=attempt.refills, retries=attempt.retries + 1
-        )
-        retry.failing_turn = attempt.failing_turn
+        retries = attempt.retries + 1
+        retry = SessionAttempt(attempt.group, attempt.session, attempt.failing_turn, attempt.refills, retries)
         # The mean delay in `rollout/slots`: 0.5 s, doubled for each retry, times a mean jitter of 0.75.
         self.clock.after(0.375 * 2**attempt.retries, lambda: self._enqueue(retry))
 

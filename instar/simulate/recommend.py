@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from instar.simulate.base import ClusterSpec, SimulationResult, Workload
 from instar.simulate.pipeline import simulate
@@ -11,8 +12,7 @@ from instar.simulate.pipeline import simulate
 GOOD_ENOUGH_FRACTION = 0.95
 """Prefer fewer engines or less staleness if they reach this fraction of the best throughput."""
 MAX_STALE_FRACTION = 0.02
-"""Maximum fraction of samples that may be dropped as stale. Stale samples come from long sessions, so
-dropping many of them would bias the data."""
+"""Maximum fraction of samples dropped as stale. They come from long sessions, so more would bias the data."""
 MIN_FRESH_THROUGHPUT_FRACTION = 0.5
 """The limit on dropped samples is ignored if it reduces throughput below this fraction of the best."""
 MIN_STEPS_PER_TRIAL = 24
@@ -50,16 +50,15 @@ def recommend(
     ``on_trial`` is called with a description of each trial before it runs.
     """
     steps = min(cluster.steps, max(MIN_STEPS_PER_TRIAL, 3 * (max_staleness + 1)))
-    trials: dict[tuple[int, int], SimulationTrial] = {}
+    trials: list[SimulationTrial] = []
 
+    @cache
     def run_trial(engines: int, staleness: int) -> SimulationTrial:
-        trial = trials.get((engines, staleness))
-        if trial is None:
-            on_trial(f"simulating engines={engines}, max_staleness={staleness}")
-            trial_cluster = replace(cluster, steps=steps, engines=engines, max_staleness=staleness)
-            result = simulate(workload, trial_cluster, seed=seed)
-            trial = trials[engines, staleness] = SimulationTrial(engines, staleness, result)
-        return trial
+        on_trial(f"simulating engines={engines}, max_staleness={staleness}")
+        trial_cluster = replace(cluster, steps=steps, engines=engines, max_staleness=staleness)
+        result = simulate(workload, trial_cluster, seed=seed)
+        trials.append(SimulationTrial(engines, staleness, result))
+        return trials[-1]
 
     def choose_staleness(engines: int) -> SimulationTrial:
         candidates = [0] if sync else _list_candidates(0, max_staleness)
@@ -71,13 +70,13 @@ def recommend(
     engines = _choose_smallest(by_engines, "engines").engines
     chosen = choose_staleness(engines)
     run_trial(cluster.engines, cluster.max_staleness)
-    if not _find_best_throughput(list(trials.values())):
+    if not _find_best_throughput(trials):
         return None
     return Recommendation(
         engines=chosen.engines,
         max_staleness=chosen.max_staleness,
-        reason=_explain(chosen, cluster, list(trials.values())),
-        trials=tuple(sorted(trials.values(), key=lambda trial: (trial.engines, trial.max_staleness))),
+        reason=_explain(chosen, cluster, trials),
+        trials=tuple(sorted(trials, key=lambda trial: (trial.engines, trial.max_staleness))),
     )
 
 

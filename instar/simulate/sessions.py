@@ -80,16 +80,9 @@ def compute_mean(config: DistributionConfig) -> float:
 
 
 def draw_sessions(config: SimulateConfig, rng: random.Random, count: int) -> list[SimulatedSession]:
-    draw_turns, draw_prompt, draw_generated, draw_tool_seconds, draw_start = (
-        make_draw(distribution, rng)
-        for distribution in (
-            config.turns,
-            config.prompt,
-            config.generated,
-            config.tool_seconds,
-            config.start_seconds,
-        )
-    )
+    draw_turns, draw_start = make_draw(config.turns, rng), make_draw(config.start_seconds, rng)
+    draw_prompt, draw_generated = make_draw(config.prompt, rng), make_draw(config.generated, rng)
+    draw_tool_seconds = make_draw(config.tool_seconds, rng)
     return [
         SimulatedSession(
             tuple(

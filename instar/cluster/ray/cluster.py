@@ -53,11 +53,11 @@ class ActorLostError(Exception):
     """Raised if the actor has exited, or has been unreachable for too long."""
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, kw_only=True)
 class RayRole(RoleHandle):
     """A role, and the Ray actor that runs it. If the actor is lost, the role gets a new one."""
 
-    spec: RoleSpec | None = None
+    spec: RoleSpec
     actor: Any = None
     host: str = ""
     node_id: str = ""
@@ -168,7 +168,6 @@ class RayCluster(Cluster):
         reason = ""
         for _ in range(MAX_PLACEMENT_ATTEMPTS):
             await self._create_actor(role)
-            assert role.spec is not None
             try:
                 placed: PlacedRole = await self._await_result(
                     role.actor.start.remote(role.spec), PLACEMENT_TIMEOUT_SECONDS
@@ -215,9 +214,8 @@ class RayCluster(Cluster):
         role.actor = self._ray.remote(RoleHost).options(**options).remote()
 
     def _required_node(self, role: RayRole, nodes: list[ClusterNode]) -> ClusterNode | None:
-        """Return the node that the role must run on, or None if it may run on any node. If the store is a
-        file, all roles run on the node of this process. A trainer stays on the node that has its checkpoints,
-        if that node is reachable."""
+        """Return the node that the role must run on, or None if it may run on any: this process's node if the
+        store is a file, and for a trainer the node that has its checkpoints, if that node is reachable."""
         if isinstance(self.config.store, SqliteStoreConfig):
             this_node = self._ray.get_runtime_context().get_node_id()
             return next((node for node in nodes if node.node_id == this_node), None)
@@ -240,7 +238,7 @@ class RayCluster(Cluster):
                 try:
                     await self._move(role, str(lost))
                 except InstarError as error:
-                    self._set_exit_code(role, EXIT_LOST)
+                    role.set_exit_code(EXIT_LOST)
                     self.fail(error)
 
     async def _follow(self, role: RayRole) -> None:
@@ -274,7 +272,7 @@ class RayCluster(Cluster):
         if report.failure is not None:
             self.fail(InstarError(report.failure))
         if report.exit_code is not None and report.generation >= role.generation:
-            self._set_exit_code(role, report.exit_code)
+            role.set_exit_code(report.exit_code)
 
     async def _move(self, role: RayRole, reason: str) -> None:
         self._kill_actor(role)
@@ -299,7 +297,6 @@ class RayCluster(Cluster):
             await self._directory.register(role)
 
     async def _renew_lease(self, role: RayRole) -> None:
-        assert role.spec is not None
         lease = await self._directory.take_lease(role.name)
         role.spec = replace(role.spec, env={**role.spec.env, LEASE_ENV: lease})
 
@@ -307,12 +304,8 @@ class RayCluster(Cluster):
         """Mark a role as exited and return True if it was told to exit while lost or being placed."""
         if role.is_stopping:
             self._kill_actor(role)
-            self._set_exit_code(role, EXIT_LOST)
+            role.set_exit_code(EXIT_LOST)
         return role.is_stopping
-
-    def _set_exit_code(self, role: RayRole, code: int) -> None:
-        if not role.exit_code.done():
-            role.exit_code.set_result(code)
 
     def _kill_actor(self, role: RayRole) -> None:
         actor, role.actor = role.actor, None
@@ -345,7 +338,7 @@ class RayCluster(Cluster):
             role.is_stopping = True
             if role.actor is not None and not role.exit_code.done():
                 role.actor.kill.remote()
-            self._set_exit_code(role, EXIT_LOST)
+            role.set_exit_code(EXIT_LOST)
 
     async def restart(self, name: str, timeout: float = 10.0) -> None:
         role = self._roles[name]

@@ -84,12 +84,10 @@ def _round_down(amount: float) -> float:
 
 
 def check_capacity(role: str, placement: PlacementConfig, nodes: Iterable[ClusterNode]) -> None:
-    requested = _requested_resources(placement)
-    for node in nodes:
-        if all(node.resources.get(name, 0.0) >= amount for name, amount in requested.items()):
-            return
-    needed = format_resources(placement)
-    raise ConfigError(f"cluster.placement.{role}: no node has {needed}; request fewer resources")
+    requested = _requested_resources(placement).items()
+    if not any(all(node.resources.get(name, 0.0) >= amount for name, amount in requested) for node in nodes):
+        needed = format_resources(placement)
+        raise ConfigError(f"cluster.placement.{role}: no node has {needed}; request fewer resources")
 
 
 def _requested_resources(placement: PlacementConfig) -> dict[str, float]:

@@ -60,11 +60,9 @@ async def run_teacher(context: RoleContext) -> None:
 async def _serve_engine(
     context: RoleContext, store: Store, engine: Engine, other_role: str, *, process_count: int
 ) -> None:
-    """Serve the engine until the role is stopped or drained, and share the cores with ``other_role``.
-
-    While one of several processes drains, the others take new requests. If there is only one process, new
-    requests wait in its socket until the next process accepts them.
-    """
+    """Serve the engine until the role is stopped or drained, and share the cores with ``other_role``. While
+    one of several processes drains, the others take new requests. If there is only one, new requests wait in
+    its socket until the next process accepts them."""
     listener = context.open_inherited_listener()
     gate, fence = DrainGate(), LeaseFence(await store.lease(context.run_id, "trainer"))
     status = await engine.status()

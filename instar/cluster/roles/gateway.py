@@ -6,15 +6,15 @@ import asyncio
 import gc
 import os
 import time
+from functools import partial
 
 from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
 from instar.cluster.endpoints import connect_to_engines
 from instar.cluster.layout import engine_names
-from instar.cluster.tasks import run_until_first, wait_forever
+from instar.cluster.tasks import run_until_first
 from instar.cpu import limit_fragmentation, release_freed_pages
 from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
-from instar.types import Policy
 
 MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
 
@@ -23,15 +23,8 @@ async def run_gateway(context: RoleContext) -> None:
     limit_fragmentation()
     store = await context.open_store()
     await context.announce(store, "waiting for the engine" if engine_names(context.config) else "starting")
-
-    async def get_newest_policy() -> Policy:
-        return await store.latest_policy(context.policy_id)
-
-    engine, watch_endpoints = None, wait_forever
-    if engine_names(context.config):
-        engine, watch_endpoints = await connect_to_engines(
-            context, store, "engine", newest_policy=get_newest_policy
-        )
+    newest_policy = partial(store.latest_policy, context.policy_id)
+    engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=newest_policy)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV]) as app:
@@ -58,8 +51,7 @@ async def run_gateway(context: RoleContext) -> None:
 
 
 async def _release_memory() -> None:
-    """Collect all garbage and release freed memory regularly. All calls wait for it, so it takes at most 0.1%
-    of the time."""
+    """Collect garbage and release freed memory, in at most 0.1% of the time because all calls wait."""
     seconds = 0.0
     while True:
         await asyncio.sleep(max(MEMORY_RELEASE_INTERVAL_SECONDS, 1000 * seconds))

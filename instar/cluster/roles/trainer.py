@@ -11,8 +11,7 @@ from instar.backends.factory import apply_capabilities, create_backend
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, ROLLOUT_FINISHED, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
-from instar.cluster.layout import teacher_names
-from instar.cluster.tasks import background_tasks, call_when_set, wait_forever
+from instar.cluster.tasks import background_tasks, call_when_set
 from instar.config import LocalClusterConfig
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
@@ -42,9 +41,7 @@ async def run_trainer(context: RoleContext) -> None:
         resources.push_async_callback(engines.close)
         resources.push_async_callback(backend.close)
         connected = await engines.wait_for_first()
-        teacher, watch_teacher = None, wait_forever
-        if teacher_names(config):
-            teacher, watch_teacher = await connect_to_engines(context, store, "teacher")
+        teacher, watch_teacher = await connect_to_engines(context, store, "teacher")
         async with background_tasks(watch_teacher()):
             penalty = create_penalty(config, backend, teacher)
             if penalty is not None:
@@ -80,8 +77,7 @@ async def run_trainer(context: RoleContext) -> None:
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
-    """Tell the trainer when the rollout has finished and all its groups are scored, so that the trainer stops
-    after the remaining groups."""
+    """Make the trainer stop after the remaining groups once the rollout has finished and all are scored."""
     while not trainer.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
