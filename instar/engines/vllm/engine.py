@@ -15,21 +15,20 @@ import numpy as np
 
 from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
-from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.stopping import collect_eos_ids
 from instar.engines.vllm import wire
 from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
 from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
-from instar.engines.vllm.serving import AdapterServing, MergedServing, PolicyLease, PolicyServing
+from instar.engines.vllm.serving import BASE_POLICY, AdapterServing, MergedServing, PolicyServing
 from instar.engines.vllm.transfer import TransferReceiver, find_routes
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
-from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
-BASE_POLICY = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY_SECONDS = 0.5
 """The delay before a failed request is retried. It is long enough to detect that the server exited."""
@@ -122,11 +121,9 @@ class VllmEngine(Engine):
 
     async def _sync_external(self, process_start: str | None) -> None:
         """Make an external server that has become ready serve the policy, or the base model if there is none.
-
         The weights of a new process are unknown, so they are always replaced. Merged weights keep their
         version until then, because replies may still be in progress. The same process loads only a policy
-        that arrived while it was down.
-        """
+        that arrived while it was down."""
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
@@ -221,15 +218,8 @@ class VllmEngine(Engine):
             return self._server.failure
         return EngineUnavailable(f"The vLLM server is not ready: {self._down_reason}")
 
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise self._not_ready_error()
-        return self._info
-
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = to_ids(prompt_ids)
-        check_request(self.info, prompt, params)
+        prompt = check_request(self.info, prompt_ids, params)
         self._status.waiting += 1
         is_waiting = True
         try:
@@ -256,9 +246,26 @@ class VllmEngine(Engine):
                 self._status.running -= 1
 
     async def _sample(self, prompt: Ids, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        assert self._server is not None
+        assert self._weights is not None
+        client, eos_ids = self._server.client, self._properties.eos_ids
         with self._serving.lease() as lease:
-            reply = await self._start_reply(prompt, params, lease)
-            assert self._weights is not None
+            body = wire.encode_generate_request(
+                prompt,
+                params,
+                context_left=self._properties.max_context - len(prompt),
+                eos_ids=eos_ids,
+                model=lease.model,
+                send_seed=self._send_seeds,
+            )
+            reply = VllmReply(
+                await client.stream(wire.GENERATE_PATH, body),
+                params,
+                client=client,
+                get_version=lease.get_version,
+                end_ids={*eos_ids, *params.stop_token_ids},
+                tokenizer=self._tokenizer,
+            )
             self._weights.replies.add(reply)
             try:
                 async with aclosing(reply.stream_chunks()) as chunks:
@@ -266,39 +273,15 @@ class VllmEngine(Engine):
                         yield chunk
             finally:
                 self._weights.replies.discard(reply)
-                self._record_counts(reply, len(prompt))
-
-    async def _start_reply(self, prompt: Ids, params: SamplingParams, lease: PolicyLease) -> VllmReply:
-        server = self._server
-        assert server is not None
-        body = wire.encode_generate_request(
-            prompt,
-            params,
-            context_left=self._properties.max_context - len(prompt),
-            eos_ids=self._properties.eos_ids,
-            model=lease.model,
-            send_seed=self._send_seeds,
-        )
-        return VllmReply(
-            await server.client.stream(wire.GENERATE_PATH, body),
-            params,
-            client=server.client,
-            get_version=lease.get_version,
-            end_ids={*self._properties.eos_ids, *params.stop_token_ids},
-            tokenizer=self._tokenizer,
-        )
-
-    def _record_counts(self, reply: VllmReply, prompt_tokens: int) -> None:
-        self._status.prompt_tokens += prompt_tokens
-        if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
-            self.mislabelled_tokens += reply.mislabelled_tokens
-            self._report(f"{reply.mislabelled_tokens} tokens of a reply were labelled with the wrong version")
-        if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
-            self._status.cached_tokens += details.cached_tokens or 0
+                self._status.prompt_tokens += len(prompt)
+                if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
+                    self.mislabelled_tokens += (count := reply.mislabelled_tokens)
+                    self._report(f"{count} tokens of a reply were labelled with the wrong version")
+                if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
+                    self._status.cached_tokens += details.cached_tokens or 0
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = to_ids(token_ids)
-        check_score_request(self.info, ids)
+        ids = check_score_request(self.info, token_ids)
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
             return scores

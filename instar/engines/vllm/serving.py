@@ -18,8 +18,9 @@ from instar.engines.vllm.merge import check_same_shapes, merge_adapter
 from instar.engines.vllm.transfer import prefetch_adapter
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import ArtifactKind, Policy
+from instar.types import Artifact, ArtifactKind, Policy
 
+BASE_POLICY = Policy("", 0, Artifact("base"))
 UNLOAD_TIMEOUT_SECONDS = 10.0
 
 
@@ -186,7 +187,7 @@ class MergedServing(PolicyServing):
     def __post_init__(self) -> None:
         can_load_weights = self.has_extension or not self.is_on_cpu
         self.artifacts = ("adapter", "weights", "base") if can_load_weights else ("adapter", "base")
-        self._policy: Policy | None = None
+        self._policy = BASE_POLICY
 
     @property
     def version(self) -> int:
@@ -237,11 +238,8 @@ class MergedServing(PolicyServing):
     async def _restore(self) -> None:
         """Load the previous policy from its files. If that fails, no policy is served."""
         with contextlib.suppress(EngineError):
-            if self._policy is None:
-                await self._reload(self.server_base_path, 0)
-            else:
-                async with self._provide_weights(self._policy) as folder:
-                    await self._reload(folder, self._policy.version)
+            async with self._provide_weights(self._policy) as folder:
+                await self._reload(folder, self._policy.version)
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
@@ -250,4 +248,4 @@ class MergedServing(PolicyServing):
 
     def reset(self) -> None:
         self.weights.version = 0
-        self._policy = None
+        self._policy = BASE_POLICY

@@ -66,12 +66,9 @@ class ServerWeights:
 
     @asynccontextmanager
     async def pause_sampling(self) -> AsyncGenerator[WeightChange]:
-        """Pause sampling while the block changes the weights.
-
-        Afterwards, requests in flight recompute their keys and values. They continue under the new version,
-        or under the old version if the change did not start. They are aborted if the change started but did
-        not finish, or if the server cannot resume.
-        """
+        """Pause sampling while the block changes the weights. Afterwards, requests in flight recompute their
+        keys and values. They continue under the new version, or under the old version if the change did not
+        start. They are aborted if the change started but did not finish, or if the server cannot resume."""
         async with self._lock:
             change = WeightChange()
             settle_task: asyncio.Task[None] | None = None
