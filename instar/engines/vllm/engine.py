@@ -23,8 +23,7 @@ from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
 from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
 from instar.engines.vllm.serving import BASE_POLICY, AdapterServing, MergedServing, PolicyServing
-from instar.engines.vllm.transfer import TransferReceiver, find_routes
-from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights, TransferReceiver, find_routes
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Floats, Ids, Json, Policy, SamplingParams, TokenChunk

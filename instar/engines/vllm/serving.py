@@ -15,13 +15,14 @@ import msgspec
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import MAX_LOADED_ADAPTERS
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
-from instar.engines.vllm.transfer import prefetch_adapter
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import Artifact, ArtifactKind, Policy
+from instar.types import Artifact, ArtifactKind, Json, Policy
 
 BASE_POLICY = Policy("", 0, Artifact("base"))
 UNLOAD_TIMEOUT_SECONDS = 10.0
+PREFETCH_TIMEOUT_SECONDS = 60.0
+POLL_INTERVAL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +166,21 @@ class AdapterServing(PolicyServing):
         except EngineError as error:
             if not adapter.may_be_missing:
                 self._report(f"the adapter {adapter.name} could not be unloaded: {error}")
+
+
+async def prefetch_adapter(client: VllmClient, folder: str) -> None:
+    """Make the workers read an adapter while they sample. If this fails, vLLM reads it when it is loaded."""
+    try:
+        async with asyncio.timeout(PREFETCH_TIMEOUT_SECONDS):
+            while True:
+                workers: list[Json] = await client.rpc("instar_read_adapter", {"path": folder})
+                if all(worker.get("done") or "error" in worker for worker in workers):
+                    return  # an error is raised again when the adapter is loaded
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
+    except EngineUnavailable:
+        raise
+    except (EngineError, TimeoutError):
+        return
 
 
 @dataclass
