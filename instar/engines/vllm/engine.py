@@ -45,7 +45,13 @@ class VllmEngine(Engine):
         self._model = model
         self._config = config
         self._folder = resolve_model(model.name)
-        self._properties = _ModelProperties.read(self._folder, model)
+        config_json = _read_json(self._folder / "config.json")
+        text_config = config_json.get("text_config", config_json)
+        sources = (_read_json(self._folder / "generation_config.json"), config_json, text_config)
+        self._eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
+        self._vocab_size: int = text_config["vocab_size"]
+        max_positions = text_config.get("max_position_embeddings") or model.max_context
+        self._max_context: int = min(model.max_context, max_positions)
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._server: VllmProcess | ExternalVllm | None = None
         self._serving = PolicyServing()
@@ -99,7 +105,7 @@ class VllmEngine(Engine):
             vllm=vllm,
             model=self._folder,
             dtype=device_and_dtype(model)[1] if vllm.is_cpu_build or self._model.dtype != "auto" else "bf16",
-            max_context=self._properties.max_context,
+            max_context=self._max_context,
             enable_lora=policy == "adapter" or (policy == "auto" and not vllm.is_cpu_build),
             core_count=max(1, usable_cores() // self._config.count),
         )
@@ -151,7 +157,7 @@ class VllmEngine(Engine):
         assert self._server is not None
         client = self._server.client
         capabilities = await ServerCapabilities.query(client)
-        capabilities.check(self._config, self._properties.max_context)
+        capabilities.check(self._config, self._max_context)
         self._send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
         if not self._send_seeds:
             self._report("seeds are not sent, because they can crash an external vLLM server on a CPU")
@@ -163,8 +169,8 @@ class VllmEngine(Engine):
         self._info = EngineInfo(
             kind="vllm",
             model=self._model.name,
-            vocab_size=self._properties.vocab_size,
-            max_context=self._properties.max_context,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.can_switch_mid_reply,
             can_score=True,
@@ -247,13 +253,13 @@ class VllmEngine(Engine):
     async def _sample(self, prompt: Ids, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         assert self._server is not None
         assert self._weights is not None
-        client, eos_ids = self._server.client, self._properties.eos_ids
+        client = self._server.client
         with self._serving.lease() as lease:
             body = wire.encode_generate_request(
                 prompt,
                 params,
-                context_left=self._properties.max_context - len(prompt),
-                eos_ids=eos_ids,
+                context_left=self._max_context - len(prompt),
+                eos_ids=self._eos_ids,
                 model=lease.model,
                 send_seed=self._send_seeds,
             )
@@ -262,7 +268,7 @@ class VllmEngine(Engine):
                 params,
                 client=client,
                 get_version=lease.get_version,
-                end_ids={*eos_ids, *params.stop_token_ids},
+                end_ids={*self._eos_ids, *params.stop_token_ids},
                 tokenizer=self._tokenizer,
             )
             self._weights.replies.add(reply)
@@ -337,22 +343,6 @@ class VllmEngine(Engine):
             await self._serving.close()
         if self._server is not None:
             await self._server.close()
-
-
-class _ModelProperties(msgspec.Struct, frozen=True):
-    vocab_size: int
-    max_context: int
-    eos_ids: frozenset[int]
-
-    @classmethod
-    def read(cls, folder: Path, model: ModelConfig) -> _ModelProperties:
-        config = _read_json(folder / "config.json")
-        text_config = config.get("text_config", config)
-        generation = _read_json(folder / "generation_config.json")
-        sources = (generation, config, text_config)
-        eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
-        max_positions = text_config.get("max_position_embeddings") or model.max_context
-        return cls(text_config["vocab_size"], min(model.max_context, max_positions), frozenset(eos_ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
