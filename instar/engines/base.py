@@ -87,7 +87,7 @@ class Engine(ABC):
         cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return each token's logprob (NaN at index 0) for up to ``max_context`` tokens."""
+        """Return the served policy's logprobs of at most ``max_context`` tokens (NaN at index 0)."""
         raise EngineError(f"The {self.info.kind} engine does not compute prompt logprobs.")
 
     def for_session(self, session: str) -> Engine:
