@@ -75,8 +75,11 @@ class Engine(ABC):
     @property
     def info(self) -> EngineInfo:
         if self._info is None:
-            raise EngineUnavailable("The engine has not responded yet; try again when it is ready.")
+            raise self._not_ready_error()
         return self._info
+
+    def _not_ready_error(self) -> EngineError:
+        return EngineUnavailable("The engine has not responded yet; try again when it is ready.")
 
     @abstractmethod
     def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
@@ -84,8 +87,7 @@ class Engine(ABC):
         cancelling its consumer cancels the request."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the logprob of every token under the served policy (NaN at index 0). At most ``max_context``
-        tokens are accepted."""
+        """Return the served policy's logprobs of at most ``max_context`` tokens (NaN at index 0)."""
         raise EngineError(f"The {self.info.kind} engine does not compute prompt logprobs.")
 
     def for_session(self, session: str) -> Engine:
@@ -99,12 +101,10 @@ class Engine(ABC):
     @abstractmethod
     async def load(self, policy: Policy) -> None:
         """Serve this policy. Requests in flight continue under it, or finish under the old policy if
-        ``info.versions_per_token`` is False. Later requests never reuse cached keys and values that were
-        computed under the old weights."""
+        ``info.versions_per_token`` is False. Later requests never use keys and values of the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
-        """Upload the policy's files if the engine cannot read the local folder. Return the policy with the
-        path on the engine's machine."""
+        """Upload the policy's files if the engine cannot read them. Return the policy with the new path."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:

@@ -27,9 +27,10 @@ def to_ids(prompt: Prompt) -> Ids:
     return ids.astype(np.int32)
 
 
-def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> None:
-    """Raise EngineError if the request is invalid, or PromptTooLong if there is no room for a new token."""
-    _check_ids(info, prompt_ids)
+def check_request(info: EngineInfo, prompt: Prompt, params: SamplingParams) -> Ids:
+    """Return the prompt as an int32 array. Raises EngineError if the request is invalid, or PromptTooLong if
+    there is no room for a new token."""
+    prompt_ids = _check_ids(info, prompt)
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, got {params.max_tokens}.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
@@ -44,14 +45,16 @@ def check_request(info: EngineInfo, prompt_ids: Ids, params: SamplingParams) -> 
         raise PromptTooLong(
             f"The prompt has {len(prompt_ids)} tokens; it must have fewer than {info.max_context}."
         )
+    return prompt_ids
 
 
-def check_score_request(info: EngineInfo, token_ids: Ids) -> None:
-    _check_ids(info, token_ids)
+def check_score_request(info: EngineInfo, prompt: Prompt) -> Ids:
+    token_ids = _check_ids(info, prompt)
     if len(token_ids) > info.max_context:
         raise PromptTooLong(
             f"The prompt has {len(token_ids)} tokens; at most {info.max_context} can be scored."
         )
+    return token_ids
 
 
 def check_artifact(info: EngineInfo, policy: Policy) -> None:
@@ -60,10 +63,12 @@ def check_artifact(info: EngineInfo, policy: Policy) -> None:
         raise EngineError(f"The {info.kind} engine can load {kinds}, but not {policy.artifact.kind}.")
 
 
-def _check_ids(info: EngineInfo, ids: Ids) -> None:
+def _check_ids(info: EngineInfo, prompt: Prompt) -> Ids:
+    ids = to_ids(prompt)
     if len(ids) == 0:
         raise EngineError("The prompt is empty; send at least one token id.")
     if ids.min() < 0 or ids.max() >= info.vocab_size:
         raise EngineError(
             f"Token ids must be between 0 and {info.vocab_size - 1}, got {ids.min()} to {ids.max()}."
         )
+    return ids

@@ -19,10 +19,8 @@ STREAM_ERRORS = (aiohttp.ClientError, OSError, TimeoutError)
 
 class EngineConnection:
     """An HTTP connection to one server. Calls raise EngineUnavailable if the server cannot be reached.
-
     ``name`` describes the server in error messages. Streams reuse idle connections for ``stream_keep_alive``
-    seconds, other calls for ``keep_alive`` seconds (0: never). The server must keep them open longer.
-    """
+    seconds, other calls for ``keep_alive`` seconds (0: never). The server must keep them open longer."""
 
     def __init__(
         self, url: str, token: str | None, name: str, *, stream_keep_alive: float, keep_alive: float = 15.0

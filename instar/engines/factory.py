@@ -26,7 +26,7 @@ def create_engine(config: RunConfig) -> Engine:
     if isinstance(section, VllmEngineConfig):
         section = resolve_vllm_config(section, config)
     elif isinstance(section, LocalEngineConfig) and section.deterministic is None:
-        from instar.engines.local.determinism import is_supported  # imports transformers
+        from instar.engines.local.engine import is_supported  # imports transformers
 
         is_deterministic = config.trainer.mode == "sync" and is_supported(config.model)
         section = section.model_copy(update={"deterministic": is_deterministic})
@@ -55,10 +55,8 @@ async def connect_engines(
     newest_policy: PolicySource | None = None,
 ) -> Engine:
     """Wait until an engine responds, and return an engine that distributes requests over all of them.
-
     Raises EngineUnavailable after ``timeout`` seconds, and ConfigError if the engines serve different models.
-    ``newest_policy`` is passed to `EnginePool`, and is not used if there is only one engine.
-    """
+    ``newest_policy`` is passed to `EnginePool`, and is not used if there is only one engine."""
     if len(urls) == 1:
         return await RemoteEngine.connect(urls[0], token, timeout)
     pool = EnginePool([RemoteEngine(url, token) for url in urls], newest_policy=newest_policy)

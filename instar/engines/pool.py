@@ -18,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from instar.async_utils import cancel_and_wait
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.connection import CONNECT_RETRY
 from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
@@ -89,12 +90,9 @@ class PoolMember:
 
 class EnginePool(Engine):
     """Distributes requests over several engines. Call ``connect`` first. ``close`` also closes the engines.
-
     Set ``newest_policy`` if other processes load policies into the engines. It returns the policy that a new
-    or recovered engine must load, or None. If only the trainer can send that policy, the engine may serve a
-    version that is at most ``max_versions_behind`` older. A health check fails after ``check_timeout``
-    seconds.
-    """
+    or recovered engine must load, or None. If only the trainer can send it, the engine may serve a version at
+    most ``max_versions_behind`` older. A health check fails after ``check_timeout`` seconds."""
 
     def __init__(
         self,
@@ -116,8 +114,7 @@ class EnginePool(Engine):
 
     async def connect(self, timeout: float = 60.0) -> None:
         """Wait until an engine responds, and start health checks. Raises EngineUnavailable if none accepts
-        requests after ``timeout`` seconds, and ConfigError if the engines differ in model, vocabulary or
-        context."""
+        requests after ``timeout`` seconds, and ConfigError if their model, vocabulary or context differs."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await CONNECT_RETRY.run(self._check_all, retry_on=EngineUnavailable, seconds=timeout)
@@ -173,9 +170,8 @@ class EnginePool(Engine):
                 return await member.engine.logprobs(token_ids)
 
     async def load(self, policy: Policy) -> None:
-        """Load the policy into every healthy engine. The other engines load it when they respond again.
-        Raises the error of an engine that rejects the policy, and EngineUnavailable if no engine accepts
-        requests afterwards."""
+        """Load the policy into every healthy engine. The others load it when they respond again. Raises the
+        error of an engine that rejects it, and EngineUnavailable if then no engine accepts requests."""
         previous, self._policy = self._policy, policy
         healthy = [member for member in self.members if member.is_healthy]
         loads = (self._load(member, policy) for member in healthy)
@@ -187,9 +183,8 @@ class EnginePool(Engine):
         self._pick(())  # raises if no engine accepts requests
 
     async def replace(self, engines: Sequence[Engine]) -> None:
-        """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed,
-        which aborts their replies in progress. Their requests that have no first token yet are retried on
-        other engines."""
+        """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed:
+        their replies in progress are aborted, and requests without a first token are retried elsewhere."""
         removed = [member for member in self.members if member.engine not in engines]
         current = {member.engine for member in self.members}
         next_index = max((member.index for member in self.members), default=-1) + 1
@@ -202,7 +197,7 @@ class EnginePool(Engine):
                 self._watchers[member] = asyncio.create_task(self._watch(member))
         for member in removed:
             if self._watchers is not None:
-                await _cancel_tasks([self._watchers.pop(member)])
+                await cancel_and_wait(self._watchers.pop(member))
             member.is_healthy, member.unhealthy_reason = False, "removed from the pool"
             member.release_waiting_requests()
             await member.engine.close()
@@ -219,7 +214,7 @@ class EnginePool(Engine):
 
     async def close(self) -> None:
         watchers, self._watchers = self._watchers or {}, None
-        await _cancel_tasks(watchers.values())
+        await cancel_and_wait(*watchers.values())
         await asyncio.gather(*(member.engine.close() for member in self.members))
 
     def _pick(self, tried: Collection[PoolMember], session: str | None = None) -> PoolMember:
@@ -356,12 +351,6 @@ class _SessionEngine(Engine):
 
     async def close(self) -> None:
         """Do nothing, because other sessions use the same pool."""
-
-
-async def _cancel_tasks(tasks: Collection[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _describe_model(info: EngineInfo) -> str:

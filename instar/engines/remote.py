@@ -29,10 +29,8 @@ STREAM_KEEP_ALIVE = 30.0
 
 class RemoteEngine(Engine):
     """An engine in another process. Create it with ``connect``, or call ``refresh`` before using ``info``.
-
     ``lease`` is the lease of the trainer that sends weights. The engine rejects the weights if it has seen a
-    later lease.
-    """
+    later lease."""
 
     def __init__(self, url: str, token: str | None = None, lease: int | None = None) -> None:
         self._connection = EngineConnection(url, token, "engine", stream_keep_alive=STREAM_KEEP_ALIVE)
@@ -54,11 +52,8 @@ class RemoteEngine(Engine):
         self._info = self._decode(await self._call("GET", "/info", STATUS_TIMEOUT_SECONDS), EngineInfo)
         return self._info
 
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise EngineUnavailable(f"The engine at {self._url} has not responded yet; try again later.")
-        return self._info
+    def _not_ready_error(self) -> EngineError:
+        return EngineUnavailable(f"The engine at {self._url} has not responded yet; try again later.")
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
         body = pack_request(to_ids(prompt_ids), params)

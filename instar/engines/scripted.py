@@ -17,7 +17,7 @@ import numpy as np
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
@@ -56,8 +56,7 @@ class ScriptedEngine(Engine):
         self._is_closed = False
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = to_ids(prompt_ids)
-        check_request(self.info, prompt, params)
+        prompt = check_request(self.info, prompt_ids, params)
         self._check_open()
         stop_rule = StopRule(params, self.info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
@@ -88,8 +87,7 @@ class ScriptedEngine(Engine):
             self._status.running -= 1
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = to_ids(token_ids)
-        check_score_request(self.info, ids)
+        ids = check_score_request(self.info, token_ids)
         self._check_open()
         state = _initial_state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)

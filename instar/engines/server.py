@@ -33,6 +33,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from instar.async_utils import cancel_and_wait
 from instar.engines.base import Engine, WeightTransfer
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.uploads import FolderCheck, UploadStore
@@ -87,8 +88,7 @@ class DrainGate:
 
 
 class LeaseFence:
-    """Rejects weights from a trainer that has been replaced but is still running. ``lease`` is the highest
-    trainer lease seen so far."""
+    """Rejects weights from a replaced trainer. ``lease`` is the highest trainer lease seen so far."""
 
     def __init__(self, lease: int = 0) -> None:
         self.lease = lease
@@ -147,7 +147,7 @@ class _GenerateEndpoint:
         except ClientDisconnect:
             return
         except EngineError as error:
-            await _error_response(400, error)(scope, receive, send)
+            await _error_response(error, 400)(scope, receive, send)
             return
         try:
             with self.gate.admit():
@@ -155,7 +155,7 @@ class _GenerateEndpoint:
         except EngineUnavailable as error:
             failure = error
         if failure is not None:
-            await _error_response(_http_status(failure), failure)(scope, receive, send)
+            await _error_response(failure)(scope, receive, send)
 
 
 class _ReplyStream:
@@ -170,8 +170,7 @@ class _ReplyStream:
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Send the reply. Return the error if sampling fails before the first token; a later error is sent as
-        the last line."""
+        """Send the reply. Return an error before the first token; send a later one as the last line."""
         sample_task = self._start_task(self._sample())
         disconnect_task = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False
@@ -193,9 +192,7 @@ class _ReplyStream:
                 if is_finished:
                     return None
         finally:
-            sample_task.cancel()
-            disconnect_task.cancel()
-            await asyncio.gather(sample_task, disconnect_task, return_exceptions=True)
+            await cancel_and_wait(sample_task, disconnect_task)
 
     def _start_task(self, coroutine: Coroutine[None, None, T]) -> asyncio.Task[T]:
         task = asyncio.create_task(coroutine)
@@ -235,7 +232,7 @@ class _Handlers:
         try:
             check_artifact(self.engine.info, policy)
         except EngineError as error:
-            return _error_response(400, error)
+            return _error_response(error, 400)
         self._check_lease(request)
         await self.engine.load(policy)
         self.uploads.loaded_path = policy.artifact.path
@@ -260,10 +257,9 @@ class _Handlers:
 
     async def logprobs(self, request: Request) -> Response:
         try:
-            ids = unpack_ids(await _read_body(request.receive))
-            check_score_request(self.engine.info, ids)
+            ids = check_score_request(self.engine.info, unpack_ids(await _read_body(request.receive)))
         except EngineError as error:
-            return _error_response(400, error)
+            return _error_response(error, 400)
         with self.gate.admit():
             values = await self.engine.logprobs(ids)
         return Response(pack_floats(values), media_type="application/octet-stream")
@@ -314,13 +310,7 @@ class _BadRequest(EngineError):
 
 async def _handle_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, InstarError)
-    return _error_response(_http_status(error), error)
-
-
-def _http_status(error: InstarError) -> int:
-    if isinstance(error, _BadRequest | PromptTooLong):
-        return 400
-    return 503 if isinstance(error, EngineUnavailable) else 500
+    return _error_response(error)
 
 
 def _json_response(value: object, status: int = 200) -> Response:
@@ -332,7 +322,10 @@ def _error_body(error: InstarError) -> dict[str, Any]:
     return {"error": {"type": error_class.__name__, "message": str(error)}}
 
 
-def _error_response(status: int, error: InstarError) -> Response:
+def _error_response(error: InstarError, status: int | None = None) -> Response:
+    if status is None:
+        is_invalid = isinstance(error, _BadRequest | PromptTooLong)
+        status = 400 if is_invalid else 503 if isinstance(error, EngineUnavailable) else 500
     return _json_response(_error_body(error), status)
 
 
@@ -345,6 +338,6 @@ class _RequireToken:
         needs_token = scope["type"] == "http" and scope["path"] != "/healthz"
         if needs_token and not has_bearer_token(scope["headers"], self._token):
             error = EngineError("The bearer token is missing or wrong; send Authorization: Bearer <token>.")
-            await _error_response(401, error)(scope, receive, send)
+            await _error_response(error, 401)(scope, receive, send)
         else:
             await self._app(scope, receive, send)

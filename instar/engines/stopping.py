@@ -13,9 +13,8 @@ class TokenDecoder(Protocol):
 
 
 class StopStrings:
-    """Finds stop strings in a growing reply. Text is searched only up to the last complete character.
-    Decoding starts a few tokens before the new text, because some tokenizers decode the first token
-    differently."""
+    """Finds stop strings in a growing reply. Text is searched only up to the last complete character. Some
+    tokenizers decode the first token differently, so decoding starts a few tokens before the new text."""
 
     def __init__(self, tokenizer: TokenDecoder, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -58,8 +57,7 @@ class StopRule:
         self._stop_strings = StopStrings(tokenizer, params.stop) if params.stop else None
 
     def push(self, token_id: int) -> tuple[FinishReason | None, str | None]:
-        """Add a token. Return the finish reason, or None if the reply continues, and the stop string that
-        ended the reply, or None."""
+        """Add a token. Return the finish reason and the stop string that ended the reply, each or None."""
         self._tokens_left -= 1
         if token_id in self._stop_ids:
             return "stop", None

@@ -16,7 +16,7 @@ import msgspec
 from instar.async_utils import map_concurrently
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import EngineInfo
-from instar.engines.checks import check_request, check_score_request, to_ids
+from instar.engines.checks import check_request, check_score_request
 from instar.engines.local.engine import LocalEngine, compute_kv_tokens
 from instar.engines.local.model import EngineModel
 from instar.errors import EngineError
@@ -70,25 +70,16 @@ class SamplerPool:
     ) -> list[SampledSequence]:
         """Sample ``count`` sequences with ``adapter`` (None: the base model). ``key`` identifies the policy.
         The first sequence uses the seed in ``params``, if any; the others use seeds derived from it."""
-        ids = self._to_valid_ids(prompt, lambda ids: check_request(self.info, ids, params))
+        ids = _check(lambda: check_request(self.info, prompt, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
                 lambda index: self._generate(engine, ids, _with_derived_seed(params, index)), range(count)
             )
 
     async def compute_logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
-        ids = self._to_valid_ids(tokens, lambda ids: check_score_request(self.info, ids))
+        ids = _check(lambda: check_score_request(self.info, tokens))
         async with self._borrow_engine(key, adapter) as engine:
             return await engine.logprobs(ids)
-
-    def _to_valid_ids(self, tokens: Sequence[int], check: Callable[[Ids], None]) -> Ids:
-        # An error in these checks is the client's fault; later errors are the server's.
-        try:
-            ids = to_ids(tokens)
-            check(ids)
-        except EngineError as error:
-            raise ProtocolError(str(error)) from error
-        return ids
 
     def set_cores(self, count: int) -> None:
         self._cores = count
@@ -189,6 +180,14 @@ class SamplerPool:
         if self._cores is not None:
             engine.use_cores(self._cores)
         return engine
+
+
+def _check(check: Callable[[], Ids]) -> Ids:
+    # An error in these checks is the client's fault; later errors are the server's.
+    try:
+        return check()
+    except EngineError as error:
+        raise ProtocolError(str(error)) from error
 
 
 def _with_derived_seed(params: SamplingParams, index: int) -> SamplingParams:

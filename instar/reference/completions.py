@@ -1,7 +1,5 @@
-"""A teacher behind an OpenAI-compatible ``/v1/completions`` endpoint that returns prompt logprobs.
-
-The first format in `instar.reference.prompt_logprobs` that the server supports is used.
-"""
+"""A teacher behind an OpenAI-compatible ``/v1/completions`` endpoint that returns prompt logprobs in one of
+the formats in `instar.reference.prompt_logprobs`. The first supported one is used."""
 
 from __future__ import annotations
 
@@ -55,11 +53,11 @@ class CompletionsReference(PerSequenceReference):
         tokenizer: Any = await asyncio.to_thread(lambda: load_tokenizer(resolve_model(self._model.name)))
         ids = np.asarray(tokenizer.encode(PROBE_TEXT, add_special_tokens=False), np.int32)
         failures: list[str] = []
-        for candidate in FORMATS:
+        for name, candidate in FORMATS.items():
             try:
                 scored = await self._score_prompt(candidate, ids)
             except PromptLogprobsUnsupported as error:
-                failures.append(f"{candidate.name}: {error}")
+                failures.append(f"{name}: {error}")
                 continue
             self._check_vocabulary(scored, ids, tokenizer)
             self._format = candidate

@@ -1,4 +1,4 @@
-"""References that use the backend or an engine, and the factory for a run's reference penalty."""
+"""References that use the backend or an engine, and the factory and checks for a run's reference penalty."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import os
 from collections.abc import Sequence
 
 from instar.backends.base import Backend
-from instar.config import CompletionsReferenceConfig, EngineReferenceConfig, RunConfig
+from instar.config import CompletionsReferenceConfig, EngineReferenceConfig, ModelConfig, RunConfig
 from instar.engines.base import Engine
 from instar.errors import ConfigError, EngineUnavailable
 from instar.http.retry import RetryPolicy
+from instar.models import load_tokenizer, resolve_model
 from instar.reference.base import PerSequenceReference, Reference
 from instar.reference.penalty import ReferencePenalty
 from instar.types import Floats, Ids, Sample
@@ -74,3 +75,18 @@ def create_penalty(config: RunConfig, backend: Backend, teacher: Engine | None) 
     else:
         reference = BackendReference(backend)
     return ReferencePenalty(reference, section.weight)
+
+
+def require_same_vocabulary(model: ModelConfig, teacher: ModelConfig) -> None:
+    """Raise ConfigError if one of the model's tokens is missing from the teacher or has a different id."""
+    model_vocab: dict[str, int] = load_tokenizer(resolve_model(model.name)).get_vocab()
+    teacher_vocab: dict[str, int] = load_tokenizer(resolve_model(teacher.name)).get_vocab()
+    different = [(id_, token) for token, id_ in model_vocab.items() if teacher_vocab.get(token) != id_]
+    if different:
+        token_id, token = min(different)
+        teacher_id = teacher_vocab.get(token, "missing")
+        raise ConfigError(
+            f"trainer.reference.model.name: the vocabulary of {teacher.name} differs from {model.name}: "
+            f"the id of {token!r} is {token_id} in the model and {teacher_id} in the teacher; "
+            "choose a teacher with the same vocabulary"
+        )

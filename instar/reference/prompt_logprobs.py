@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -27,70 +26,60 @@ class ScoredPrompt:
     """The text of each token, or None where the server does not return it. The first entry is None."""
 
 
-class PromptLogprobsFormat(ABC):
-    def __init__(self, name: str, request_fields: Json) -> None:
-        self.name = name
-        self.request_fields = request_fields
-
-    @abstractmethod
-    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        """Parse a response. Raises PromptLogprobsUnsupported if it has no prompt logprobs, and EngineError if
-        it is malformed or the logprobs are for different tokens."""
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsFormat:
+    request_fields: Json
+    parse: Callable[[Any, Ids], ScoredPrompt]
+    """Parses a response. Raises PromptLogprobsUnsupported if it has no prompt logprobs, and EngineError if it
+    is malformed or the logprobs are for different tokens."""
 
 
-class VllmFormat(PromptLogprobsFormat):
-    """vLLM's format: ``prompt_logprobs``, keyed by token id."""
-
-    def __init__(self) -> None:
-        super().__init__("prompt_logprobs", {"prompt_logprobs": 0, "max_tokens": 1})
-
-    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        entries = _get_first_choice(response, ids).get("prompt_logprobs")
-        if not isinstance(entries, list) or not entries:
-            raise PromptLogprobsUnsupported("the response has no prompt_logprobs")
-        all_candidates = cast(list[Mapping[str, Json] | None], entries)
-        _check_length(len(all_candidates), ids)
-        values = np.full(len(ids), np.nan, np.float32)
-        texts: list[str | None] = [None] * len(ids)
-        for position, (token, candidates) in enumerate(zip(ids.tolist(), all_candidates, strict=True)):
-            if position == 0:
-                continue
-            if candidates is None or (candidate := candidates.get(str(token))) is None:
-                raise _make_wrong_token_error(token, position, *(candidates or ()))
-            values[position] = _parse_logprob(candidate.get("logprob"))
-            texts[position] = candidate.get("decoded_token")
-        return ScoredPrompt(values, texts)
+def _parse_vllm_response(response: Any, ids: Ids) -> ScoredPrompt:
+    """Parse vLLM's format: ``prompt_logprobs``, keyed by token id."""
+    entries = _get_first_choice(response, ids).get("prompt_logprobs")
+    if not isinstance(entries, list) or not entries:
+        raise PromptLogprobsUnsupported("the response has no prompt_logprobs")
+    all_candidates = cast(list[Mapping[str, Json] | None], entries)
+    _check_length(len(all_candidates), ids)
+    values = np.full(len(ids), np.nan, np.float32)
+    texts: list[str | None] = [None] * len(ids)
+    for position, token in enumerate(ids.tolist()[1:], 1):
+        candidates = all_candidates[position] or {}
+        if (candidate := candidates.get(str(token))) is None:
+            raise _make_wrong_token_error(token, position, *candidates)
+        values[position] = _parse_logprob(candidate.get("logprob"))
+        texts[position] = candidate.get("decoded_token")
+    return ScoredPrompt(values, texts)
 
 
-class EchoFormat(PromptLogprobsFormat):
-    """OpenAI's format: with ``echo``, the prompt logprobs precede those of the sampled tokens. Servers
-    differ: some return nothing for ``logprobs: 0``, and some always sample a token."""
-
-    def __init__(self, *, logprobs: int, max_tokens: int) -> None:
-        fields = {"echo": True, "logprobs": logprobs, "max_tokens": max_tokens}
-        super().__init__(", ".join(f"{name} {value}" for name, value in fields.items()), fields)
-
-    def parse(self, response: Any, ids: Ids) -> ScoredPrompt:
-        logprobs = _get_first_choice(response, ids).get("logprobs")
-        values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
-        if not isinstance(values, list) or not values:
-            raise PromptLogprobsUnsupported("the response has no token_logprobs")
-        token_logprobs = cast(list[float | None], values)
-        count = len(token_logprobs)
-        if count < len(ids):
-            raise PromptLogprobsUnsupported(f"the response has {count} logprobs for {len(ids)} tokens")
-        # One sampled token may follow the prompt.
-        _check_length(max(len(ids), count - 1), ids)
-        prompt_logprobs = [_parse_logprob(value) for value in token_logprobs[: len(ids)]]
-        texts = _parse_token_texts(cast(Json, logprobs).get("tokens"), ids)
-        return ScoredPrompt(np.asarray([np.nan, *prompt_logprobs[1:]], np.float32), texts)
+def _parse_echo_response(response: Any, ids: Ids) -> ScoredPrompt:
+    """Parse OpenAI's format: with ``echo``, the prompt logprobs precede those of the sampled tokens."""
+    logprobs = _get_first_choice(response, ids).get("logprobs")
+    values = logprobs.get("token_logprobs") if isinstance(logprobs, dict) else None
+    if not isinstance(values, list) or not values:
+        raise PromptLogprobsUnsupported("the response has no token_logprobs")
+    token_logprobs = cast(list[float | None], values)
+    count = len(token_logprobs)
+    if count < len(ids):
+        raise PromptLogprobsUnsupported(f"the response has {count} logprobs for {len(ids)} tokens")
+    # One sampled token may follow the prompt.
+    _check_length(max(len(ids), count - 1), ids)
+    prompt_logprobs = [_parse_logprob(value) for value in token_logprobs[: len(ids)]]
+    texts = _parse_token_texts(cast(Json, logprobs).get("tokens"), ids)
+    return ScoredPrompt(np.asarray([np.nan, *prompt_logprobs[1:]], np.float32), texts)
 
 
-FORMATS: tuple[PromptLogprobsFormat, ...] = (
-    VllmFormat(),
-    EchoFormat(logprobs=0, max_tokens=0),
-    EchoFormat(logprobs=1, max_tokens=1),
-)
+# Servers differ: some return nothing for `logprobs: 0`, and some always sample a token.
+FORMATS = {
+    "prompt_logprobs": PromptLogprobsFormat({"prompt_logprobs": 0, "max_tokens": 1}, _parse_vllm_response),
+    **{
+        f"echo True, logprobs {count}, max_tokens {count}": PromptLogprobsFormat(
+            {"echo": True, "logprobs": count, "max_tokens": count}, _parse_echo_response
+        )
+        for count in (0, 1)
+    },
+}
+"""The formats, in the order in which they are tried."""
 
 
 def _get_first_choice(response: Any, ids: Ids) -> Json:
@@ -118,10 +107,8 @@ def _parse_token_texts(tokens: Any, ids: Ids) -> list[str | None]:
     if not isinstance(tokens, list) or len(cast(list[Any], tokens)) < len(ids):
         return [None] * len(ids)
     texts: list[str | None] = []
-    for position, (token, entry) in enumerate(
-        zip(ids.tolist(), cast(list[Any], tokens)[: len(ids)], strict=True)
-    ):
-        text = str(entry)
+    for position, token in enumerate(ids.tolist()):
+        text = str(cast(list[Any], tokens)[position])
         token_id = text.removeprefix("token_id:")
         if token_id != text and token_id != str(token):
             raise _make_wrong_token_error(token, position, token_id)

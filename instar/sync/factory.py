@@ -3,6 +3,7 @@ automatic route in `ROUTES` that the backend and the engines support."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -45,12 +46,9 @@ async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequen
             ) from error
     for route in ROUTES:
         if _is_automatic(route, endpoints):
-            try:
+            with contextlib.suppress(ConfigError):
                 return await _create(route, endpoints)
-            except ConfigError:
-                if route == "files":
-                    raise
-    raise AssertionError("the files route is always tried")
+    return await _create("files", endpoints)
 
 
 async def _create(route: RouteName, endpoints: RouteEndpoints) -> SyncRoute:
@@ -60,11 +58,11 @@ async def _create(route: RouteName, endpoints: RouteEndpoints) -> SyncRoute:
 
 
 def _is_automatic(route: RouteName, endpoints: RouteEndpoints) -> bool:
-    """Return True if `sync.route: auto` tries the route."""
+    """Return True if `sync.route: auto` tries the route before `files`."""
     if route == "ray":
         # Adapter files are small, so they are sent without Ray.
         return endpoints.is_on_ray and "weights" in endpoints.backend.capabilities.artifacts
-    return route == "files" or endpoints.can_sync_from_gpu
+    return route != "files" and endpoints.can_sync_from_gpu
 
 
 def _find_obstacle(route: RouteName, endpoints: RouteEndpoints) -> str | None:

@@ -6,6 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine
@@ -14,62 +15,61 @@ from instar.sync.base import RouteError, SyncRoute
 from instar.sync.files import FileSync
 from instar.types import Policy
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class PushTargets:
     """The engines of one push, each with its outcome. Later steps skip an engine that has failed."""
 
     def __init__(self, policy: Policy, engines: Sequence[Engine]) -> None:
         self._policy = policy
-        self._engines = engines
-        self.outcomes: list[Exception | None] = [None] * len(engines)
-        self._committed: set[int] = set()
+        self.outcomes: dict[Engine, Exception | None] = dict.fromkeys(engines)
+        self._committed: set[Engine] = set()
 
     @property
     def healthy_engines(self) -> list[Engine]:
         """The engines that have not failed."""
-        return [engine for engine, error in zip(self._engines, self.outcomes, strict=True) if not error]
+        return [engine for engine, error in self.outcomes.items() if error is None]
 
     async def run(self, action: str, function: Callable[[Engine], Awaitable[object]]) -> None:
         """Call a function for each engine that has not failed. ``action`` completes the error message
         `version 3 of p could not be ...`, for example `sent`."""
 
-        async def run_one(index: int) -> None:
+        async def run_one(engine: Engine) -> None:
             try:
-                await function(self._engines[index])
+                await function(engine)
             except (InstarError, OSError) as error:
-                self._fail(index, action, error)
+                self._fail(engine, action, error)
 
-        await asyncio.gather(*(run_one(i) for i, error in enumerate(self.outcomes) if error is None))
+        await asyncio.gather(*map(run_one, self.healthy_engines))
 
     async def commit(self, function: Callable[[Engine], Awaitable[object]]) -> None:
         """Run the last step. An engine that completes it serves the policy, even if other engines fail."""
-        indices = {id(engine): index for index, engine in enumerate(self._engines)}
 
         async def commit_one(engine: Engine) -> None:
             await function(engine)
-            self._committed.add(indices[id(engine)])
+            self._committed.add(engine)
 
         await self.run("served", commit_one)
 
     def fail_remaining(self, action: str, error: Exception) -> None:
         """Mark every engine that has neither failed nor committed as failed with ``error``."""
-        for index, outcome in enumerate(self.outcomes):
-            if outcome is None and index not in self._committed:
-                self._fail(index, action, error)
+        for engine in self.healthy_engines:
+            if engine not in self._committed:
+                self._fail(engine, action, error)
 
-    def _fail(self, index: int, action: str, error: Exception) -> None:
+    def _fail(self, engine: Engine, action: str, error: Exception) -> None:
         policy = self._policy
         failure = SyncError(f"version {policy.version} of {policy.policy_id} could not be {action}: {error}")
         failure.__cause__ = error
-        self.outcomes[index] = failure
+        self.outcomes[engine] = failure
 
 
 class LiveSync(SyncRoute):
     """Base class for live routes. A push has two phases: all engines receive the weights, then commit them.
-
     An engine that did not receive all weights keeps its policy, except over NCCL. If the backend cannot
-    provide the weights, ``push`` raises the backend's error.
-    """
+    provide the weights, ``push`` raises the backend's error."""
 
     is_live = True
 
@@ -91,7 +91,7 @@ class LiveSync(SyncRoute):
             targets.fail_remaining("served", SyncError(f"the push took longer than {self._timeout:g} s"))
         except RouteError as error:
             targets.fail_remaining("sent", error)
-        return targets.outcomes
+        return list(targets.outcomes.values())
 
     @abstractmethod
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
@@ -99,6 +99,11 @@ class LiveSync(SyncRoute):
 
     async def _commit(self, policy: Policy, targets: PushTargets) -> None:
         await targets.commit(lambda engine: engine.commit(policy))
+
+
+def describe_weight(name: str, tensor: Tensor) -> tuple[str, str, list[int]]:
+    """Return the name, dtype and shape of a weight."""
+    return name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
 
 
 @contextmanager

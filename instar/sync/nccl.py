@@ -17,10 +17,11 @@ import socket
 from collections.abc import Awaitable
 from typing import Any
 
+from instar.async_utils import cancel_and_wait
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import SyncError
-from instar.sync.live import LiveSync, PushTargets, convert_route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors, describe_weight
 from instar.types import Json, Policy
 
 
@@ -40,7 +41,9 @@ class NcclSync(LiveSync):
 
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         if self._weight_info is None:
-            self._weight_info = await self._describe_weights()
+            weights = [describe_weight(*weight) async for weight in self._backend.tensors()]
+            names, dtypes, shapes = map(list, zip(*weights, strict=True))
+            self._weight_info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
         if self._group is None or self._members != targets.healthy_engines:
             await self._form_group(policy, targets)
         body: Json = {"update": self._weight_info}
@@ -72,10 +75,7 @@ class NcclSync(LiveSync):
             group_failed.set()
             raise
         finally:
-            tasks = (send_task, commit_task, failure_task)
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel_and_wait(send_task, commit_task, failure_task)
             if group_failed.is_set():
                 await self._leave_group()
         targets.fail_remaining("served", SyncError("another engine in the NCCL group failed"))
@@ -94,45 +94,35 @@ class NcclSync(LiveSync):
     async def close(self) -> None:
         await self._leave_group()
 
-    async def _describe_weights(self) -> Json:
-        names: list[str] = []
-        dtypes: list[str] = []
-        shapes: list[list[int]] = []
-        async for name, tensor in self._backend.tensors():
-            names.append(name)
-            dtypes.append(str(tensor.dtype).removeprefix("torch."))
-            shapes.append(list(tensor.shape))
-        return {"names": names, "dtype_names": dtypes, "shapes": shapes}
-
     async def _form_group(self, policy: Policy, targets: PushTargets) -> None:
         """Query each engine's number of workers, and have all engines join one group concurrently."""
         await self._leave_group()
-        worker_counts: dict[int, int] = {}
+        worker_counts: dict[Engine, int] = {}
 
         async def query(engine: Engine) -> None:
             response = await engine.stage(WeightTransfer(policy, "nccl", {}))
-            worker_counts[id(engine)] = response["world_size"]
+            worker_counts[engine] = response["world_size"]
 
         await targets.run("sent, because the engine did not report its workers", query)
-        counts = [worker_counts[id(engine)] for engine in targets.healthy_engines]
-        init_infos = plan_group(counts, self._host, _find_free_port(self._host))
-        info_by_engine = dict(zip(map(id, targets.healthy_engines), init_infos, strict=True))
+        self._members = targets.healthy_engines
+        counts = [worker_counts[engine] for engine in self._members]
+        with socket.create_server((self._host, 0)) as server:
+            port = server.getsockname()[1]
+        init_infos = plan_group(counts, self._host, port)
+        info_by_engine = dict(zip(self._members, init_infos, strict=True))
 
         def invite(engine: Engine) -> Awaitable[object]:
-            return engine.stage(WeightTransfer(policy, "nccl", {"init": info_by_engine[id(engine)]}))
+            return engine.stage(WeightTransfer(policy, "nccl", {"init": info_by_engine[engine]}))
 
-        self._members = targets.healthy_engines
-        join_task = asyncio.create_task(
-            targets.run("sent, because the engine did not join the group", invite)
-        )
+        invitation = targets.run("sent, because the engine did not join the group", invite)
+        join_task = asyncio.create_task(invitation)
         try:
             with convert_route_errors():
                 if init_infos:
                     self._group = await asyncio.to_thread(self._transport.join, init_infos[0])
             await join_task
         finally:
-            join_task.cancel()
-            await asyncio.gather(join_task, return_exceptions=True)
+            await cancel_and_wait(join_task)
 
 
 def plan_group(worker_counts: list[int], host: str, port: int) -> list[Json]:
@@ -154,8 +144,3 @@ class NcclTransport:
 
         group.broadcast(tensor.cuda().contiguous(), src=0, stream=torch.cuda.current_stream())
         torch.cuda.current_stream().synchronize()
-
-
-def _find_free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as server:
-        return server.getsockname()[1]

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from instar.async_utils import cancel_and_wait
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import ConfigError, EngineUnavailable
 from instar.sync.base import RouteError
-from instar.sync.live import LiveSync, PushTargets, convert_route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors, describe_weight
 from instar.sync.shared import PROBE_POLICY
 from instar.types import Json, Policy
 
@@ -85,8 +86,7 @@ class RaySync(LiveSync):
                 await send_task
         finally:
             if send_task is not None:
-                send_task.cancel()
-                await asyncio.gather(send_task, return_exceptions=True)
+                await cancel_and_wait(send_task)
             # An error here must not hide an earlier one. The next push overwrites the remaining chunks.
             with contextlib.suppress(RouteError):
                 await self._call_mailbox("clear")
@@ -110,7 +110,7 @@ class RaySync(LiveSync):
                     yield chunk
                     chunk, size = RayChunk([], []), 0
                 chunk.references.append(await _run_in_thread(_put_tensor, tensor))
-                chunk.layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+                chunk.layout.append(describe_weight(name, tensor))
                 size += tensor.nbytes
         if chunk.layout:
             yield chunk

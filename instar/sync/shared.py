@@ -13,12 +13,12 @@ import math
 import os
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from instar.backends.base import Backend
 from instar.engines.base import Engine, WeightTransfer
 from instar.errors import EngineError, EngineUnavailable, SyncError
-from instar.sync.live import LiveSync, PushTargets, convert_route_errors
+from instar.sync.live import LiveSync, PushTargets, convert_route_errors, describe_weight
 from instar.types import Artifact, Json, Policy
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ class SharedSync(LiveSync):
         async def commit(engine: Engine) -> None:
             try:
                 await engine.commit(policy)
-            except EngineUnavailable:
-                raise
-            except EngineError:
-                self._copying_engines.discard(engine)  # it has responded, so it is no longer copying
+            except EngineError as error:
+                if not isinstance(error, EngineUnavailable):
+                    self._copying_engines.discard(engine)  # it has responded, so it is no longer copying
                 raise
             self._copying_engines.discard(engine)
 
@@ -87,7 +86,7 @@ class SharedSync(LiveSync):
         layout: list[WeightPlacement] = []
         offset = 0
         async for name, tensor in self._backend.tensors():
-            layout.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), offset))
+            layout.append((*describe_weight(name, tensor), offset))
             offset += -(-tensor.nbytes // WEIGHT_ALIGNMENT_BYTES) * WEIGHT_ALIGNMENT_BYTES
         return layout
 
@@ -138,7 +137,10 @@ class SharedBuffer:
             from torch.multiprocessing.reductions import reduce_tensor
 
             # The engine knows the first seven values, which describe the tensor and its device.
-            parts = [_to_json(value) for value in reduce_tensor(self._bytes)[1][7:]]
+            parts = [
+                {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+                for value in reduce_tensor(self._bytes)[1][7:]
+            ]
             self.handle = {"kind": "cuda", "gpu": get_gpu_uuid(), "parts": parts, "size": size}
         self.views: dict[str, Tensor] = {}
         for name, dtype, shape, start in layout:
@@ -202,7 +204,3 @@ def _count_bytes(dtype: str, shape: list[int]) -> int:
     import torch
 
     return getattr(torch, dtype).itemsize * math.prod(shape)
-
-
-def _to_json(value: Any) -> Any:
-    return {"bytes": base64.b64encode(value).decode()} if isinstance(value, bytes) else value

@@ -39,7 +39,7 @@ async def run_engine(context: RoleContext) -> None:
 async def run_teacher(context: RoleContext) -> None:
     """Serve an engine that only computes logprobs. The trainer waits while the teacher computes, so the
     teacher shares the cores with the engines as the trainer would."""
-    from instar.reference.vocabulary import require_same_vocabulary
+    from instar.reference.factory import require_same_vocabulary
 
     config = teacher_config(context.config)
     store = await context.open_store()

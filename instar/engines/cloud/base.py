@@ -17,7 +17,7 @@ import numpy as np
 from instar.clouds.base import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
-from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.stopping import StopRule, collect_eos_ids
 from instar.errors import EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
@@ -41,11 +41,8 @@ class ServedPolicy:
 
 
 class CloudEngine(Engine):
-    """An engine that samples from a training service. Each reply arrives as one chunk.
-
-    Subclasses implement the four abstract methods with the service's SDK. All but ``disconnect`` raise
-    CloudError on failure.
-    """
+    """An engine that samples from a training service. Each reply arrives as one chunk. Subclasses implement
+    the four abstract methods with the service's SDK. All but ``disconnect`` raise CloudError on failure."""
 
     def __init__(
         self, model: ModelConfig, cloud_config: CloudConfig, engine_config: CloudEngineConfig
@@ -92,17 +89,20 @@ class CloudEngine(Engine):
         """Close the connection, if there is one, without raising errors."""
 
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = to_ids(prompt_ids)
-        check_request(self.info, prompt, params)
+        prompt = check_request(self.info, prompt_ids, params)
         async with self._acquire_slot():
-            chunk = await self._sample_reply(prompt, params)
+            call = self._call_with_reconnect(lambda client: self.sample(client, prompt, params))
+            reply, served = await call
+            ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
+            logprobs, behavior = reply.logprobs[: len(ids)], None
+            if params.modifies_distribution:
+                logprobs, behavior = await self._score_modified(served, prompt, ids, params)
             self._status.prompt_tokens += len(prompt)
-            self._status.generated_tokens += len(chunk.token_ids)
-            yield chunk
+            self._status.generated_tokens += len(ids)
+            yield TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = to_ids(token_ids)
-        check_score_request(self.info, ids)
+        ids = check_score_request(self.info, token_ids)
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._acquire_slot():
@@ -125,15 +125,6 @@ class CloudEngine(Engine):
             self._status.running -= 1
             self._slots.release()
 
-    async def _sample_reply(self, prompt: Ids, params: SamplingParams) -> TokenChunk:
-        reply, served = await self._call_with_reconnect(lambda client: self.sample(client, prompt, params))
-        ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
-        logprobs = reply.logprobs[: len(ids)]
-        behavior = None
-        if params.modifies_distribution:
-            logprobs, behavior = await self._score_modified(served, prompt, ids, params)
-        return TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
-
     def _truncate(
         self, reply: CloudReply, params: SamplingParams, context_left: int
     ) -> tuple[list[int], FinishReason, str | None]:
@@ -149,11 +140,9 @@ class CloudEngine(Engine):
     async def _score_modified(
         self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
-        """Return the logprobs under the full softmax and under the modified distribution.
-
-        The service's own logprobs are not used, because they could be either. A greedy reply is scored in a
-        second request if ``params.logprobs`` is True. Otherwise, all logprobs are NaN.
-        """
+        """Return the logprobs under the full softmax and under the modified distribution. The service's own
+        logprobs are not used, because they could be either. A greedy reply is scored in a second request if
+        ``params.logprobs`` is True. Otherwise, all logprobs are NaN."""
         if params.temperature > 0 or not ids or not params.logprobs:
             return [math.nan] * len(ids), [math.nan] * len(ids)
         scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
@@ -190,20 +179,17 @@ class CloudEngine(Engine):
             if self._is_closed:
                 raise EngineUnavailable("The engine is closed.")
             try:
-                client = await self._open_with_reconnect(path)
+                try:
+                    client = await self.open_sampler(path)
+                except CloudError as failure:
+                    if failure.kind != "lost":
+                        raise
+                    await self.disconnect()
+                    client = await self.open_sampler(path)
             except CloudError as failure:
                 raise failure.to_engine_error() from None
             self._status.version, self._policy_path = policy.version, path
             self._served = ServedPolicy(policy.version, client)
-
-    async def _open_with_reconnect(self, path: str | None) -> Any:
-        try:
-            return await self.open_sampler(path)
-        except CloudError as failure:
-            if failure.kind != "lost":
-                raise
-        await self.disconnect()
-        return await self.open_sampler(path)
 
     async def status(self) -> EngineStatus:
         return copy.copy(self._status)

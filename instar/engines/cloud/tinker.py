@@ -52,11 +52,9 @@ class TinkerSampler(CloudEngine):
         return CloudReply(ids, logprobs, reason)
 
     def _build_stop_list(self, params: SamplingParams) -> list[str] | list[int] | None:
-        """Return the stop sequences, or None to keep the SDK's default.
-
-        The list replaces the default, so it includes the end-of-sequence tokens. The SDK does not accept both
-        strings and ids, so the ids are decoded to text if there are stop strings.
-        """
+        """Return the stop sequences, or None to keep the SDK's default. The list replaces the default, so it
+        includes the end-of-sequence tokens. The SDK does not accept both strings and ids, so the ids are
+        decoded to text if there are stop strings."""
         ids = sorted({*self.eos_ids, *params.stop_token_ids})
         if params.stop:
             texts = [self.tokenizer.decode([token], skip_special_tokens=False) for token in ids]

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from instar.engines.local.rows import CAPACITY_STEP
+from instar.engines.local.kv_cache import CAPACITY_STEP
 from instar.errors import EngineError
 
 NAME = "instar_engine"
@@ -134,11 +134,6 @@ def attend(
         )
         outputs.append(attended.permute(2, 0, 1, 3).reshape(piece.stop - piece.start, heads, head_dim))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
-
-
-def should_share_prefixes(device: str) -> bool:
-    """Return True if attention to a shared prefix is computed once for all rows. This needs a CPU kernel."""
-    return device == "cpu" and hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:

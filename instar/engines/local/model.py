@@ -14,8 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from instar.config import ModelConfig
 from instar.engines.local import attention
+from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.lora import LoraPair, install_adapter, pack_weights, read_adapter, replace_linears
-from instar.engines.local.rows import KVShape
 from instar.engines.stopping import collect_eos_ids
 from instar.errors import EngineError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model

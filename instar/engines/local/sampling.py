@@ -28,8 +28,7 @@ class SampledTokens:
 
 
 class Sampler:
-    """Samples one token for each row. Buffers are reused, because page faults in new ones would take longer
-    than the arithmetic."""
+    """Samples one token for each row. Buffers are reused, because new ones would cause slow page faults."""
 
     def __init__(self, device: str) -> None:
         self._device = device

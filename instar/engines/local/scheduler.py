@@ -16,14 +16,14 @@ import torch
 
 from instar.engines.base import EngineStatus
 from instar.engines.local import attention
-from instar.engines.local.model import EngineModel, PolicyUpdate
-from instar.engines.local.prefix import (
+from instar.engines.local.kv_cache import (
     MIN_SHARED_ROWS,
+    KVRows,
     PrefixCache,
     common_prefix_length,
     find_shared_prefixes,
 )
-from instar.engines.local.rows import KVRows
+from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
 from instar.engines.stopping import StopRule
 from instar.types import Floats, Ids, SamplingParams, TokenChunk
@@ -83,7 +83,9 @@ class Scheduler:
         self._running: list[SchedulerRequest] = []
         self._decoding_rows = 0
         self._weights_epoch = 0
-        self._share_prefixes = attention.should_share_prefixes(model.device) and not is_batch_invariant
+        # Computing the attention to a shared prefix once for all rows needs a CPU kernel.
+        has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
+        self._share_prefixes = model.device == "cpu" and has_kernel and not is_batch_invariant
         self._admission_count = 0
         self._status = EngineStatus(version=0)
 
@@ -120,8 +122,7 @@ class Scheduler:
         self._weights_epoch += 1
 
     def set_kv_tokens(self, kv_tokens: int) -> None:
-        self._kv_tokens = kv_tokens
-        self._rows.max_tokens = kv_tokens
+        self._kv_tokens = self._rows.max_tokens = kv_tokens
 
     def release_memory(self) -> None:
         if not self.is_busy:
@@ -129,13 +130,15 @@ class Scheduler:
             self._prefixes.clear()
 
     def step(self) -> list[Emission]:
-        """Admit requests, run the model once and return the new chunks. The chunk of a scored request is
-        empty."""
+        """Admit requests, run the model once, and return new chunks, which are empty for scored requests."""
         self._admit()
         if not self._running:
             return []
         plan, ids, logit_indices, sampling_requests = self._plan()
-        logits = self._compute_logits(plan, ids, logit_indices)
+        positions, count = plan.positions, len(logit_indices)
+        if self._is_batch_invariant:
+            ids, positions, logit_indices = map(_fill_up, (ids, positions, logit_indices))
+        logits = self._model.forward(ids, positions, logit_indices, plan)[:count]
         scored = self._score(plan, logits[len(sampling_requests) :])
         for request in self._running[: self._decoding_rows]:
             request.computed_tokens += 1
@@ -149,14 +152,6 @@ class Scheduler:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, tokens) for i, request in enumerate(sampling_requests)]
         return emissions + [self._end_scoring(request) for request in scored]
-
-    def _compute_logits(
-        self, plan: attention.StepPlan, ids: torch.Tensor, logit_indices: torch.Tensor
-    ) -> torch.Tensor:
-        positions, count = plan.positions, len(logit_indices)
-        if self._is_batch_invariant:
-            ids, positions, logit_indices = map(_fill_up, (ids, positions, logit_indices))
-        return self._model.forward(ids, positions, logit_indices, plan)[:count]
 
     def _admit(self) -> None:
         deferred: list[SchedulerRequest] = []
@@ -302,7 +297,6 @@ class Scheduler:
 
     def _end_scoring(self, request: SchedulerRequest) -> Emission:
         self._release(request)
-        request.is_finished = True
         return request, TokenChunk(token_ids=[], logprobs=[], versions=[], finish_reason="stop")
 
     def _accept(self, request: SchedulerRequest, index: int, tokens: SampledTokens) -> Emission:
@@ -321,7 +315,6 @@ class Scheduler:
         if reason is not None:
             self._cache_prefix(request)
             self._release(request)
-            request.is_finished = True
         return request, chunk
 
     def _cache_prefix(self, request: SchedulerRequest) -> None:
@@ -334,9 +327,9 @@ class Scheduler:
         self._prefixes.trim(max(0, self._kv_tokens - self._rows.capacity_tokens))
 
     def _release(self, request: SchedulerRequest) -> None:
-        """Free the row of a request. Other rows move to close the gap, and decoding rows stay first."""
+        """End a request and free its row. Other rows move to close the gap, and decoding rows stay first."""
         free_row = request.row
-        request.row = -1
+        request.row, request.is_finished = -1, True
         if free_row < self._decoding_rows:
             self._decoding_rows -= 1
             self._move(self._decoding_rows, free_row)
@@ -358,8 +351,7 @@ def _fill_up(values: torch.Tensor) -> torch.Tensor:
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:
-    """Return blocks of adjacent rows as (start, stop). A block ends where padding its short rows would take
-    longer than starting another block."""
+    """Return blocks of adjacent rows as (start, stop). A new block starts where padding would take longer."""
     spans: list[tuple[int, int]] = []
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):

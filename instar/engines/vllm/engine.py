@@ -15,21 +15,19 @@ import numpy as np
 
 from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
-from instar.engines.checks import check_artifact, check_request, check_score_request, to_ids
+from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.stopping import collect_eos_ids
 from instar.engines.vllm import wire
 from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
 from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
-from instar.engines.vllm.serving import AdapterServing, MergedServing, PolicyLease, PolicyServing
-from instar.engines.vllm.transfer import TransferReceiver, find_routes
-from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.serving import BASE_POLICY, AdapterServing, MergedServing, PolicyServing
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights, TransferReceiver, find_routes
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
-from instar.types import Artifact, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, Json, Policy, SamplingParams, TokenChunk
 
-BASE_POLICY = Policy("", 0, Artifact("base"))
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY_SECONDS = 0.5
 """The delay before a failed request is retried. It is long enough to detect that the server exited."""
@@ -47,7 +45,13 @@ class VllmEngine(Engine):
         self._model = model
         self._config = config
         self._folder = resolve_model(model.name)
-        self._properties = _ModelProperties.read(self._folder, model)
+        config_json = _read_json(self._folder / "config.json")
+        text_config = config_json.get("text_config", config_json)
+        sources = (_read_json(self._folder / "generation_config.json"), config_json, text_config)
+        self._eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
+        self._vocab_size: int = text_config["vocab_size"]
+        max_positions = text_config.get("max_position_embeddings") or model.max_context
+        self._max_context: int = min(model.max_context, max_positions)
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._server: VllmProcess | ExternalVllm | None = None
         self._serving = PolicyServing()
@@ -101,7 +105,7 @@ class VllmEngine(Engine):
             vllm=vllm,
             model=self._folder,
             dtype=device_and_dtype(model)[1] if vllm.is_cpu_build or self._model.dtype != "auto" else "bf16",
-            max_context=self._properties.max_context,
+            max_context=self._max_context,
             enable_lora=policy == "adapter" or (policy == "auto" and not vllm.is_cpu_build),
             core_count=max(1, usable_cores() // self._config.count),
         )
@@ -122,11 +126,9 @@ class VllmEngine(Engine):
 
     async def _sync_external(self, process_start: str | None) -> None:
         """Make an external server that has become ready serve the policy, or the base model if there is none.
-
         The weights of a new process are unknown, so they are always replaced. Merged weights keep their
         version until then, because replies may still be in progress. The same process loads only a policy
-        that arrived while it was down.
-        """
+        that arrived while it was down."""
         is_same_process = process_start is not None and process_start == self._process_start
         if not is_same_process and not self._serving.can_switch_mid_reply:
             self._serving.reset()
@@ -155,7 +157,7 @@ class VllmEngine(Engine):
         assert self._server is not None
         client = self._server.client
         capabilities = await ServerCapabilities.query(client)
-        capabilities.check(self._config, self._properties.max_context)
+        capabilities.check(self._config, self._max_context)
         self._send_seeds = isinstance(self._server, VllmProcess) or self._model.device != "cpu"
         if not self._send_seeds:
             self._report("seeds are not sent, because they can crash an external vLLM server on a CPU")
@@ -167,8 +169,8 @@ class VllmEngine(Engine):
         self._info = EngineInfo(
             kind="vllm",
             model=self._model.name,
-            vocab_size=self._properties.vocab_size,
-            max_context=self._properties.max_context,
+            vocab_size=self._vocab_size,
+            max_context=self._max_context,
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.can_switch_mid_reply,
             can_score=True,
@@ -221,15 +223,8 @@ class VllmEngine(Engine):
             return self._server.failure
         return EngineUnavailable(f"The vLLM server is not ready: {self._down_reason}")
 
-    @property
-    def info(self) -> EngineInfo:
-        if self._info is None:
-            raise self._not_ready_error()
-        return self._info
-
     async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = to_ids(prompt_ids)
-        check_request(self.info, prompt, params)
+        prompt = check_request(self.info, prompt_ids, params)
         self._status.waiting += 1
         is_waiting = True
         try:
@@ -256,9 +251,26 @@ class VllmEngine(Engine):
                 self._status.running -= 1
 
     async def _sample(self, prompt: Ids, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+        assert self._server is not None
+        assert self._weights is not None
+        client = self._server.client
         with self._serving.lease() as lease:
-            reply = await self._start_reply(prompt, params, lease)
-            assert self._weights is not None
+            body = wire.encode_generate_request(
+                prompt,
+                params,
+                context_left=self._max_context - len(prompt),
+                eos_ids=self._eos_ids,
+                model=lease.model,
+                send_seed=self._send_seeds,
+            )
+            reply = VllmReply(
+                await client.stream(wire.GENERATE_PATH, body),
+                params,
+                client=client,
+                get_version=lease.get_version,
+                end_ids={*self._eos_ids, *params.stop_token_ids},
+                tokenizer=self._tokenizer,
+            )
             self._weights.replies.add(reply)
             try:
                 async with aclosing(reply.stream_chunks()) as chunks:
@@ -266,39 +278,15 @@ class VllmEngine(Engine):
                         yield chunk
             finally:
                 self._weights.replies.discard(reply)
-                self._record_counts(reply, len(prompt))
-
-    async def _start_reply(self, prompt: Ids, params: SamplingParams, lease: PolicyLease) -> VllmReply:
-        server = self._server
-        assert server is not None
-        body = wire.encode_generate_request(
-            prompt,
-            params,
-            context_left=self._properties.max_context - len(prompt),
-            eos_ids=self._properties.eos_ids,
-            model=lease.model,
-            send_seed=self._send_seeds,
-        )
-        return VllmReply(
-            await server.client.stream(wire.GENERATE_PATH, body),
-            params,
-            client=server.client,
-            get_version=lease.get_version,
-            end_ids={*self._properties.eos_ids, *params.stop_token_ids},
-            tokenizer=self._tokenizer,
-        )
-
-    def _record_counts(self, reply: VllmReply, prompt_tokens: int) -> None:
-        self._status.prompt_tokens += prompt_tokens
-        if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
-            self.mislabelled_tokens += reply.mislabelled_tokens
-            self._report(f"{reply.mislabelled_tokens} tokens of a reply were labelled with the wrong version")
-        if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
-            self._status.cached_tokens += details.cached_tokens or 0
+                self._status.prompt_tokens += len(prompt)
+                if reply.mislabelled_tokens and self._serving.can_switch_mid_reply:
+                    self.mislabelled_tokens += (count := reply.mislabelled_tokens)
+                    self._report(f"{count} tokens of a reply were labelled with the wrong version")
+                if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
+                    self._status.cached_tokens += details.cached_tokens or 0
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = to_ids(token_ids)
-        check_score_request(self.info, ids)
+        ids = check_score_request(self.info, token_ids)
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
             return scores
@@ -355,22 +343,6 @@ class VllmEngine(Engine):
             await self._serving.close()
         if self._server is not None:
             await self._server.close()
-
-
-class _ModelProperties(msgspec.Struct, frozen=True):
-    vocab_size: int
-    max_context: int
-    eos_ids: frozenset[int]
-
-    @classmethod
-    def read(cls, folder: Path, model: ModelConfig) -> _ModelProperties:
-        config = _read_json(folder / "config.json")
-        text_config = config.get("text_config", config)
-        generation = _read_json(folder / "generation_config.json")
-        sources = (generation, config, text_config)
-        eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
-        max_positions = text_config.get("max_position_embeddings") or model.max_context
-        return cls(text_config["vocab_size"], min(model.max_context, max_positions), frozenset(eos_ids))
 
 
 def _read_json(path: Path) -> dict[str, Any]:

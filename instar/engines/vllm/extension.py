@@ -1,4 +1,5 @@
 """Receives new weights in vLLM's workers while the old ones are still served, and then replaces the old ones.
+Also reads adapters in the workers while they continue to sample.
 
 Servers are started with ``--worker-extension-cls instar.engines.vllm.extension.WeightReceiver``. The methods
 are called by name (`/collective_rpc`), most of them with JSON text, and return a dict. On failure, the dict
@@ -14,8 +15,10 @@ import base64
 import json
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,17 +29,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from instar.engines.vllm.adapter_prefetch import AdapterPrefetcher
-
 RAY_GET_TIMEOUT_SECONDS = 60.0
 RAY_RECONNECT_TIMEOUT_SECONDS = 10**6
 """After this long without its cluster, Ray ends the process. Its default of one minute would end vLLM."""
 PLAIN_QUANT_METHODS = frozenset({"NoneType", "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
 """Layers with these ``quant_method`` classes store parameters in the same layout as the model's files."""
+SWITCH_INTERVAL_SECONDS = 0.0002
+"""The thread that reads adapters yields after this many seconds. Python's default would delay tokens."""
 
 
-class WeightReceiver(AdapterPrefetcher):
-    """A mixin for vLLM's worker class that receives weights. Its names must be unique in that class."""
+class WeightReceiver:
+    """A mixin for vLLM's worker class. Its method and attribute names must be unique in that class."""
 
     device: torch.device
     model_runner: Any
@@ -79,6 +82,12 @@ class WeightReceiver(AdapterPrefetcher):
         except Exception as error:  # noqa: BLE001 - every error is returned to the caller
             return {"error": f"{type(error).__name__}: {error}", "weights_changed": True}
         return {}
+
+    def instar_read_adapter(self, path: str) -> dict[str, Any]:
+        """Read the adapter in the background. Call again until ``done`` is true or ``error`` is set."""
+        if "instar_prefetch" not in self.__dict__:
+            self.__dict__["instar_prefetch"] = _AdapterReader(self.model_runner.lora_manager, self.device)
+        return self.__dict__["instar_prefetch"].read(path)
 
     @property
     def _instar_staged(self) -> StagedWeights:
@@ -322,3 +331,61 @@ def _get_gpu_uuid(device: torch.device) -> str | None:
     if device.type != "cuda":
         return None
     return str(torch.cuda.get_device_properties(device.index or 0).uuid)
+
+
+class _AdapterReader:
+    """Reads an adapter in a thread before vLLM loads it, so that only the copy to the GPU is left between two
+    steps. Otherwise, every stream waits until some 400 small tensors are read, cast, packed and copied."""
+
+    def __init__(self, manager: Any, device: torch.device) -> None:
+        self._device = device
+        self._manager = manager
+        self._load_adapter = manager._load_adapter
+        self._path = ""
+        self._adapter: Any = None
+        self._error = ""
+        self._thread: threading.Thread | None = None
+        # vLLM's manager reads adapters only through this method.
+        manager._load_adapter = self._take_adapter
+
+    def read(self, path: str) -> dict[str, Any]:
+        if path != self._path:
+            if self._thread is not None:
+                self._thread.join()
+            self._path, self._adapter, self._error = path, None, ""
+            self._thread = threading.Thread(target=self._read_in_thread, args=(path,), daemon=True)
+            self._thread.start()
+        if self._error:
+            self._path = ""
+            return {"error": self._error}
+        return {"done": self._adapter is not None}
+
+    def _read_in_thread(self, path: str) -> None:
+        from vllm.lora.request import LoRARequest
+
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            with _short_switch_interval():
+                adapter = self._load_adapter(LoRARequest("prefetch", 1, path))
+                # vLLM calls this again when it adds the adapter, but by then there is nothing left to do.
+                self._manager._adapter_manager._create_merged_loras_inplace(adapter)
+            self._adapter = adapter
+        except Exception as error:  # noqa: BLE001 - every error is returned to the caller
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _take_adapter(self, request: Any) -> Any:
+        if request.lora_path != self._path or self._adapter is None:
+            return self._load_adapter(request)
+        adapter, self._path, self._adapter = self._adapter, "", None
+        return adapter.clone(request.lora_int_id)
+
+
+@contextmanager
+def _short_switch_interval() -> Generator[None]:
+    previous = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(previous)

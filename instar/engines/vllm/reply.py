@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection
+from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
@@ -22,26 +23,19 @@ USAGE_TIMEOUT_SECONDS = 10.0
 """The timeout for the events after the last token."""
 
 
+@dataclass(eq=False)
 class VllmReply:
     """A reply that is being received from vLLM. ``get_version`` returns the served version. When it changes,
     call ``mark_version`` with the old version once all tokens of that version have arrived."""
 
-    def __init__(
-        self,
-        response: PlainResponse,
-        params: SamplingParams,
-        *,
-        client: VllmClient,
-        get_version: Callable[[], int],
-        end_ids: Collection[int],
-        tokenizer: Any,
-    ) -> None:
-        self._response = response
-        self._params = params
-        self._client = client
-        self._get_version = get_version
-        self._end_ids = end_ids
-        self._tokenizer = tokenizer
+    response: PlainResponse
+    params: SamplingParams
+    client: VllmClient
+    get_version: Callable[[], int]
+    end_ids: Collection[int]
+    tokenizer: Any
+
+    def __post_init__(self) -> None:
         self._unread = b""
         self._parsed_bytes = 0
         self._version_marks: deque[tuple[int, int]] = deque()
@@ -54,21 +48,21 @@ class VllmReply:
 
     @property
     def received_bytes(self) -> int:
-        return self._response.received
+        return self.response.received
 
     def mark_version(self, version: int) -> None:
-        self._version_marks.append((self._response.received, version))
+        self._version_marks.append((self.response.received, version))
 
     def abort(self) -> None:
-        self._response.close()
+        self.response.close()
 
     async def stream_chunks(self) -> AsyncGenerator[TokenChunk, None]:
         last: TokenChunk | None = None
         try:
             while last is None:
-                data = await self._response.readany()
+                data = await self.response.readany()
                 if not data:
-                    url = self._client.url
+                    url = self.client.url
                     raise EngineUnavailable(f"The vLLM server at {url} closed the connection during a reply.")
                 chunk = self._parse(data)
                 if chunk is not None and chunk.finish_reason is not None:
@@ -77,16 +71,16 @@ class VllmReply:
                     yield chunk
             # Read the rest of the response, so that the connection can be reused.
             async with asyncio.timeout(USAGE_TIMEOUT_SECONDS):
-                while data := await self._response.readany():
+                while data := await self.response.readany():
                     self._parse(data)
             yield last
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             if last is not None:
                 yield last
             else:
-                raise self._client.connection.unavailable_error(error) from error
+                raise self.client.connection.unavailable_error(error) from error
         finally:
-            self._response.close()
+            self.response.close()
 
     def _parse(self, data: bytes) -> TokenChunk | None:
         *events, self._unread = (self._unread + data).split(b"\n\n")
@@ -112,20 +106,20 @@ class VllmReply:
                     finish, stop = self._read_finish_reason(choice, [*self._ids, *ids])
                     self._count_mislabelled(choice, [*self._versions, *versions])
         self._versions += versions
-        if self._params.stop:
+        if self.params.stop:
             self._ids += ids
         if not ids and finish is None:
             return None
         behavior = None
-        if self._params.modifies_distribution:
+        if self.params.modifies_distribution:
             # vLLM reports only logprobs of the full softmax, so the modified logprobs are unknown.
-            behavior = [0.0 if self._params.temperature == 0 else math.nan] * len(ids)
+            behavior = [0.0 if self.params.temperature == 0 else math.nan] * len(ids)
         return TokenChunk(ids, logprobs, versions, behavior, finish, stop)
 
     def _current_version(self) -> int:
         while self._version_marks and self._parsed_bytes > self._version_marks[0][0]:
             self._version_marks.popleft()
-        return self._version_marks[0][1] if self._version_marks else self._get_version()
+        return self._version_marks[0][1] if self._version_marks else self.get_version()
 
     def _count_mislabelled(self, choice: Choice, versions: list[int]) -> None:
         for span in choice.weight_versions or []:
@@ -140,13 +134,13 @@ class VllmReply:
         finish = FINISH_REASONS.get(choice.finish_reason)
         if finish is None:
             raise EngineUnavailable(f"vLLM aborted the request: {choice.finish_reason}")
-        if finish == "length" or not self._params.stop:
+        if finish == "length" or not self.params.stop:
             return finish, None
         if isinstance(choice.stop_reason, str):
             return finish, choice.stop_reason
-        if ids[-1] in self._end_ids:
+        if ids[-1] in self.end_ids:
             return finish, None
         # vLLM before 0.27 does not report which stop string ended the reply.
         return finish, find_stop_string(
-            self._tokenizer.decode(ids, skip_special_tokens=False), self._params.stop
+            self.tokenizer.decode(ids, skip_special_tokens=False), self.params.stop
         )

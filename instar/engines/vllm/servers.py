@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import instar
+from instar.async_utils import cancel_and_wait
 from instar.config import VllmEngineConfig
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import STREAM_KEEP_ALIVE, VllmLaunch
@@ -75,15 +76,13 @@ class VllmProcess:
         """The error after which the server is no longer restarted, or None."""
 
     async def start(self) -> None:
-        """Start the server and wait until it is ready. If it exits or takes too long, raise EngineError with
-        the end of its log."""
+        """Start the server. Raises EngineError with the end of its log if it does not become ready."""
         await self._start_server()
         self._restart_task = asyncio.create_task(self._keep_running())
 
     async def close(self) -> None:
         if self._restart_task is not None:
-            self._restart_task.cancel()
-            await asyncio.gather(self._restart_task, return_exceptions=True)
+            await cancel_and_wait(self._restart_task)
         await self._stop()
         await self.client.close()
         self._port_socket.close()
@@ -205,8 +204,7 @@ class ExternalVllm:
 
     async def close(self) -> None:
         if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
+            await cancel_and_wait(self._watcher)
         await self.client.close()
 
     async def _watch(self) -> None:

@@ -15,12 +15,14 @@ import msgspec
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import MAX_LOADED_ADAPTERS
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
-from instar.engines.vllm.transfer import prefetch_adapter
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import ArtifactKind, Policy
+from instar.types import Artifact, ArtifactKind, Json, Policy
 
+BASE_POLICY = Policy("", 0, Artifact("base"))
 UNLOAD_TIMEOUT_SECONDS = 10.0
+PREFETCH_TIMEOUT_SECONDS = 60.0
+POLL_INTERVAL_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,21 @@ class AdapterServing(PolicyServing):
                 self._report(f"the adapter {adapter.name} could not be unloaded: {error}")
 
 
+async def prefetch_adapter(client: VllmClient, folder: str) -> None:
+    """Make the workers read an adapter while they sample. If this fails, vLLM reads it when it is loaded."""
+    try:
+        async with asyncio.timeout(PREFETCH_TIMEOUT_SECONDS):
+            while True:
+                workers: list[Json] = await client.rpc("instar_read_adapter", {"path": folder})
+                if all(worker.get("done") or "error" in worker for worker in workers):
+                    return  # an error is raised again when the adapter is loaded
+                await asyncio.sleep(POLL_INTERVAL_SECONDS)
+    except EngineUnavailable:
+        raise
+    except (EngineError, TimeoutError):
+        return
+
+
 @dataclass
 class MergedServing(PolicyServing):
     """Replaces the server's own weights. Requests in flight continue under the new weights."""
@@ -186,7 +203,7 @@ class MergedServing(PolicyServing):
     def __post_init__(self) -> None:
         can_load_weights = self.has_extension or not self.is_on_cpu
         self.artifacts = ("adapter", "weights", "base") if can_load_weights else ("adapter", "base")
-        self._policy: Policy | None = None
+        self._policy = BASE_POLICY
 
     @property
     def version(self) -> int:
@@ -237,11 +254,8 @@ class MergedServing(PolicyServing):
     async def _restore(self) -> None:
         """Load the previous policy from its files. If that fails, no policy is served."""
         with contextlib.suppress(EngineError):
-            if self._policy is None:
-                await self._reload(self.server_base_path, 0)
-            else:
-                async with self._provide_weights(self._policy) as folder:
-                    await self._reload(folder, self._policy.version)
+            async with self._provide_weights(self._policy) as folder:
+                await self._reload(folder, self._policy.version)
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
@@ -250,4 +264,4 @@ class MergedServing(PolicyServing):
 
     def reset(self) -> None:
         self.weights.version = 0
-        self._policy = None
+        self._policy = BASE_POLICY

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from instar.engines.local.prefix import PrefixCache
+from instar.engines.local.kv_cache import PrefixCache
 from instar.types import Ids
 
 MAX_LENGTH = 12

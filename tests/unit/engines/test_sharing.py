@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from instar.engines.local.prefix import MIN_SHARED_TOKENS, find_shared_prefixes
+from instar.engines.local.kv_cache import MIN_SHARED_TOKENS, find_shared_prefixes
 from instar.types import SamplingParams
 from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs
 from tests.unit.engines.test_local import (

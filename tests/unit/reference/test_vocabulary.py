@@ -6,7 +6,7 @@ import pytest
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError
-from instar.reference.vocabulary import require_same_vocabulary
+from instar.reference.factory import require_same_vocabulary
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 

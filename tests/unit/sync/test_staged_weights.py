@@ -12,8 +12,7 @@ from instar.engines.base import WeightTransfer
 from instar.engines.vllm import extension
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.merge import read_shapes
-from instar.engines.vllm.transfer import TransferReceiver
-from instar.engines.vllm.weights import ServerWeights
+from instar.engines.vllm.weights import ServerWeights, TransferReceiver
 from instar.errors import EngineError
 from instar.types import Artifact, Policy
 from tests.tiny import make_tiny_model
