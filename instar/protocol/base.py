@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from instar.errors import (
     BackendError,
     BackendUnavailable,
@@ -78,9 +80,8 @@ class ServiceLimits:
 TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSpec:
-    rank: int = 16
+class AdapterSpec(msgspec.Struct, frozen=True):
+    rank: int
     seed: int | None = None
     """None for a random seed."""
     train_attn: bool = True

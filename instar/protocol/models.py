@@ -6,11 +6,12 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from transformers import PreTrainedModel
 

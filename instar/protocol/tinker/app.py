@@ -28,7 +28,7 @@ from instar.protocol.tinker.requests import (
 )
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
 from instar.protocol.tinker.sampling import TinkerRoutes, TinkerSamplingRoutes, TinkerSamplingSessions
-from instar.protocol.tinker.training import TinkerTrainingRoutes
+from instar.protocol.tinker.training import TinkerHandler, TinkerTrainingRoutes
 from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
@@ -54,17 +54,14 @@ class TinkerSessionRoutes(TinkerRoutes):
     """The routes for sessions, operation results, client settings and telemetry."""
 
     def register(self, router: TinkerRouter) -> None:
-        router.add("GET", "healthz", self.health)
+        router.add("GET", "healthz", _respond_with({"status": "ok"}))
         router.add("POST", "client/config", self.get_config)
-        router.add("POST", "client/dynamic_config", self.get_dynamic_config)
-        router.add("POST", "telemetry", self.discard_telemetry)
+        router.add("POST", "client/dynamic_config", _respond_with({}))
+        router.add("POST", "telemetry", _respond_with({"status": "accepted"}))
         router.add("POST", "create_session", self.create_session)
         router.add("POST", "session_heartbeat", self.heartbeat)
         router.add("POST", "sessions/{session_id}/finish", self.finish_session)
         router.add("POST", "retrieve_future", self.retrieve_future)
-
-    async def health(self, request: TinkerRequest) -> Response:
-        return json_response({"status": "ok"})
 
     async def get_config(self, request: TinkerRequest) -> Response:
         # Older clients send JSON unless ``proto_write_fwdbwd`` is set.
@@ -73,12 +70,6 @@ class TinkerSessionRoutes(TinkerRoutes):
         # Clients open a separate connection for this request and never close it themselves.
         response.headers["connection"] = "close"
         return response
-
-    async def get_dynamic_config(self, request: TinkerRequest) -> Response:
-        return json_response({})
-
-    async def discard_telemetry(self, request: TinkerRequest) -> Response:
-        return json_response({"status": "accepted"})
 
     async def create_session(self, request: TinkerRequest) -> Response:
         session_id = await self._service.create_session(request.owner)
@@ -119,6 +110,13 @@ class TinkerSessionRoutes(TinkerRoutes):
         return json_response(value.to_json())
 
 
+def _respond_with(fields: Json) -> TinkerHandler:
+    async def handle(request: TinkerRequest) -> Response:
+        return json_response(fields)
+
+    return handle
+
+
 @contextlib.contextmanager
 def _convert_404_to_410() -> Generator[None]:
     try:
@@ -151,16 +149,13 @@ class TinkerListingRoutes(TinkerRoutes):
         return json_response({"supported_models": [model]})
 
     async def get_weights_info(self, request: TinkerRequest) -> Response:
-        info = self._service.checkpoints.find(
-            request.parse(TinkerWeightsInfoRequest).tinker_path, request.owner
-        )
-        return json_response(
-            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **info.extra}
-        )
+        path = request.parse(TinkerWeightsInfoRequest).tinker_path
+        info = self._service.checkpoints.find(path, request.owner)
+        fields = {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank}
+        return json_response(fields | info.extra)
 
     def _list_newest_first(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        checkpoints = self._service.checkpoints.list_checkpoints(owner, model_id)
-        return sorted(checkpoints, key=lambda info: info.created_at, reverse=True)
+        return self._service.checkpoints.list_checkpoints(owner, model_id)[::-1]
 
     async def list_checkpoints(self, request: TinkerRequest) -> Response:
         checkpoints = [_checkpoint_fields(info) for info in self._list_newest_first(request.owner)]

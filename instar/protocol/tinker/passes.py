@@ -73,13 +73,9 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
 
 
 def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
-    if forward_only:
-        forward = parse_json(body, TinkerForwardRequest)
-        return TinkerPass(forward.model_id, forward.seq_id, True, _parse_json_batch(forward.forward_input))
-    request = parse_json(body, TinkerForwardBackwardRequest)
-    return TinkerPass(
-        request.model_id, request.seq_id, False, _parse_json_batch(request.forward_backward_input)
-    )
+    request = parse_json(body, TinkerForwardRequest if forward_only else TinkerForwardBackwardRequest)
+    batch = _parse_json_batch(request.pass_input)
+    return TinkerPass(request.model_id, request.seq_id, forward_only, batch)
 
 
 def read_request_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
-from instar.protocol.wire import AdamFields, LoraFields, SamplingFields
+from instar.protocol.base import AdapterSpec
+from instar.protocol.wire import AdamFields, SamplingFields
 from instar.types import Json
 
 
-class TinkerCreateModelRequest(Struct):
+class TinkerLora(AdapterSpec, frozen=True):
+    train_unembed: bool = True
+
+
+class TinkerCreateRequest(Struct):
     session_id: str
     model_seq_id: int
-    base_model: str
-    lora_config: LoraFields | None = None
     optimizer_config: Json | None = None
+
+
+class TinkerCreateModelRequest(TinkerCreateRequest, kw_only=True):
+    base_model: str
+    lora_config: TinkerLora | None = None
+
+
+class TinkerCreateFromWeightsRequest(TinkerCreateRequest, kw_only=True):
+    """A request to `load_weights` that creates a model from a checkpoint, as clients since tinker 0.38 do."""
+
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
 
 
 class TinkerHeartbeatRequest(Struct):
@@ -40,16 +56,17 @@ class TinkerOptimStepRequest(TinkerModelRequest):
     adam_params: TinkerAdam | None = None
 
 
-class TinkerSaveWeightsRequest(TinkerModelRequest):
+class TinkerSaveRequest(TinkerModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
+
+
+class TinkerSaveWeightsRequest(TinkerSaveRequest):
     overwrite: bool | UnsetType = UNSET
     """If False, the checkpoint must not exist yet. Older clients omit the field and always overwrite."""
 
 
-class TinkerSaveForSamplerRequest(TinkerModelRequest):
-    path: str | None = None
-    ttl_seconds: float | None = None
+class TinkerSaveForSamplerRequest(TinkerSaveRequest):
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
 
@@ -57,17 +74,6 @@ class TinkerSaveForSamplerRequest(TinkerModelRequest):
 class TinkerLoadWeightsRequest(TinkerModelRequest):
     path: str = ""
     optimizer: bool = False
-
-
-class TinkerCreateFromWeightsRequest(Struct):
-    """A request to `load_weights` that creates a model from a checkpoint, as clients since tinker 0.38 do."""
-
-    session_id: str
-    model_seq_id: int
-    path: str
-    optimizer: bool = False
-    base_model: str | None = None
-    optimizer_config: Json | None = None
 
 
 class TinkerWeightsInfoRequest(Struct):
@@ -113,11 +119,11 @@ class TinkerPassInput(Struct):
 
 
 class TinkerForwardRequest(TinkerModelRequest, kw_only=True):
-    forward_input: TinkerPassInput
+    pass_input: TinkerPassInput = field(name="forward_input")
 
 
 class TinkerForwardBackwardRequest(TinkerModelRequest, kw_only=True):
-    forward_backward_input: TinkerPassInput
+    pass_input: TinkerPassInput = field(name="forward_backward_input")
 
 
 class TinkerSamplingParams(SamplingFields, kw_only=True):

@@ -12,16 +12,11 @@ from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
-from instar.protocol.tinker.passes import (
-    TinkerBatch,
-    TinkerPass,
-    parse_json_pass,
-    parse_protobuf_pass,
-    read_request_ids,
-)
+from instar.protocol.tinker.passes import TinkerPass, parse_json_pass, parse_protobuf_pass, read_request_ids
 from instar.protocol.tinker.requests import (
     TinkerCreateFromWeightsRequest,
     TinkerCreateModelRequest,
+    TinkerCreateRequest,
     TinkerLoadWeightsRequest,
     TinkerModelRequest,
     TinkerOptimStepRequest,
@@ -76,22 +71,17 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body = request.parse(TinkerCreateModelRequest)
 
         async def run() -> Json:
-            _check_optimizer(body.optimizer_config)
             if body.lora_config is None:
                 raise ProtocolError("lora_config is missing; this server only trains LoRA adapters")
-            adapter = body.lora_config.to_adapter_spec()
-            model = await self._create_model(request.owner, body, body.base_model, adapter)
+            model = await self._create_model(request.owner, body, body.base_model, body.lora_config)
             return {"type": "create_model", "model_id": model.model_id}
 
         return self._submit_creation("create_model", request, body, run)
 
     async def _create_model(
-        self,
-        owner: str,
-        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
-        base_model: str,
-        adapter: AdapterSpec,
+        self, owner: str, body: TinkerCreateRequest, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
+        _check_optimizer(body.optimizer_config)
         # Clients derive the same id, and use it without waiting for the response.
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         model = await self._service.create_model(body.session_id, owner, base_model, adapter, model_id)
@@ -99,11 +89,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return model
 
     def _submit_creation(
-        self,
-        kind: str,
-        request: TinkerRequest,
-        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
-        run: Callable[[], Awaitable[Json]],
+        self, kind: str, request: TinkerRequest, body: TinkerCreateRequest, run: Callable[[], Awaitable[Json]]
     ) -> Response:
         # Report an ended session in the response rather than in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
@@ -210,7 +196,6 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body = request.parse(TinkerCreateFromWeightsRequest)
 
         async def run() -> Json:
-            _check_optimizer(body.optimizer_config)
             info = self._service.checkpoints.find(body.path, request.owner)
             adapter = AdapterSpec(info.rank, **info.extra)
             model = await self._create_model(request.owner, body, body.base_model or info.base_model, adapter)
@@ -225,8 +210,15 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
     def _submit_pass(self, request: TinkerRequest, training_pass: TinkerPass) -> Response:
         async def run(model: TrainingModel) -> TinkerPassResult:
-            compute = _forward if training_pass.forward_only else _forward_backward
-            return await compute(model, training_pass.require_batch())
+            batch = training_pass.require_batch()
+            if not training_pass.forward_only:
+                result = await model.forward_backward(batch.samples, batch.loss)
+                return TinkerPassResult.from_logprobs(result.loss, result.metrics, result.logprobs)
+            logprobs = await model.forward(batch.samples)
+            for sample, values in zip(batch.samples, logprobs, strict=True):
+                values[sample.mask == 0] = float("nan")
+            loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
+            return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
         body = TinkerModelRequest(training_pass.model_id, training_pass.seq)
         kind = "forward" if training_pass.forward_only else "forward_backward"
@@ -254,19 +246,6 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
 def _is_protobuf(request: TinkerRequest) -> bool:
     return request.http.headers.get("content-type", "").startswith(PROTOBUF)
-
-
-async def _forward_backward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
-    result = await model.forward_backward(batch.samples, batch.loss)
-    return TinkerPassResult.from_logprobs(result.loss, result.metrics, result.logprobs)
-
-
-async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
-    logprobs = await model.forward(batch.samples)
-    for sample, values in zip(batch.samples, logprobs, strict=True):
-        values[sample.mask == 0] = float("nan")
-    loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
-    return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
 
 def _check_optimizer(optimizer_config: Json | None) -> None:

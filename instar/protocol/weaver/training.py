@@ -12,7 +12,7 @@ import msgspec
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.protocol.base import ProtocolError
+from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.protocol.http import find_sequence_id, json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.operations import OperationFunction, OperationScheduler
@@ -21,7 +21,7 @@ from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_pat
 from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
 from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
 from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
-from instar.protocol.wire import AdamFields, LoraFields
+from instar.protocol.wire import AdamFields
 from instar.types import new_id
 
 CREATE_TIMEOUT_SECONDS = 50.0
@@ -30,8 +30,9 @@ TRAINING_MODE = "lora"
 CHECKPOINT_TYPES = ("weight", "weight_and_optimizer", "sampling")
 
 
-class WeaverLora(LoraFields, kw_only=True):
+class WeaverLora(AdapterSpec, frozen=True):
     rank: int = 32
+    train_unembed: bool = True
 
 
 class WeaverCreateModelRequest(msgspec.Struct):
@@ -141,17 +142,22 @@ class WeaverTrainingRoutes:
                 f"training_max_sequence_length must be at most {self._service.max_context}, "
                 f"got {body.training_max_sequence_length}"
             )
-        session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
+        session_id, owner = request.path_params["session"], request.owner
         # A client that retries the call because it received no response gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
-        model = await self._operation_routes.run(
+        operation_id = self._operations.submit(
             "create_model",
-            request,
-            lambda: self._service.create_model(session_id, request.owner, body.base_model, adapter),
+            owner,
+            lambda: self._service.create_model(session_id, owner, body.base_model, body.lora_config),
             key=None if request.call_id is None else key,
-            timeout=CREATE_TIMEOUT_SECONDS,
         )
-        return json_response(self._model_fields(model), 201)
+        result = await self._operations.wait(operation_id, owner, CREATE_TIMEOUT_SECONDS)
+        if result is None:
+            message = f"create_model did not finish within {CREATE_TIMEOUT_SECONDS:g} s; try again"
+            raise ProtocolError(message, 503, "server")
+        if result.error is not None:
+            raise result.error
+        return json_response(self._model_fields(result.value), 201)
 
     async def show(self, request: WeaverRequest) -> Response:
         return json_response(self._model_fields(self._find_model(request)))
