@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
     """Create or replace the folder ``path`` with the content that ``fill`` writes. The content is written
     under a temporary name, flushed to disk and then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)

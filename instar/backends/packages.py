@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instar.clouds.base import SERVICES
+from instar.clouds.base import SERVICES, find_installed_version
 from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
@@ -91,13 +91,6 @@ def check_installed(section: BackendConfig) -> None:
 
 
 # --- the current environment ---
-
-
-def find_installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def inspect_package(name: str, requirement: PackageRequirement) -> PackageStatus:

@@ -30,7 +30,7 @@ from instar.backends.cloud import (
     write_state,
 )
 from instar.backends.loss_values import compute_loss, make_non_finite_error
-from instar.clouds.base import CloudAccess, CloudError, resolve_access
+from instar.clouds.base import MAX_CONCURRENT_SCORE_REQUESTS, CloudAccess, CloudError, resolve_access
 from instar.clouds.weaver import (
     WeaverCaller,
     WeaverClient,
@@ -48,7 +48,6 @@ from instar.types import Artifact, Floats, Sample
 T = TypeVar("T")
 
 STATE_FORMAT = 1
-MAX_CONCURRENT_SCORE_REQUESTS = 16
 END_TIMEOUT_SECONDS = 5.0
 
 

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from instar.backends.local.attention import ATTENTION_NAME, TreeAttentionPlan, make_attention_plan
-from instar.backends.local.lora import ADAPTER, add_adapter
+from instar.backends.local.lora import add_adapter
 from instar.backends.local.pack import IntArray, PackedRow, pack
 from instar.backends.local.state import write_adapter_files, write_weights
+from instar.backends.weight_export import ADAPTER
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
