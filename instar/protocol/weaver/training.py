@@ -19,7 +19,7 @@ from instar.protocol.operations import OperationFunction, OperationScheduler
 from instar.protocol.service import TrainingService
 from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, to_weaver_path
 from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
-from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
+from instar.protocol.weaver.http import WeaverRequest, WeaverRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
 from instar.protocol.wire import AdamFields
 from instar.types import new_id
@@ -119,16 +119,9 @@ class WeaverCallOrder:
         return operation_id
 
 
-class WeaverTrainingRoutes:
-    def __init__(
-        self,
-        service: TrainingService,
-        operations: OperationScheduler,
-        operation_routes: WeaverOperationRoutes,
-    ) -> None:
-        self._service = service
-        self._operations = operations
-        self._operation_routes = operation_routes
+class WeaverTrainingRoutes(WeaverRoutes):
+    def __init__(self, service: TrainingService, operations: OperationScheduler) -> None:
+        super().__init__(service, operations)
         self._call_orders: WeakKeyDictionary[TrainingModel, WeaverCallOrder] = WeakKeyDictionary()
 
     async def create(self, request: WeaverRequest) -> Response:
@@ -292,7 +285,7 @@ class WeaverTrainingRoutes:
             operation_id = order.submit_unnumbered(submit)
         else:
             operation_id = order.submit_numbered(seq, request.call_id, submit)
-        return await self._operation_routes.respond(operation_id, request)
+        return await self._respond(operation_id, request)
 
     def _get_order(self, model: TrainingModel) -> WeaverCallOrder:
         return self._call_orders.setdefault(model, WeaverCallOrder())
