@@ -108,8 +108,7 @@ def inspect_package(name: str, requirement: PackageRequirement) -> PackageStatus
 
 
 def _iterate_required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the version requirements from `REQUIREMENTS`, from Instar's extra and, for MinT, from the
-    metadata of its package."""
+    """Yield the requirements of `REQUIREMENTS`, of Instar's extra and, for MinT, of its own package."""
     from packaging.requirements import Requirement
 
     yield Requirement(requirement.package + requirement.version_specifier)

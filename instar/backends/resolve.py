@@ -73,8 +73,7 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Convert service settings to local backend settings. Raises ConfigError if a setting without a local
-    equivalent differs from its default."""
+    """Convert service settings. Raises ConfigError if one without a local equivalent is not its default."""
     local_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
@@ -228,8 +227,7 @@ class RunSecrets:
     env: dict[str, str] = field(repr=False)
     """The service's key and URL, under its SDK's variable names, and the key of a completions reference."""
     withheld_variables: frozenset[str]
-    """Variables that other roles must not inherit, because they contain a key or could redirect the service's
-    SDK to another address."""
+    """Variables with a key or an address of a service's SDK, which other roles must not inherit."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:

@@ -159,9 +159,8 @@ class TinkerBackend(CloudBackend):
     async def _fill_old_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
-        """Return the samples' logprobs with placeholders for untrained tokens, because services have no mask.
-        The placeholders are zeros, except for dro: it would pull these tokens' logprobs towards zero, so
-        their current logprobs are used instead."""
+        """Return the samples' logprobs with placeholders for untrained tokens, because services have no mask:
+        zeros, or the current logprobs for dro, which would otherwise pull them towards zero."""
         if loss.name != "dro":
             return [np.where(sample.mask > 0, sample.logprobs, np.float32(0)) for sample in samples]
         for sample in samples:

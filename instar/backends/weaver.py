@@ -63,7 +63,7 @@ class WeaverModel:
         """Set when the last submitted call and all earlier calls have their results."""
         self._results_received.set()
         self._lost_reason: str | None = None
-        self._gradient = GradientCounter()
+        self.gradient = GradientCounter()
         self._name_count = 0
 
     def make_name(self, prefix: str) -> str:
@@ -71,8 +71,7 @@ class WeaverModel:
         return f"{prefix}-{self._name_count}"
 
     async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call after all earlier calls and return its result. The timeout for the result starts when
-        the previous result arrives."""
+        """Submit a call after all earlier ones. The timeout starts when the previous result arrives."""
         async with self._submission_lock:
             self._check_not_lost()
             handle = await self._submit(method, submit)
@@ -93,8 +92,7 @@ class WeaverModel:
         return [np.concatenate([np.full(1, np.nan, np.float32), row]) for row in rows]
 
     async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that has no sequence id, after all earlier calls have finished and before any later call
-        is submitted."""
+        """Run a call without a sequence id: after all earlier calls and before submitting any later one."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_not_lost()
@@ -113,21 +111,10 @@ class WeaverModel:
             # The session is alive, so the service has lost only the saved state.
             raise BackendError(f"the saved state {saved_path} no longer exists: {error}") from None
 
-    @contextmanager
-    def count_gradient(self) -> Generator[None]:
-        """Count one accumulated gradient. Undone if the block raises."""
-        gradient = self._gradient
-        gradient.calls += 1
-        try:
-            yield
-        except BaseException:  # including cancellation
-            gradient.calls -= 1
-            raise
-
     def consume_gradient(self) -> None:
         if self._lost_reason is None:
-            self._gradient.require_gradient()
-        self._gradient = GradientCounter()
+            self.gradient.require_gradient()
+        self.gradient = GradientCounter()
 
     def mark_lost(self, reason: str) -> None:
         """Make all later calls raise BackendLost."""
@@ -186,8 +173,13 @@ class WeaverBackend(CloudBackend):
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         model = await self._get_model()
         data = [build_training_datum(sample, loss) for sample in samples]
-        with model.count_gradient():
+        gradient = model.gradient
+        gradient.calls += 1
+        try:
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
+        except BaseException:  # including cancellation
+            gradient.calls -= 1
+            raise
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
             model.mark_lost("the service accumulated a gradient from a non-finite loss")
             raise make_non_finite_error(loss, samples, logprobs)

@@ -128,9 +128,8 @@ class TinkerConnection:
     async def run_in_thread(
         self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Run a blocking SDK call in a thread and return its result. A result that arrives after the timeout
-        or a cancellation is passed to ``discard``. The thread is a daemon, because the SDK may retry for
-        minutes."""
+        """Run a blocking SDK call in a daemon thread, because the SDK may retry for minutes, and return its
+        result. A result that arrives after the timeout or a cancellation is passed to ``discard``."""
         abandoned = threading.Event()
 
         def run() -> T:

@@ -68,8 +68,7 @@ class TinkerTrainingSession:
             raise
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
-        """Send a forward pass and return an awaitable for the logprob of every token (NaN at index 0). Each
-        sequence must have at least two tokens."""
+        """Send sequences of two or more tokens. Return an awaitable for all logprobs (NaN at index 0)."""
         data = [(ids, {"weights": np.ones(len(ids), np.float32)}) for ids in sequences]
         return await self.send_forward_backward(data, "cross_entropy", None, action="forward")
 

@@ -66,8 +66,7 @@ class ServiceLimits:
     """The maximum number of waiting and running operations, and of samples per request."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """A session ends, and its models are freed, after this many seconds without a heartbeat. Requests
-    for the session or its models count as heartbeats."""
+    """A session and its models end after this many seconds without a heartbeat or another request."""
     eviction_idle_seconds: float = 90.0
     """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
     Clients send a heartbeat every 10 or 30 seconds."""

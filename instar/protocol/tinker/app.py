@@ -14,17 +14,13 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 from instar.protocol.http import json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
+from instar.protocol.tinker import requests
 from instar.protocol.tinker.http import (
     TinkerKeyStore,
     TinkerRequest,
     TinkerRouter,
     create_router,
     has_tinker_key,
-)
-from instar.protocol.tinker.requests import (
-    TinkerFutureRequest,
-    TinkerHeartbeatRequest,
-    TinkerWeightsInfoRequest,
 )
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
 from instar.protocol.tinker.sampling import TinkerRoutes, TinkerSamplingRoutes, TinkerSamplingSessions
@@ -77,7 +73,7 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
         with _convert_404_to_410():  # clients stop sending heartbeats only on 410
-            self._service.heartbeat(request.parse(TinkerHeartbeatRequest).session_id, request.owner)
+            self._service.heartbeat(request.parse(requests.HeartbeatRequest).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
     async def finish_session(self, request: TinkerRequest) -> Response:
@@ -92,7 +88,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         return Response(status_code=204)
 
     async def retrieve_future(self, request: TinkerRequest) -> Response:
-        request_id = request.parse(TinkerFutureRequest).request_id
+        request_id = request.parse(requests.FutureRequest).request_id
         # An unknown operation was started before the server was restarted, or its result has expired. On 410,
         # clients resubmit sampling requests and report training requests as lost.
         with _convert_404_to_410():
@@ -149,7 +145,7 @@ class TinkerListingRoutes(TinkerRoutes):
         return json_response({"supported_models": [model]})
 
     async def get_weights_info(self, request: TinkerRequest) -> Response:
-        path = request.parse(TinkerWeightsInfoRequest).tinker_path
+        path = request.parse(requests.WeightsInfoRequest).tinker_path
         info = self._service.checkpoints.find(path, request.owner)
         fields = {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank}
         return json_response(fields | info.extra)

@@ -19,8 +19,7 @@ STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 _PACKAGE = "instar.tinker"
 
-# The type of each field, by message and field name. Types with `*` are repeated. A message's fields are numbered
-# from 1 in the order listed.
+# The types of each message's fields, in the order of their numbers from 1. Types with `*` are repeated.
 _MESSAGES: dict[str, dict[str, str]] = {
     "Text": {"tokens": "bytes"},
     "Chunk": {"encoded_text": "Text", "image": "bytes", "dmel": "bytes"},

@@ -11,18 +11,10 @@ from instar.backends.loss_values import compute_loss
 from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
+from instar.protocol.operations import OperationFunction
+from instar.protocol.tinker import requests
 from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
 from instar.protocol.tinker.passes import TinkerPass, parse_json_pass, parse_protobuf_pass, read_request_ids
-from instar.protocol.tinker.requests import (
-    TinkerCreateFromWeightsRequest,
-    TinkerCreateModelRequest,
-    TinkerCreateRequest,
-    TinkerLoadWeightsRequest,
-    TinkerModelRequest,
-    TinkerOptimStepRequest,
-    TinkerSaveForSamplerRequest,
-    TinkerSaveWeightsRequest,
-)
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
 from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
@@ -68,7 +60,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return handle
 
     async def create_model(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateModelRequest)
+        body = request.parse(requests.CreateModelRequest)
 
         async def run() -> Json:
             if body.lora_config is None:
@@ -79,9 +71,11 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit_creation("create_model", request, body, run)
 
     async def _create_model(
-        self, owner: str, body: TinkerCreateRequest, base_model: str, adapter: AdapterSpec
+        self, owner: str, body: requests.CreateRequest, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
-        _check_optimizer(body.optimizer_config)
+        optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
+        if optimizer != OPTIMIZER:
+            raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
         # Clients derive the same id, and use it without waiting for the response.
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         model = await self._service.create_model(body.session_id, owner, base_model, adapter, model_id)
@@ -89,7 +83,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return model
 
     def _submit_creation(
-        self, kind: str, request: TinkerRequest, body: TinkerCreateRequest, run: Callable[[], Awaitable[Json]]
+        self, kind: str, request: TinkerRequest, body: requests.CreateRequest, run: OperationFunction
     ) -> Response:
         # Report an ended session in the response rather than in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
@@ -98,7 +92,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return json_response({"request_id": request_id})
 
     async def unload_model(self, request: TinkerRequest) -> Response:
-        model_id = request.parse(TinkerModelRequest).model_id
+        model_id = request.parse(requests.ModelRequest).model_id
         self._service.find_model(model_id, request.owner)
 
         async def run() -> Json:
@@ -111,7 +105,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return json_response({"request_id": request_id})
 
     async def get_info(self, request: TinkerRequest) -> Response:
-        model = self._service.find_model(request.parse(TinkerModelRequest).model_id, request.owner)
+        model = self._service.find_model(request.parse(requests.ModelRequest).model_id, request.owner)
         name = self._service.base_model
         return json_response(
             {
@@ -133,7 +127,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=True))
 
     async def optim_step(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerOptimStepRequest)
+        body = request.parse(requests.OptimStepRequest)
 
         async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
@@ -144,7 +138,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "optim_step", body, run)
 
     async def save_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveWeightsRequest)
+        body = request.parse(requests.SaveWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             name = _require_name(body.path)
@@ -161,7 +155,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights", body, run)
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveForSamplerRequest)
+        body = request.parse(requests.SaveForSamplerRequest)
         seq_id = body.sampling_session_seq_id
 
         async def run(model: TrainingModel) -> Json:
@@ -184,7 +178,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
     async def load_weights(self, request: TinkerRequest) -> Response:
         if parse_json(request.body, dict[str, Any]).get("session_id") is not None:
             return self._create_from_weights(request)
-        body = request.parse(TinkerLoadWeightsRequest)
+        body = request.parse(requests.LoadWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             await model.load(body.path, optimizer=body.optimizer)
@@ -193,7 +187,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "load_weights", body, run)
 
     def _create_from_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateFromWeightsRequest)
+        body = request.parse(requests.CreateFromWeightsRequest)
 
         async def run() -> Json:
             info = self._service.checkpoints.find(body.path, request.owner)
@@ -220,7 +214,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
             loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
             return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
-        body = TinkerModelRequest(training_pass.model_id, training_pass.seq)
+        body = requests.ModelRequest(training_pass.model_id, training_pass.seq)
         kind = "forward" if training_pass.forward_only else "forward_backward"
         return self._submit(request, kind, body, run)
 
@@ -228,7 +222,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         self,
         request: TinkerRequest,
         kind: str,
-        body: TinkerModelRequest,
+        body: requests.ModelRequest,
         run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
         """Submit an operation to the model's queue. Raises ProtocolError 404 if the model does not exist."""
@@ -246,12 +240,6 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
 def _is_protobuf(request: TinkerRequest) -> bool:
     return request.http.headers.get("content-type", "").startswith(PROTOBUF)
-
-
-def _check_optimizer(optimizer_config: Json | None) -> None:
-    optimizer = (optimizer_config or {}).get("type", OPTIMIZER)
-    if optimizer != OPTIMIZER:
-        raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
 
 
 def _require_name(path: str | None) -> str:

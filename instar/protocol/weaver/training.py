@@ -217,8 +217,7 @@ class WeaverTrainingRoutes(WeaverRoutes):
 
     @contextmanager
     def _consume_rejected_seq_id(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
-        """Consume the sequence id of a request that is rejected in the block. Otherwise later calls would
-        wait for the id, which clients do not send again."""
+        """Consume the id of a request that the block rejects. Otherwise later calls would wait for the id."""
         try:
             yield
         except ProtocolError as error:
