@@ -131,13 +131,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it.
-
-        Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. The weights and
-        moments are then unchanged. Exception: a service may already have applied a non-finite gradient, in
-        which case later calls raise BackendLost. The local and verl backends also raise NonFiniteError if a
-        weight is not finite after the step. They do not save or publish such weights; `load_state` recovers.
-        """
+        """Apply the accumulated gradient and clear it. Raises BackendError if there is none, and
+        NonFiniteError if it is not finite. The weights and moments are then unchanged. Exception: a service
+        may already have applied a non-finite gradient, in which case later calls raise BackendLost. The local
+        and verl backends also raise NonFiniteError if a weight is not finite after the step. They do not save
+        or publish such weights; `load_state` recovers."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:

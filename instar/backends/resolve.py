@@ -46,10 +46,8 @@ Evidence = dict[str, list[str]]
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config with `auto` resolved and a compatible engine, and notes for the user. Idempotent.
-
     Raises ConfigError if the backend is ambiguous, its URL is invalid, the engine is incompatible with it, or
-    the engine samples from a service whose package or key is missing.
-    """
+    the engine samples from a service whose package or key is missing."""
     backend, notes = config.backend, list[str]()
     if isinstance(backend, AutoBackendConfig):
         detection = detect_backend(backend, env)
@@ -137,10 +135,8 @@ def detect_backend(
     list_installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
     """Choose the backend and give the reason. Raises ConfigError if the choice is ambiguous.
-
     ``list_installed`` returns the services whose SDK is installed; by default, the backend's environment is
-    inspected. It is called only if there is a URL or key, but nothing identifies its service.
-    """
+    inspected. It is called only if there is a URL or key, but nothing identifies its service."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "set in backend.type")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):

@@ -138,10 +138,9 @@ class TinkerBackend(CloudBackend):
             data: list[tuple[Ids, dict[str, Floats]]] = []
             for sample, logprobs in zip(samples, old_logprobs, strict=True):
                 weights = np.where(sample.mask > 0, sample.mask * sample.advantages, 0)
-                if loss.name == "cross_entropy":
-                    data.append((sample.token_ids, {"weights": weights}))
-                else:
-                    data.append((sample.token_ids, {"logprobs": logprobs, "advantages": weights}))
+                inputs = {"logprobs": logprobs, "advantages": weights}
+                is_cross_entropy = loss.name == "cross_entropy"
+                data.append((sample.token_ids, {"weights": weights} if is_cross_entropy else inputs))
             response = await session.send_forward_backward(data, loss.name, _make_loss_config(loss))
             gradient.calls += 1
         try:

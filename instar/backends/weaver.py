@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -72,9 +72,22 @@ class WeaverModel:
 
     async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
         """Submit a call after all earlier ones. The timeout starts when the previous result arrives."""
+
+        async def submit_once() -> AsyncOperationHandle:
+            # Retry with the same sequence id, because the service deduplicates calls by it.
+            with self.service.reuse_sequence_id_on_error():
+                return await submit()
+
         async with self._submission_lock:
             self._check_not_lost()
-            handle = await self._submit(method, submit)
+            try:
+                with self._handle_errors():
+                    handle = await self._caller.call(method, submit_once)
+            except asyncio.CancelledError:
+                self.mark_lost(
+                    f"{method} was cancelled while being sent, so the service may have executed it"
+                )
+                raise
             previous, received = self._results_received, asyncio.Event()
             self._results_received = received
         try:
@@ -119,21 +132,6 @@ class WeaverModel:
     def mark_lost(self, reason: str) -> None:
         """Make all later calls raise BackendLost."""
         self._lost_reason = self._lost_reason or reason
-
-    async def _submit(
-        self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
-    ) -> AsyncOperationHandle:
-        async def submit_once() -> AsyncOperationHandle:
-            # Retry with the same sequence id, because the service deduplicates calls by it.
-            with self.service.reuse_sequence_id_on_error():
-                return await submit()
-
-        try:
-            with self._handle_errors():
-                return await self._caller.call(method, submit_once)
-        except asyncio.CancelledError:
-            self.mark_lost(f"{method} was cancelled while being sent, so the service may have executed it")
-            raise
 
     @contextmanager
     def _handle_errors(self) -> Generator[None]:
@@ -300,9 +298,7 @@ class WeaverBackend(CloudBackend):
 
 
 async def _end_model(model: WeaverModel) -> None:
-    try:
+    with suppress(Exception):  # the service may be unreachable or have no such model
         async with asyncio.timeout(END_TIMEOUT_SECONDS):
             await model.service.end_training(model.client.model_id)
-    except Exception:  # noqa: BLE001 - the service may be unreachable or have no such model
-        pass
     await model.service.aclose()

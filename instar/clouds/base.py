@@ -46,9 +46,8 @@ class CloudError(Exception):
 
     def to_engine_error(self) -> InstarError:
         # A lost sampler can be opened again, so the error allows a retry.
-        if self.kind in ("unavailable", "lost"):
-            return EngineUnavailable(str(self))
-        return EngineError(str(self))
+        error_class = EngineUnavailable if self.kind in ("unavailable", "lost") else EngineError
+        return error_class(str(self))
 
 
 def find_installed_version(package: str) -> str | None:

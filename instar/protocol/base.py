@@ -96,6 +96,10 @@ class SampledSequence:
     stop_reason: Literal["stop", "length"]
     text: str
 
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of a response that both protocols have."""
+        return {"tokens": self.token_ids, "logprobs": self.logprobs, "stop_reason": self.stop_reason}
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointInfo:

@@ -59,11 +59,9 @@ class PackedRow:
 
 
 def split_micro_batches(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Split the sequences into micro-batches of at most ``max_tokens`` tokens, as lists of indices.
-
-    A shared prefix counts once per micro-batch. Sequences are taken in lexicographic order, so that those
-    with a common prefix are adjacent. A sequence longer than ``max_tokens`` gets its own micro-batch.
-    """
+    """Split the sequences into micro-batches of at most ``max_tokens`` tokens, as lists of indices. A shared
+    prefix counts once per micro-batch. Sequences are taken in lexicographic order, so that those with a
+    common prefix are adjacent. A sequence longer than ``max_tokens`` gets its own micro-batch."""
     batches: list[list[int]] = []
     used_tokens = 0
     previous: int | None = None

@@ -14,7 +14,7 @@ from instar.protocol.http import json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
 from instar.protocol.tinker import requests
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
+from instar.protocol.tinker.http import TinkerRequest
 from instar.protocol.tinker.passes import concatenate_chunks
 from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
@@ -80,11 +80,6 @@ class TinkerRoutes:
 
 
 class TinkerSamplingRoutes(TinkerRoutes):
-    def register(self, router: TinkerRouter) -> None:
-        router.add("POST", "create_sampling_session", self.create)
-        router.add("POST", "asample", self.sample)
-        router.add("GET", "samplers/{sampler_id}", self.get_info)
-
     async def create(self, request: TinkerRequest) -> Response:
         body = request.parse(requests.CreateSamplingSessionRequest)
         self._service.heartbeat(body.session_id, request.owner)

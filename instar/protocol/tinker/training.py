@@ -13,9 +13,9 @@ from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.operations import OperationFunction
 from instar.protocol.tinker import requests
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
+from instar.protocol.tinker.http import TinkerRequest
 from instar.protocol.tinker.passes import TinkerPass, parse_json_pass, parse_protobuf_pass, read_request_ids
-from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
+from instar.protocol.tinker.results import TinkerPassResult, drop_non_finite
 from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
@@ -28,21 +28,7 @@ TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
 class TinkerTrainingRoutes(TinkerRoutes):
-    def register(self, router: TinkerRouter) -> None:
-        router.add("POST", "create_model", self.create_model)
-        router.add("POST", "unload_model", self.unload_model)
-        router.add("POST", "get_info", self.get_info)
-        for path, handler in (
-            ("forward_backward", self.forward_backward),
-            ("forward", self.forward),
-            ("optim_step", self.optim_step),
-            ("save_weights", self.save_weights),
-            ("save_weights_for_sampler", self.save_for_sampler),
-            ("load_weights", self.load_weights),
-        ):
-            router.add("POST", path, self._consume_rejected_seq_ids(handler))
-
-    def _consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
+    def consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
         """Wrap a handler so that an invalid request (400 or 409) consumes its sequence id. Otherwise later
         operations would wait for the id, which clients do not send again."""
 
@@ -51,7 +37,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 return await handler(request)
             except ProtocolError as error:
                 if error.status in (400, 409):
-                    ids = read_request_ids(request.body, is_protobuf=_is_protobuf(request))
+                    ids = read_request_ids(request.body, is_protobuf=request.is_protobuf)
                     if ids.seq_id is not None and ids.model_id:
                         model = self._service.find_model(ids.model_id, request.owner)
                         self._operations.reject(request.owner, model.model_id, ids.seq_id, error)
@@ -119,7 +105,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         )
 
     async def forward_backward(self, request: TinkerRequest) -> Response:
-        if _is_protobuf(request):
+        if request.is_protobuf:
             return self._submit_pass(request, parse_protobuf_pass(request.body))
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=False))
 
@@ -236,10 +222,6 @@ class TinkerTrainingRoutes(TinkerRoutes):
             key=request.idempotency_key,
         )
         return json_response({"request_id": request_id, "model_id": model.model_id})
-
-
-def _is_protobuf(request: TinkerRequest) -> bool:
-    return request.http.headers.get("content-type", "").startswith(PROTOBUF)
 
 
 def _require_name(path: str | None) -> str:

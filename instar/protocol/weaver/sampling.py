@@ -107,17 +107,8 @@ class WeaverSamplingRoutes(WeaverRoutes):
 
         async def run() -> Any:
             sequences = await self._service.sample(sampler_path, owner, prompt, params, body.num_samples)
-            result: dict[str, Any] = {
-                "sequences": [
-                    {
-                        "tokens": sequence.token_ids,
-                        "text": sequence.text,
-                        "logprobs": sequence.logprobs,
-                        "stop_reason": sequence.stop_reason,
-                    }
-                    for sequence in sequences
-                ]
-            }
+            fields = [sequence.to_fields() | {"text": sequence.text} for sequence in sequences]
+            result: dict[str, Any] = {"sequences": fields}
             if body.prompt_logprobs:
                 result["prompt_logprobs"] = await self._service.compute_logprobs(sampler_path, owner, prompt)
             return {"result": result}
