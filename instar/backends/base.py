@@ -58,15 +58,12 @@ def make_cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
     return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), has_reference=True)
 
 
-def is_mergeable(lora: LoraConfig | None) -> bool:
-    """Return True if there is no adapter, or if it can be merged into the weights of any model. An adapter on
-    the output layer cannot be merged if that layer is tied to the input embedding."""
-    return lora is None or "lm_head" not in lora.targets
-
-
 def make_torch_capabilities(
-    lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool
+    lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool | None = None
 ) -> BackendCapabilities:
+    if can_sync_live is None:
+        # An adapter on the output layer cannot be merged if that layer is tied to the input embedding.
+        can_sync_live = lora is None or "lm_head" not in lora.targets
     return BackendCapabilities(
         losses=LOSSES,
         artifacts=frozenset({"weights" if lora is None else "adapter"}),
@@ -134,13 +131,11 @@ class Backend(ABC):
 
     @abstractmethod
     async def optim_step(self, adam: AdamConfig) -> OptimStepResult:
-        """Apply the accumulated gradient and clear it.
-
-        Raises BackendError if there is no gradient, and NonFiniteError if it is not finite. The weights and
-        moments are then unchanged. Exception: a service may already have applied a non-finite gradient, in
-        which case later calls raise BackendLost. The local and verl backends also raise NonFiniteError if a
-        weight is not finite after the step. They do not save or publish such weights; `load_state` recovers.
-        """
+        """Apply the accumulated gradient and clear it. Raises BackendError if there is none, and
+        NonFiniteError if it is not finite. The weights and moments are then unchanged. Exception: a service
+        may already have applied a non-finite gradient, in which case later calls raise BackendLost. The local
+        and verl backends also raise NonFiniteError if a weight is not finite after the step. They do not save
+        or publish such weights; `load_state` recovers."""
 
     @abstractmethod
     async def publish(self, path: Path) -> Artifact:

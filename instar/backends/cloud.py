@@ -126,11 +126,7 @@ def translate_error(error: CloudError) -> InstarError:
 
 async def write_state(path: Path, state: Mapping[str, Any]) -> None:
     text = json.dumps(state, indent=1) + "\n"
-
-    def fill(folder: Path) -> None:
-        (folder / STATE_FILE).write_text(text)
-
-    await asyncio.to_thread(write_folder, path, fill)
+    await asyncio.to_thread(write_folder, path, lambda folder: (folder / STATE_FILE).write_text(text))
 
 
 def read_state(path: Path, key: str, expected: Mapping[str, Any], file: str = STATE_FILE) -> str:

@@ -13,7 +13,6 @@ from instar.backends.base import (
     DEFAULT_CLIP,
     Backend,
     BackendCapabilities,
-    is_mergeable,
     make_cloud_capabilities,
     make_torch_capabilities,
 )
@@ -90,9 +89,7 @@ def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None
     """Return the capabilities that are known before the backend is created, or None for a plugin."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
         has_reference = section.lora is not None or section.type == "local"
-        return make_torch_capabilities(
-            section.lora, has_reference=has_reference, can_sync_live=is_mergeable(section.lora)
-        )
+        return make_torch_capabilities(section.lora, has_reference=has_reference)
     service = SERVICES.get(section.type)
     return make_cloud_capabilities(service.losses) if service else None
 

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def write_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Create or replace the folder ``path`` with the content that ``fill`` writes. The content is written
-    under a temporary name, flushed to disk and then renamed."""
+def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
+    """Create or replace ``path``: ``fill`` writes to a temporary folder, which is flushed and renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         complete = Path(scratch) / "complete"

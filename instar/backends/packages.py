@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from instar.clouds.base import SERVICES
+from instar.clouds.base import SERVICES, find_installed_version
 from instar.config import BackendConfig, PluginConfig
 from instar.errors import ConfigError
 
@@ -93,13 +93,6 @@ def check_installed(section: BackendConfig) -> None:
 # --- the current environment ---
 
 
-def find_installed_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def inspect_package(name: str, requirement: PackageRequirement) -> PackageStatus:
     version = find_installed_version(requirement.package)
     if version is None:
@@ -115,8 +108,7 @@ def inspect_package(name: str, requirement: PackageRequirement) -> PackageStatus
 
 
 def _iterate_required_versions(name: str, requirement: PackageRequirement) -> Iterator[Any]:
-    """Yield the version requirements from `REQUIREMENTS`, from Instar's extra and, for MinT, from the
-    metadata of its package."""
+    """Yield the requirements of `REQUIREMENTS`, of Instar's extra and, for MinT, of its own package."""
     from packaging.requirements import Requirement
 
     yield Requirement(requirement.package + requirement.version_specifier)

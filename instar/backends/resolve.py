@@ -46,10 +46,8 @@ Evidence = dict[str, list[str]]
 
 def resolve_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
     """Return the config with `auto` resolved and a compatible engine, and notes for the user. Idempotent.
-
     Raises ConfigError if the backend is ambiguous, its URL is invalid, the engine is incompatible with it, or
-    the engine samples from a service whose package or key is missing.
-    """
+    the engine samples from a service whose package or key is missing."""
     backend, notes = config.backend, list[str]()
     if isinstance(backend, AutoBackendConfig):
         detection = detect_backend(backend, env)
@@ -73,8 +71,7 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Convert service settings to local backend settings. Raises ConfigError if a setting without a local
-    equivalent differs from its default."""
+    """Convert service settings. Raises ConfigError if one without a local equivalent is not its default."""
     local_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":
@@ -138,10 +135,8 @@ def detect_backend(
     list_installed: Callable[[], Collection[str]] | None = None,
 ) -> BackendDetection:
     """Choose the backend and give the reason. Raises ConfigError if the choice is ambiguous.
-
     ``list_installed`` returns the services whose SDK is installed; by default, the backend's environment is
-    inspected. It is called only if there is a URL or key, but nothing identifies its service.
-    """
+    inspected. It is called only if there is a URL or key, but nothing identifies its service."""
     if not isinstance(section, AutoBackendConfig):
         return BackendDetection(section.type, "set in backend.type")
     for evidence in (_find_services_in_settings(section, env), find_services_in_environment(env)):
@@ -228,8 +223,7 @@ class RunSecrets:
     env: dict[str, str] = field(repr=False)
     """The service's key and URL, under its SDK's variable names, and the key of a completions reference."""
     withheld_variables: frozenset[str]
-    """Variables that other roles must not inherit, because they contain a key or could redirect the service's
-    SDK to another address."""
+    """Variables with a key or an address of a service's SDK, which other roles must not inherit."""
 
 
 def extract_secrets(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, RunSecrets]:

@@ -82,7 +82,8 @@ class TinkerBackend(CloudBackend):
             self._check_open()
             if self._session is not None:
                 previous, self._session = self._session, None
-                await previous.abandon()
+                previous.mark_lost("another session was started")
+                await previous.connection.close(finish=True)
             if self._vocab_size is None:
                 self._vocab_size = await asyncio.to_thread(_read_vocab_size, self._model.name)
             session = await start_session(lambda: self._connect(action, create))
@@ -108,7 +109,7 @@ class TinkerBackend(CloudBackend):
         self._is_closed = True
         if self._session is not None:
             session, self._session = self._session, None
-            session.lost_reason = session.lost_reason or "the backend was closed"
+            session.mark_lost("the backend was closed")
             await session.connection.close(finish=False)
 
     def _require_session(self) -> TinkerTrainingSession:
@@ -137,10 +138,9 @@ class TinkerBackend(CloudBackend):
             data: list[tuple[Ids, dict[str, Floats]]] = []
             for sample, logprobs in zip(samples, old_logprobs, strict=True):
                 weights = np.where(sample.mask > 0, sample.mask * sample.advantages, 0)
-                if loss.name == "cross_entropy":
-                    data.append((sample.token_ids, {"weights": weights}))
-                else:
-                    data.append((sample.token_ids, {"logprobs": logprobs, "advantages": weights}))
+                inputs = {"logprobs": logprobs, "advantages": weights}
+                is_cross_entropy = loss.name == "cross_entropy"
+                data.append((sample.token_ids, {"weights": weights} if is_cross_entropy else inputs))
             response = await session.send_forward_backward(data, loss.name, _make_loss_config(loss))
             gradient.calls += 1
         try:
@@ -151,16 +151,15 @@ class TinkerBackend(CloudBackend):
             raise translate_error(error) from None
         if not math.isfinite(compute_loss(loss, samples, new_logprobs)[0]):
             # The service cannot discard the gradient.
-            session.lost_reason = "the service accumulated a gradient from a non-finite loss"
+            session.mark_lost("the service accumulated a gradient from a non-finite loss")
             raise make_non_finite_error(loss, samples, new_logprobs)
         return new_logprobs
 
     async def _fill_old_logprobs(
         self, session: TinkerTrainingSession, samples: Sequence[Sample], loss: LossConfig
     ) -> list[Floats]:
-        """Return the samples' logprobs with placeholders for untrained tokens, because services have no mask.
-        The placeholders are zeros, except for dro: it would pull these tokens' logprobs towards zero, so
-        their current logprobs are used instead."""
+        """Return the samples' logprobs with placeholders for untrained tokens, because services have no mask:
+        zeros, or the current logprobs for dro, which would otherwise pull them towards zero."""
         if loss.name != "dro":
             return [np.where(sample.mask > 0, sample.logprobs, np.float32(0)) for sample in samples]
         for sample in samples:
@@ -180,12 +179,11 @@ class TinkerBackend(CloudBackend):
             self._gradient = GradientCounter()
             response = await session.send_optim_step(adam)
         metrics = await _await_result(response)
-        grad_norm = metrics.pop("grad_norm", None)
-        if grad_norm is None:
-            return OptimStepResult.from_norm(adam, math.nan, metrics)
-        if not math.isfinite(grad_norm):
-            session.lost_reason = "the service may have applied a non-finite gradient"
-            raise NonFiniteError(f"the gradient norm is {grad_norm}; the service may have applied the step")
+        if "grad_norm" in metrics and not math.isfinite(metrics["grad_norm"]):
+            session.mark_lost("the service may have applied a non-finite gradient")
+            norm = metrics["grad_norm"]
+            raise NonFiniteError(f"the gradient norm is {norm}; the service may have applied the step")
+        grad_norm = metrics.pop("grad_norm", math.nan)
         return OptimStepResult.from_norm(adam, grad_norm, metrics)
 
     # --- artifacts and states ---

@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections.abc import Awaitable, Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -30,7 +30,7 @@ from instar.backends.cloud import (
     write_state,
 )
 from instar.backends.loss_values import compute_loss, make_non_finite_error
-from instar.clouds.base import CloudAccess, CloudError, resolve_access
+from instar.clouds.base import MAX_CONCURRENT_SCORE_REQUESTS, CloudAccess, CloudError, resolve_access
 from instar.clouds.weaver import (
     WeaverCaller,
     WeaverClient,
@@ -48,7 +48,6 @@ from instar.types import Artifact, Floats, Sample
 T = TypeVar("T")
 
 STATE_FORMAT = 1
-MAX_CONCURRENT_SCORE_REQUESTS = 16
 END_TIMEOUT_SECONDS = 5.0
 
 
@@ -64,7 +63,7 @@ class WeaverModel:
         """Set when the last submitted call and all earlier calls have their results."""
         self._results_received.set()
         self._lost_reason: str | None = None
-        self._gradient = GradientCounter()
+        self.gradient = GradientCounter()
         self._name_count = 0
 
     def make_name(self, prefix: str) -> str:
@@ -72,11 +71,23 @@ class WeaverModel:
         return f"{prefix}-{self._name_count}"
 
     async def call(self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]) -> Any:
-        """Submit a call after all earlier calls and return its result. The timeout for the result starts when
-        the previous result arrives."""
+        """Submit a call after all earlier ones. The timeout starts when the previous result arrives."""
+
+        async def submit_once() -> AsyncOperationHandle:
+            # Retry with the same sequence id, because the service deduplicates calls by it.
+            with self.service.reuse_sequence_id_on_error():
+                return await submit()
+
         async with self._submission_lock:
             self._check_not_lost()
-            handle = await self._submit(method, submit)
+            try:
+                with self._handle_errors():
+                    handle = await self._caller.call(method, submit_once)
+            except asyncio.CancelledError:
+                self.mark_lost(
+                    f"{method} was cancelled while being sent, so the service may have executed it"
+                )
+                raise
             previous, received = self._results_received, asyncio.Event()
             self._results_received = received
         try:
@@ -94,8 +105,7 @@ class WeaverModel:
         return [np.concatenate([np.full(1, np.nan, np.float32), row]) for row in rows]
 
     async def call_exclusively(self, method: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Run a call that has no sequence id, after all earlier calls have finished and before any later call
-        is submitted."""
+        """Run a call without a sequence id: after all earlier calls and before submitting any later one."""
         async with self._submission_lock:
             await self._results_received.wait()
             self._check_not_lost()
@@ -114,40 +124,14 @@ class WeaverModel:
             # The session is alive, so the service has lost only the saved state.
             raise BackendError(f"the saved state {saved_path} no longer exists: {error}") from None
 
-    @contextmanager
-    def count_gradient(self) -> Generator[None]:
-        """Count one accumulated gradient. Undone if the block raises."""
-        gradient = self._gradient
-        gradient.calls += 1
-        try:
-            yield
-        except BaseException:  # including cancellation
-            gradient.calls -= 1
-            raise
-
     def consume_gradient(self) -> None:
         if self._lost_reason is None:
-            self._gradient.require_gradient()
-        self._gradient = GradientCounter()
+            self.gradient.require_gradient()
+        self.gradient = GradientCounter()
 
     def mark_lost(self, reason: str) -> None:
         """Make all later calls raise BackendLost."""
         self._lost_reason = self._lost_reason or reason
-
-    async def _submit(
-        self, method: str, submit: Callable[[], Awaitable[AsyncOperationHandle]]
-    ) -> AsyncOperationHandle:
-        async def submit_once() -> AsyncOperationHandle:
-            # Retry with the same sequence id, because the service deduplicates calls by it.
-            with self.service.reuse_sequence_id_on_error():
-                return await submit()
-
-        try:
-            with self._handle_errors():
-                return await self._caller.call(method, submit_once)
-        except asyncio.CancelledError:
-            self.mark_lost(f"{method} was cancelled while being sent, so the service may have executed it")
-            raise
 
     @contextmanager
     def _handle_errors(self) -> Generator[None]:
@@ -187,8 +171,13 @@ class WeaverBackend(CloudBackend):
     async def _train(self, samples: list[Sample], loss: LossConfig) -> list[Floats]:
         model = await self._get_model()
         data = [build_training_datum(sample, loss) for sample in samples]
-        with model.count_gradient():
+        gradient = model.gradient
+        gradient.calls += 1
+        try:
             logprobs = await model.compute_logprobs("forward_backward", data, loss.name)
+        except BaseException:  # including cancellation
+            gradient.calls -= 1
+            raise
         if not math.isfinite(compute_loss(loss, samples, logprobs)[0]):
             model.mark_lost("the service accumulated a gradient from a non-finite loss")
             raise make_non_finite_error(loss, samples, logprobs)
@@ -309,9 +298,7 @@ class WeaverBackend(CloudBackend):
 
 
 async def _end_model(model: WeaverModel) -> None:
-    try:
+    with suppress(Exception):  # the service may be unreachable or have no such model
         async with asyncio.timeout(END_TIMEOUT_SECONDS):
             await model.service.end_training(model.client.model_id)
-    except Exception:  # noqa: BLE001 - the service may be unreachable or have no such model
-        pass
     await model.service.aclose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from instar.errors import (
     InstarError,
 )
 
+MAX_CONCURRENT_SCORE_REQUESTS = 16
 MAX_SESSION_STARTS = 5
 """The maximum number of attempts to start a session. A service may lose a session before its first call."""
 CloudErrorKind = Literal["refused", "unavailable", "lost", "settings", "broken"]
@@ -44,9 +46,15 @@ class CloudError(Exception):
 
     def to_engine_error(self) -> InstarError:
         # A lost sampler can be opened again, so the error allows a retry.
-        if self.kind in ("unavailable", "lost"):
-            return EngineUnavailable(str(self))
-        return EngineError(str(self))
+        error_class = EngineUnavailable if self.kind in ("unavailable", "lost") else EngineError
+        return error_class(str(self))
+
+
+def find_installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def redact_key(text: str, key: str) -> str:
@@ -59,8 +67,6 @@ class CloudService:
     name: str
     package: str
     """The SDK's package on PyPI. The SDK's module and Instar's extra have the service's name."""
-    key_env: str
-    url_env: str
     key_prefixes: tuple[str, ...]
     """Prefixes that occur only in this service's keys."""
     url_words: tuple[str, ...]
@@ -68,41 +74,26 @@ class CloudService:
     losses: frozenset[str]
 
     @property
+    def key_env(self) -> str:
+        return f"{self.name.upper()}_API_KEY"
+
+    @property
+    def url_env(self) -> str:
+        return f"{self.name.upper()}_BASE_URL"
+
+    @property
     def install_command(self) -> str:
         return f"pip install 'instar[{self.name}]'"
 
 
-_TINKER_LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo", "dro"})
+_WEAVER_LOSSES = frozenset({"cross_entropy", "importance_sampling"})
+_TINKER_LOSSES = _WEAVER_LOSSES | {"ppo", "cispo", "dro"}
 SERVICES: dict[str, CloudService] = {
     service.name: service
     for service in (
-        CloudService(
-            name="tinker",
-            package="tinker",
-            key_env="TINKER_API_KEY",
-            url_env="TINKER_BASE_URL",
-            key_prefixes=("tml-",),
-            url_words=("tinker", "thinkingmachines"),
-            losses=_TINKER_LOSSES,
-        ),
-        CloudService(
-            name="mint",
-            package="mindlab-toolkit",
-            key_env="MINT_API_KEY",
-            url_env="MINT_BASE_URL",
-            key_prefixes=("sk-mint-",),
-            url_words=("mint", "macaron"),
-            losses=_TINKER_LOSSES,
-        ),
-        CloudService(
-            name="weaver",
-            package="nex-weaver",
-            key_env="WEAVER_API_KEY",
-            url_env="WEAVER_BASE_URL",
-            key_prefixes=(),
-            url_words=("weaver",),
-            losses=frozenset({"cross_entropy", "importance_sampling"}),
-        ),
+        CloudService("tinker", "tinker", ("tml-",), ("tinker", "thinkingmachines"), _TINKER_LOSSES),
+        CloudService("mint", "mindlab-toolkit", ("sk-mint-",), ("mint", "macaron"), _TINKER_LOSSES),
+        CloudService("weaver", "nex-weaver", (), ("weaver",), _WEAVER_LOSSES),
     )
 }
 

@@ -9,13 +9,11 @@ limit when it waits for a result, and for two hours when it samples. Every wait 
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import os
 import re
 import threading
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -24,7 +22,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from instar.clouds.base import SERVICES, CloudAccess, CloudError, CloudService, redact_key, resolve_access
+from instar.async_utils import run_in_daemon_thread
+from instar.clouds.base import (
+    SERVICES,
+    CloudAccess,
+    CloudError,
+    CloudService,
+    find_installed_version,
+    redact_key,
+    resolve_access,
+)
 from instar.config import CloudConfig, ModelConfig
 from instar.errors import ConfigError
 from instar.types import Floats, Ids
@@ -45,14 +52,12 @@ _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 def load_sdk(service: CloudService) -> tuple[Any, str | None]:
     """Import the SDK and return it with MinT's default address (None for Tinker). Raises ConfigError if the
     SDK is not installed or conflicts with the other service's SDK."""
-    mint, tinker = SERVICES["mint"].package, SERVICES["tinker"].package
-    if service.name == "tinker" and _find_version(mint):
-        raise ConfigError(_describe_conflict(service, f"{mint}, which pins tinker {_find_version(tinker)}"))
-    if _find_version(service.package) is None:
-        if _find_version(tinker):
-            raise ConfigError(
-                _describe_conflict(service, f"tinker {_find_version(tinker)}, and MinT pins an older version")
-            )
+    mint, tinker_version = SERVICES["mint"].package, find_installed_version("tinker")
+    if service.name == "tinker" and find_installed_version(mint):
+        raise _make_conflict_error(service, f"{mint}, which pins tinker {tinker_version}")
+    if find_installed_version(service.package) is None:
+        if tinker_version:
+            raise _make_conflict_error(service, f"tinker {tinker_version}, and MinT pins an older version")
         raise ConfigError(f"backend.type: {service.name} needs its SDK; run {service.install_command}")
     # tinker 0.38 deprecated its `_async` methods, but in earlier versions and MinT only these can be awaited.
     warnings.filterwarnings("ignore", r"DEPRECATED: \w+\.\w+_async\(\)", FutureWarning)
@@ -75,19 +80,12 @@ def _import_mint(module: str) -> tuple[Any, str]:
                 os.environ[name] = value
 
 
-def _describe_conflict(service: CloudService, installed: str) -> str:
-    return (
+def _make_conflict_error(service: CloudService, installed: str) -> ConfigError:
+    return ConfigError(
         f"backend.type: {service.name} cannot run in this environment, which has {installed}; create a new "
         f"environment (python -m venv {service.name}-env; {service.name}-env/bin/{service.install_command}) "
         "and set backend.python to its interpreter"
     )
-
-
-def _find_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # --- the connection ---
@@ -130,26 +128,18 @@ class TinkerConnection:
     async def run_in_thread(
         self, action: str, function: Callable[[], T], discard: Callable[[T], None] | None = None
     ) -> T:
-        """Run a blocking SDK call in a thread and return its result. A result that arrives after the timeout
-        or a cancellation is passed to ``discard``. The thread is a daemon, because the SDK may retry for
-        minutes."""
-        result_future: Future[T] = Future()
-        result_future.set_running_or_notify_cancel()
+        """Run a blocking SDK call in a daemon thread, because the SDK may retry for minutes, and return its
+        result. A result that arrives after the timeout or a cancellation is passed to ``discard``."""
         abandoned = threading.Event()
 
-        def run() -> None:
-            try:
-                value = function()
-            except BaseException as error:  # noqa: BLE001 - raised by the future that the caller awaits
-                result_future.set_exception(error)
-                return
+        def run() -> T:
+            value = function()
             if abandoned.is_set() and discard is not None:
                 discard(value)
-            result_future.set_result(value)
+            return value
 
-        threading.Thread(target=run, name=f"instar-{self.service.name}", daemon=True).start()
         try:
-            return await self.await_result(action, asyncio.wrap_future(result_future))
+            return await self.await_result(action, run_in_daemon_thread(run))
         except BaseException:  # including cancellation: a late result is discarded
             abandoned.set()
             raise

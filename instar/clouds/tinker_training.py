@@ -10,14 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.async_utils import map_concurrently
-from instar.clouds.base import CloudError
+from instar.clouds.base import MAX_CONCURRENT_SCORE_REQUESTS, CloudError
 from instar.clouds.tinker import TinkerConnection, align_prompt_logprobs, build_model_input
 from instar.config import AdamConfig
 from instar.types import Floats, Ids
 
 LossInputs = Mapping[str, Floats]
 """Maps the service's input names to arrays with one value per token."""
-MAX_CONCURRENT_SCORE_REQUESTS = 16
 GRADIENT_NORM_METRICS = ("grad_norm", "unclipped_grad_norm", "unclipped_grad_l2", "grad_l2")
 
 
@@ -32,10 +31,6 @@ class TinkerTrainingSession:
         self._previous_call: asyncio.Future[None] | None = None
         self._base_sampler: Any = None
 
-    async def abandon(self) -> None:
-        self._mark_lost("another session was started")
-        await self.connection.close(finish=True)
-
     # --- calls that the service executes in order ---
 
     def send(self, action: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:
@@ -48,14 +43,14 @@ class TinkerTrainingSession:
 
         def release_next_call(task: asyncio.Task[Any]) -> None:
             if task.cancelled():  # the call may have reached the service
-                self._mark_lost(f"{action} was cancelled, and its effect on the service is unknown")
+                self.mark_lost(f"{action} was cancelled, and its effect on the service is unknown")
             finished.set_result(None)
 
         # A callback, because a task that is cancelled before its first step never reaches a `finally`.
         task.add_done_callback(release_next_call)
         return task
 
-    def _mark_lost(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         self.lost_reason = self.lost_reason or reason
 
     async def _await_response(self, action: str, future: Any, previous: asyncio.Future[None] | None) -> Any:
@@ -69,12 +64,11 @@ class TinkerTrainingSession:
             return await self.connection.await_result(action, future)
         except CloudError as failure:
             if failure.kind != "refused":
-                self._mark_lost(str(failure))
+                self.mark_lost(str(failure))
             raise
 
     async def send_forward(self, sequences: Sequence[Ids]) -> Awaitable[list[Floats]]:
-        """Send a forward pass and return an awaitable for the logprob of every token (NaN at index 0). Each
-        sequence must have at least two tokens."""
+        """Send sequences of two or more tokens. Return an awaitable for all logprobs (NaN at index 0)."""
         data = [(ids, {"weights": np.ones(len(ids), np.float32)}) for ids in sequences]
         return await self.send_forward_backward(data, "cross_entropy", None, action="forward")
 
@@ -108,19 +102,13 @@ class TinkerTrainingSession:
         return aligned
 
     def _raise_lost(self, message: str) -> NoReturn:
-        self._mark_lost(message)
+        self.mark_lost(message)
         raise CloudError("lost", message)
 
     async def send_optim_step(self, adam: AdamConfig) -> Awaitable[dict[str, float]]:
         """Send an optimizer step and return an awaitable for its metrics, with ``grad_norm`` if reported."""
-        params = self.connection.sdk.types.AdamParams(
-            learning_rate=adam.lr,
-            beta1=adam.beta1,
-            beta2=adam.beta2,
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-            grad_clip_norm=adam.grad_clip_norm,
-        )
+        settings = adam.model_dump(exclude={"lr"})
+        params = self.connection.sdk.types.AdamParams(learning_rate=adam.lr, **settings)
         return self._await_metrics(self.send("optim_step", lambda client: client.optim_step(params)))
 
     async def _await_metrics(self, response: Awaitable[Any]) -> dict[str, float]:
@@ -148,7 +136,7 @@ class TinkerTrainingSession:
             return await map_concurrently(score, sequences, MAX_CONCURRENT_SCORE_REQUESTS)
         except CloudError as failure:
             if failure.kind == "lost":
-                self._mark_lost(str(failure))
+                self.mark_lost(str(failure))
             raise
 
 

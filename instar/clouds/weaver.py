@@ -103,11 +103,10 @@ class WeaverClient(AsyncServiceClient):
 
 
 class WeaverError(CloudError):
-    """An error from Weaver, with the service's error code, if any, and the seconds to wait before a retry."""
+    """An error from Weaver, with the number of seconds to wait before a retry."""
 
-    def __init__(self, kind: CloudErrorKind, text: str, *, code: str = "", retry_after: float = 0.0) -> None:
+    def __init__(self, kind: CloudErrorKind, text: str, *, retry_after: float = 0.0) -> None:
         super().__init__(kind, text)
-        self.code = code
         self.retry_after = retry_after
 
 
@@ -182,22 +181,20 @@ def _now() -> float:
 
 def _classify_error(error: Exception, text: str) -> WeaverError:
     if isinstance(error, WeaverOperationError):
-        code = error.code.lower()
-        if any(word in code for word in LOST_CODES):
-            return WeaverError("lost", text, code=code)
-        return WeaverError("unavailable" if error.retryable else "refused", text, code=code)
+        if any(word in error.code.lower() for word in LOST_CODES):
+            return WeaverError("lost", text)
+        return WeaverError("unavailable" if error.retryable else "refused", text)
     if not isinstance(error, WeaverAPIError):
         return WeaverError("unavailable", f"Weaver cannot be reached: {text}")
-    status, code = error.status_code, error.code.lower()
+    status = error.status_code
     if status in (401, 403):
-        return WeaverError(
-            "settings", f"{text} (the key is from {SERVICES['weaver'].key_env} or backend.api_key)", code=code
-        )
+        key_env = SERVICES["weaver"].key_env
+        return WeaverError("settings", f"{text} (the key is from {key_env} or backend.api_key)")
     if status in LOST_STATUSES:
-        return WeaverError("lost", text, code=code)
+        return WeaverError("lost", text)
     is_transient = error.retryable or status in TRANSIENT_STATUSES or status >= 500
     kind = "unavailable" if is_transient else "refused"
-    return WeaverError(kind, text, code=code, retry_after=parse_retry_after(error.retry_after) or 0.0)
+    return WeaverError(kind, text, retry_after=parse_retry_after(error.retry_after) or 0.0)
 
 
 # --- conversion of samples and responses ---

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from instar.errors import (
     BackendError,
     BackendUnavailable,
@@ -64,8 +66,7 @@ class ServiceLimits:
     """The maximum number of waiting and running operations, and of samples per request."""
     max_rank: int = 256
     session_ttl: float = 600.0
-    """A session ends, and its models are freed, after this many seconds without a heartbeat. Requests
-    for the session or its models count as heartbeats."""
+    """A session and its models end after this many seconds without a heartbeat or another request."""
     eviction_idle_seconds: float = 90.0
     """After this many seconds without a heartbeat, a session may be ended to make room for a new model.
     Clients send a heartbeat every 10 or 30 seconds."""
@@ -78,9 +79,8 @@ class ServiceLimits:
 TRAINED_PARTS = ("train_unembed", "train_mlp", "train_attn")
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterSpec:
-    rank: int = 16
+class AdapterSpec(msgspec.Struct, frozen=True):
+    rank: int
     seed: int | None = None
     """None for a random seed."""
     train_attn: bool = True
@@ -95,6 +95,10 @@ class SampledSequence:
     """The logprobs under the full softmax at temperature 1."""
     stop_reason: Literal["stop", "length"]
     text: str
+
+    def to_fields(self) -> dict[str, Any]:
+        """Return the fields of a response that both protocols have."""
+        return {"tokens": self.token_ids, "logprobs": self.logprobs, "stop_reason": self.stop_reason}
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,9 @@ class CheckpointStore:
             self._lock_file.close()
             raise ConfigError(f"{folder} is in use by another server") from error
         # A server that is killed while writing leaves scratch files behind.
-        shutil.rmtree(folder / SCRATCH_FOLDER, ignore_errors=True)
+        self._scratch_folder = folder / SCRATCH_FOLDER
+        shutil.rmtree(self._scratch_folder, ignore_errors=True)
+        self._scratch_folder.mkdir(exist_ok=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{METADATA_FILE}"):
@@ -99,13 +101,9 @@ class CheckpointStore:
             )
         if ttl is not None and not ttl > 0:
             raise ProtocolError(f"ttl_seconds must be greater than 0, got {ttl:g}")
-        (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(dir=self._folder / SCRATCH_FOLDER))
-        try:
-            await fill(scratch)
-            meta = await asyncio.to_thread(self._move_into_place, scratch, owner, name, info, ttl)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=self._scratch_folder, ignore_cleanup_errors=True) as scratch:
+            await fill(Path(scratch))
+            meta = await asyncio.to_thread(self._move_into_place, Path(scratch), owner, name, info, ttl)
         self._metadata[meta.info.path] = meta
         return meta.info
 
@@ -165,8 +163,7 @@ class CheckpointStore:
 
     def _remove(self, info: CheckpointInfo) -> None:
         # Rename the folder before deleting it, so that a partial checkpoint is never visible.
-        (self._folder / SCRATCH_FOLDER).mkdir(exist_ok=True)
-        with self._rename_lock, tempfile.TemporaryDirectory(dir=self._folder / SCRATCH_FOLDER) as scratch:
+        with self._rename_lock, tempfile.TemporaryDirectory(dir=self._scratch_folder) as scratch:
             self.get_folder(info).rename(Path(scratch) / "removed")
         del self._metadata[info.path]
 

@@ -6,17 +6,19 @@ import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
+from msgspec.structs import replace
 from torch import nn
 from transformers import PreTrainedModel
 
 from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local import state
 from instar.backends.local.backend import RNG_LOCK, LocalBackend
+from instar.backends.threaded import in_thread
 from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
 from instar.protocol.base import TRAINED_PARTS, AdapterSpec, CheckpointInfo, ProtocolError, convert_errors
 from instar.protocol.checkpoints import ADAPTER_FOLDER, STATE_FOLDER, CheckpointStore
@@ -36,15 +38,12 @@ class ServedLocalBackend(LocalBackend):
                 parameter.grad = torch.zeros_like(parameter)
         return super()._optim_step(adam)
 
-    async def save_weights(self, path: Path) -> None:
+    @in_thread
+    def save_weights(self, path: Path) -> None:
         """Save a training state with the current weights and a fresh optimizer."""
-
-        def save() -> None:
-            fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
-            with RNG_LOCK:
-                state.save_training_state(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
-
-        await self._run(save)
+        fresh_optimizer = torch.optim.AdamW(list(self._parameters.values()))
+        with RNG_LOCK:
+            state.save_training_state(path, self._parameters, fresh_optimizer, {"optim_steps": 0})
 
 
 @dataclass(eq=False, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Literal
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError
@@ -14,11 +13,7 @@ from instar.protocol.base import ServiceLimits
 from instar.protocol.operations import OperationScheduler
 from instar.registry import load_object
 
-ProtocolName = Literal["tinker", "weaver"]
-APP_FACTORIES: dict[ProtocolName, str] = {
-    "tinker": "instar.protocol.tinker.app:create_app",
-    "weaver": "instar.protocol.weaver.app:create_app",
-}
+PROTOCOLS = ("tinker", "weaver")
 SHUTDOWN_GRACE_SECONDS = 2.0
 """How long in-flight requests may take to finish after all operations have stopped."""
 
@@ -42,9 +37,9 @@ async def serve_protocol(
     Raises ConfigError if the protocol is unknown, or the address, the folder or the model cannot be used."""
     from instar.protocol.service import TrainingService  # imports torch
 
-    if protocol not in APP_FACTORIES:
-        raise ConfigError(f"unknown protocol {protocol!r}; available: {', '.join(APP_FACTORIES)}")
-    create_app = load_object(APP_FACTORIES[protocol])
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"unknown protocol {protocol!r}; available: {', '.join(PROTOCOLS)}")
+    create_app = load_object(f"instar.protocol.{protocol}.app:create_app")
     service = TrainingService(model, folder, base_model=base_model, limits=limits, threads=threads)
     try:
         listener = bind(host, port)

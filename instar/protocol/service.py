@@ -13,13 +13,7 @@ from instar.backends.local.model import load_base
 from instar.config import ModelConfig
 from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
 from instar.protocol.checkpoints import ADAPTER_FOLDER, CheckpointStore
-from instar.protocol.models import (
-    ClientSession,
-    CoreSharing,
-    ModelIdentity,
-    TrainingModel,
-    create_backend,
-)
+from instar.protocol.models import ClientSession, CoreSharing, ModelIdentity, TrainingModel, create_backend
 from instar.protocol.samplers import BASE_MODEL_KEY, SamplerPool
 from instar.types import Floats, SamplingParams, new_id
 
@@ -84,28 +78,21 @@ class TrainingService:
         self._sessions[session_id] = ClientSession(session_id, owner, time.monotonic())
         return session_id
 
-    def heartbeat(self, session_id: str, owner: str) -> ClientSession:
-        """Record a heartbeat and return the session. Raises ProtocolError 404 if it does not exist."""
-        session = self._find_session(session_id, owner)
-        session.last_seen = time.monotonic()
-        return session
-
-    async def end_session(self, session_id: str, owner: str) -> None:
-        self._find_session(session_id, owner)
-        await self._end_session(session_id)
-
-    def _find_session(self, session_id: str, owner: str) -> ClientSession:
+    def heartbeat(self, session_id: str, owner: str) -> None:
+        """Record a heartbeat. Raises ProtocolError 404 if the session does not exist."""
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise ProtocolError(f"session {session_id} does not exist or has ended", 404)
-        return session
+        session.last_seen = time.monotonic()
+
+    async def end_session(self, session_id: str, owner: str) -> None:
+        self.heartbeat(session_id, owner)  # raises if the session does not exist
+        await self._end_session(session_id)
 
     async def _end_session(self, session_id: str) -> None:
         self._sessions.pop(session_id, None)
-        models = [model for model in self._models.values() if model.session_id == session_id]
-        for model in models:
-            del self._models[model.model_id]
-        await asyncio.gather(*(model.close() for model in models))
+        model_ids = [model.model_id for model in self._models.values() if model.session_id == session_id]
+        await asyncio.gather(*[self._models.pop(model_id).close() for model_id in model_ids])
 
     # --- models ---
 
@@ -178,8 +165,8 @@ class TrainingService:
         self, sampler_path: str | None, owner: str, prompt: Sequence[int], params: SamplingParams, count: int
     ) -> list[SampledSequence]:
         """Sample ``count`` sequences from the checkpoint at ``sampler_path`` (None: the base model)."""
-        if not 1 <= count <= self.limits.max_operations:
-            limit = self.limits.max_operations
+        limit = self.limits.max_operations
+        if not 1 <= count <= limit:
             raise ProtocolError(f"num_samples must be between 1 and {limit}, got {count}")
         key, adapter = self._resolve_policy(sampler_path, owner)
         with convert_errors(), self._core_sharing.reserve_for_sampling():

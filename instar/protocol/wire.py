@@ -12,23 +12,12 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from instar.config import AdamConfig, LossConfig
-from instar.protocol.base import AdapterSpec, ProtocolError
-from instar.types import Floats, SamplingParams
+from instar.protocol.base import ProtocolError
+from instar.types import NOT_SAMPLED, Floats, Ids, Sample, SamplingParams
 
 LOSS_OPTIONS = {"clip_low_threshold": "clip_low", "clip_high_threshold": "clip_high", "beta": "beta"}
 """Maps option names in `loss_fn_config` to `LossConfig` fields."""
 _REQUEST_NAMES = {field: option for option, field in LOSS_OPTIONS.items()} | {"lr": "learning_rate"}
-
-
-class LoraFields(Struct, kw_only=True):
-    rank: int
-    seed: int | None = None
-    train_unembed: bool = True
-    train_mlp: bool = True
-    train_attn: bool = True
-
-    def to_adapter_spec(self) -> AdapterSpec:
-        return AdapterSpec(self.rank, self.seed, self.train_attn, self.train_mlp, self.train_unembed)
 
 
 class AdamFields(Struct, kw_only=True):
@@ -88,10 +77,21 @@ def _make_invalid_value_error(section: str, error: ValidationError) -> ProtocolE
     return ProtocolError(f"{section}.{name}: {details['msg']}, got {details['input']}")
 
 
-def align_with_tokens(target_values: NDArray[Any], token_count: int, *, first: float) -> Floats:
-    """Shift the values of the targets by one, so that index i describes token i of the sample. ``first`` is
-    the value for the first token, which is not a target. Values after the last token are dropped."""
-    aligned = np.empty(token_count, np.float32)
-    aligned[:1] = first
-    aligned[1:] = target_values[: max(token_count - 1, 0)]
-    return aligned
+def build_sample(
+    name: str, token_ids: Ids, *, mask: NDArray[Any], logprobs: NDArray[Any], advantages: NDArray[Any]
+) -> Sample:
+    """Build a sample from arrays with one value per target: value i describes token i + 1, because the first
+    token is not a target. Values after the last token are dropped."""
+
+    def align(target_values: NDArray[Any], first: float) -> Floats:
+        return np.append(np.float32(first), target_values)[: len(token_ids)].astype(np.float32)
+
+    return Sample(
+        sample_key=name,
+        session_id="",
+        token_ids=token_ids,
+        mask=align(mask, 0.0),
+        logprobs=align(logprobs, np.nan),
+        advantages=align(advantages, 0.0),
+        versions=np.full(len(token_ids), NOT_SAMPLED, np.int32),
+    )

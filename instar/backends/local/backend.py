@@ -158,10 +158,9 @@ class LocalBackend(ThreadedBackend):
 
     @in_thread
     def save_state(self, path: Path) -> None:
+        counters = {"optim_steps": self._optim_steps}
         with RNG_LOCK:
-            state.save_training_state(
-                path, self._parameters, self._optimizer, {"optim_steps": self._optim_steps}
-            )
+            state.save_training_state(path, self._parameters, self._optimizer, counters)
 
     @in_thread
     def load_state(self, path: Path, *, optimizer: bool = True) -> None:
@@ -222,15 +221,11 @@ class LocalBackend(ThreadedBackend):
 def _compute_loss(
     logprobs: Tensor, samples: Sequence[Sample], loss: LossConfig
 ) -> tuple[Tensor, losses.LossSums]:
-    def gather(arrays: Sequence[Floats]) -> Tensor:
-        flat = [array[sample.mask > 0] for array, sample in zip(arrays, samples, strict=True)]
-        return torch.from_numpy(np.concatenate(flat).astype(np.float32)).to(logprobs.device)
+    def gather(name: str) -> Tensor:
+        flat = np.concatenate([getattr(sample, name)[sample.mask > 0] for sample in samples])
+        return torch.from_numpy(flat.astype(np.float32)).to(logprobs.device)
 
-    tokens = losses.TrainedTokens(
-        mask=gather([sample.mask for sample in samples]),
-        advantages=gather([sample.advantages for sample in samples]),
-        logprobs=gather([sample.logprobs for sample in samples]),
-    )
+    tokens = losses.TrainedTokens(gather("mask"), gather("advantages"), gather("logprobs"))
     value, sums = losses.compute_token_loss(loss, logprobs, tokens)
     if not math.isfinite(loss_value := float(value.detach())):
         keys = ", ".join(sample.sample_key for sample in samples[:4]) + (", ..." if len(samples) > 4 else "")

@@ -18,10 +18,9 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from instar.backends.weight_export import ADAPTER
 from instar.config import LoraConfig
 from instar.errors import BackendError
-
-ADAPTER = "default"
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from instar.backends.base import DEFAULT_BETA, LOSSES
+from instar.backends.base import DEFAULT_BETA
 from instar.backends.loss_values import get_clip_bounds
 from instar.config import LossConfig
-
-LOSSES_WITH_OLD_LOGPROBS = LOSSES - {"cross_entropy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +35,7 @@ class LossSums:
 def compute_token_loss(
     config: LossConfig, new_logprobs: Tensor, tokens: TrainedTokens
 ) -> tuple[Tensor, LossSums]:
-    """Return the loss and the sums for the metrics. ``new_logprobs`` are the logprobs under the current
-    weights, in fp32 and with a gradient."""
+    """Return the loss and the sums for the metrics. ``new_logprobs`` are in fp32 and have a gradient."""
     weight = tokens.mask * tokens.advantages
     if config.name == "cross_entropy":
         return -(weight * new_logprobs).sum(), LossSums(len(new_logprobs))
@@ -76,7 +73,7 @@ def compute_metrics(config: LossConfig, sums: Sequence[LossSums]) -> dict[str, f
     an estimate of KL(old ‖ new)."""
     count = sum(part.token_count for part in sums)
     metrics = {"tokens": float(count)}
-    if count and config.name in LOSSES_WITH_OLD_LOGPROBS:
+    if count and config.name != "cross_entropy":
         metrics["ratio_mean"] = sum(part.ratio_sum for part in sums) / count
         metrics["ratio_max"] = max(part.ratio_max for part in sums)
         metrics["clipped"] = sum(part.clipped_count for part in sums) / count

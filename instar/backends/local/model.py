@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import logging
 
 from instar.backends.local.attention import ATTENTION_NAME, TreeAttentionPlan, make_attention_plan
-from instar.backends.local.lora import ADAPTER, add_adapter
+from instar.backends.local.lora import add_adapter
 from instar.backends.local.pack import IntArray, PackedRow, pack
 from instar.backends.local.state import write_adapter_files, write_weights
+from instar.backends.weight_export import ADAPTER
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
@@ -79,8 +80,7 @@ class TrainedModel:
         return torch.from_numpy(array).to(self.device)
 
     def check_attention(self) -> None:
-        """Raise BackendError if a layer does not use the packed attention. In such a layer, tokens would
-        attend to other samples."""
+        """Raise BackendError if a layer has another attention, in which tokens attend to other samples."""
         packed = pack([np.arange(4, dtype=np.int32)])
         plan = make_attention_plan(packed, self.device)
         with torch.no_grad(), self._autocast():
@@ -191,9 +191,8 @@ def _compute_chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) ->
 
 
 class _FrozenHead(torch.autograd.Function):
-    """Computes logprobs with a frozen output layer. The gradient of a token's logprob with respect to its
-    hidden state is W[target] - Σ p·W, where p is the softmax. It does not depend on the loss, so the forward
-    pass computes it while it has the logits."""
+    """Computes logprobs with a frozen output layer. With respect to the hidden state, a logprob's gradient is
+    W[target] - Σ p·W for the softmax p. It is independent of the loss, so the forward pass computes it."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

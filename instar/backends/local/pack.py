@@ -59,11 +59,9 @@ class PackedRow:
 
 
 def split_micro_batches(sequences: Sequence[Ids], max_tokens: int) -> list[list[int]]:
-    """Split the sequences into micro-batches of at most ``max_tokens`` tokens, as lists of indices.
-
-    A shared prefix counts once per micro-batch. Sequences are taken in lexicographic order, so that those
-    with a common prefix are adjacent. A sequence longer than ``max_tokens`` gets its own micro-batch.
-    """
+    """Split the sequences into micro-batches of at most ``max_tokens`` tokens, as lists of indices. A shared
+    prefix counts once per micro-batch. Sequences are taken in lexicographic order, so that those with a
+    common prefix are adjacent. A sequence longer than ``max_tokens`` gets its own micro-batch."""
     batches: list[list[int]] = []
     used_tokens = 0
     previous: int | None = None
@@ -114,8 +112,7 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode, ...]:
-    """Return the trie's nodes for sorted sequences of these ``lengths``. Sequences i - 1 and i share their
-    first ``shared_lengths[i]`` tokens."""
+    """Return the nodes for sorted sequences. i - 1 and i share their first ``shared_lengths[i]`` tokens."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0

@@ -16,7 +16,6 @@ from instar.backends.base import (
     BackendCapabilities,
     ForwardBackwardResult,
     OptimStepResult,
-    is_mergeable,
     make_torch_capabilities,
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
@@ -73,8 +72,7 @@ class VerlBackend(ThreadedBackend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        lora = self._config.lora
-        return make_torch_capabilities(lora, has_reference=lora is not None, can_sync_live=is_mergeable(lora))
+        return make_torch_capabilities(self._config.lora, has_reference=self._config.lora is not None)
 
     async def tensors(self) -> AsyncGenerator[tuple[str, Tensor], None]:
         is_first, has_more = True, True
@@ -148,11 +146,7 @@ class VerlBackend(ThreadedBackend):
     def publish(self, path: Path) -> Artifact:
         # Check on all ranks first: if only the writing rank raised an error, the others would wait for it.
         self._require_finite_weights()
-
-        def fill(folder: Path) -> None:
-            self._workers.call("publish", str(folder.resolve()))
-
-        write_folder(path, fill)
+        write_folder(path, lambda folder: self._workers.call("publish", str(folder.resolve())))
         return Artifact("weights" if self._config.lora is None else "adapter", str(path.resolve()))
 
     @in_thread

@@ -85,6 +85,5 @@ class PlatformCPU(PlatformBase):
 
 @cache
 def use_cpu() -> None:
-    """Select the CPU as verl's platform. Call this before importing other verl modules, which read the
-    platform at import time."""
+    """Select the CPU as verl's platform, which other verl modules read when they are imported."""
     set_platform(PlatformCPU())

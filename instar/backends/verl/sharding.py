@@ -41,8 +41,7 @@ class RankSample:
 @dataclass(frozen=True, slots=True)
 class DistributedBatch:
     samples: list[list[RankSample]]
-    """The samples of each rank. The lists are padded to the same length, because all ranks must run the same
-    number of micro-batches."""
+    """The samples of each rank, padded to one length, because all ranks run equally many micro-batches."""
     indices: list[list[int]]
     """For each rank, the batch indices of its samples. Its remaining samples are padding."""
     max_tokens: int

@@ -225,9 +225,8 @@ def _unshift(log_probs: Tensor) -> list[Floats]:
 
 
 def _init_process_group(settings: WorkerSettings) -> None:
-    """Create the process group for verl. The group that verl creates by default would listen on every
-    interface, use torch's timeouts and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch
-    rejects."""
+    """Create the process group for verl. verl's default would listen on every interface, use torch's timeouts
+    and, on a CPU, request the backend "cpu:gloo,cpu:gloo", which torch rejects."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=settings.call_timeout)

@@ -22,8 +22,7 @@ NO_WORKERS = "verl's workers are not running; call start or load_state first"
 
 
 class RayWorkers:
-    """The processes of all ranks. If one fails, dies or times out, all are stopped, because FSDP cannot
-    continue with fewer ranks."""
+    """The processes of all ranks. If one fails or times out, all are stopped, because FSDP needs them all."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -195,8 +194,7 @@ class RayWorkers:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise BackendUnavailable if the address cannot be reached. Ray itself would wait for minutes. Addresses
-    without a port, such as `auto`, are not checked."""
+    """Raise BackendUnavailable if an address with a port is unreachable. Ray would wait for minutes."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdigit():
         return

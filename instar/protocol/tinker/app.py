@@ -14,21 +14,11 @@ from instar.protocol.base import CheckpointInfo, ProtocolError
 from instar.protocol.http import json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
-from instar.protocol.tinker.http import (
-    TinkerKeyStore,
-    TinkerRequest,
-    TinkerRouter,
-    create_router,
-    has_tinker_key,
-)
-from instar.protocol.tinker.requests import (
-    TinkerFutureRequest,
-    TinkerHeartbeatRequest,
-    TinkerWeightsInfoRequest,
-)
+from instar.protocol.tinker import requests
+from instar.protocol.tinker.http import TinkerKeyStore, TinkerRequest, create_router
 from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, TinkerSampleResult
 from instar.protocol.tinker.sampling import TinkerRoutes, TinkerSamplingRoutes, TinkerSamplingSessions
-from instar.protocol.tinker.training import TinkerTrainingRoutes
+from instar.protocol.tinker.training import TinkerHandler, TinkerTrainingRoutes
 from instar.types import Json
 
 _CHECKPOINT_TYPES = {"state": "training", "sampler": "sampler"}
@@ -38,47 +28,59 @@ LONG_POLL_TIMEOUT_SECONDS = 30.0
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     key_store = TinkerKeyStore(keys)
-    sessions = TinkerSamplingSessions()
-    router = create_router(key_store, service.limits.max_body)
-    for routes in (TinkerSessionRoutes, TinkerTrainingRoutes, TinkerSamplingRoutes, TinkerListingRoutes):
-        routes(service, operations, sessions).register(router)
+    dependencies = (service, operations, TinkerSamplingSessions())
+    sessions, training = TinkerSessionRoutes(*dependencies), TinkerTrainingRoutes(*dependencies)
+    sampling, listing = TinkerSamplingRoutes(*dependencies), TinkerListingRoutes(*dependencies)
 
     async def issue_token(request: TinkerRequest) -> Response:
         return json_response({"jwt": key_store.issue_token(request.owner)})
 
+    router = create_router(key_store, service.limits.max_body)
+    router.add("GET", "healthz", _respond_with({"status": "ok"}))
     router.add("POST", "auth/token", issue_token)
+    router.add("POST", "client/config", sessions.get_config)
+    router.add("POST", "client/dynamic_config", _respond_with({}))
+    router.add("POST", "telemetry", _respond_with({"status": "accepted"}))
+    router.add("POST", "create_session", sessions.create_session)
+    router.add("POST", "session_heartbeat", sessions.heartbeat)
+    router.add("POST", "sessions/{session_id}/finish", sessions.finish_session)
+    router.add("POST", "retrieve_future", sessions.retrieve_future)
+    router.add("POST", "create_model", training.create_model)
+    router.add("POST", "unload_model", training.unload_model)
+    router.add("POST", "get_info", training.get_info)
+    for path, handler in (
+        ("forward_backward", training.forward_backward),
+        ("forward", training.forward),
+        ("optim_step", training.optim_step),
+        ("save_weights", training.save_weights),
+        ("save_weights_for_sampler", training.save_for_sampler),
+        ("load_weights", training.load_weights),
+    ):
+        router.add("POST", path, training.consume_rejected_seq_ids(handler))
+    router.add("POST", "create_sampling_session", sampling.create)
+    router.add("POST", "asample", sampling.sample)
+    router.add("GET", "samplers/{sampler_id}", sampling.get_info)
+    router.add("GET", "get_server_capabilities", listing.get_capabilities)
+    router.add("POST", "weights_info", listing.get_weights_info)
+    router.add("GET", "checkpoints", listing.list_checkpoints)
+    router.add("GET", "training_runs", listing.list_runs)
+    router.add("GET", "training_runs/{run_id}", listing.get_run)
+    router.add("GET", "training_runs/{run_id}/checkpoints", listing.list_run_checkpoints)
+    checkpoint_path = "training_runs/{run_id}/checkpoints/{checkpoint_id:path}"
+    router.add("DELETE", checkpoint_path, listing.delete_checkpoint)
     return router.create_app()
 
 
 class TinkerSessionRoutes(TinkerRoutes):
     """The routes for sessions, operation results, client settings and telemetry."""
 
-    def register(self, router: TinkerRouter) -> None:
-        router.add("GET", "healthz", self.health)
-        router.add("POST", "client/config", self.get_config)
-        router.add("POST", "client/dynamic_config", self.get_dynamic_config)
-        router.add("POST", "telemetry", self.discard_telemetry)
-        router.add("POST", "create_session", self.create_session)
-        router.add("POST", "session_heartbeat", self.heartbeat)
-        router.add("POST", "sessions/{session_id}/finish", self.finish_session)
-        router.add("POST", "retrieve_future", self.retrieve_future)
-
-    async def health(self, request: TinkerRequest) -> Response:
-        return json_response({"status": "ok"})
-
     async def get_config(self, request: TinkerRequest) -> Response:
         # Older clients send JSON unless ``proto_write_fwdbwd`` is set.
-        settings = {"pjwt_auth_enabled": not has_tinker_key(request.http.headers), "proto_write_fwdbwd": True}
+        settings = {"pjwt_auth_enabled": not request.has_tinker_key, "proto_write_fwdbwd": True}
         response = json_response(settings)
         # Clients open a separate connection for this request and never close it themselves.
         response.headers["connection"] = "close"
         return response
-
-    async def get_dynamic_config(self, request: TinkerRequest) -> Response:
-        return json_response({})
-
-    async def discard_telemetry(self, request: TinkerRequest) -> Response:
-        return json_response({"status": "accepted"})
 
     async def create_session(self, request: TinkerRequest) -> Response:
         session_id = await self._service.create_session(request.owner)
@@ -86,7 +88,7 @@ class TinkerSessionRoutes(TinkerRoutes):
 
     async def heartbeat(self, request: TinkerRequest) -> Response:
         with _convert_404_to_410():  # clients stop sending heartbeats only on 410
-            self._service.heartbeat(request.parse(TinkerHeartbeatRequest).session_id, request.owner)
+            self._service.heartbeat(request.parse(requests.HeartbeatRequest).session_id, request.owner)
         return json_response({"type": "session_heartbeat"})
 
     async def finish_session(self, request: TinkerRequest) -> Response:
@@ -101,7 +103,7 @@ class TinkerSessionRoutes(TinkerRoutes):
         return Response(status_code=204)
 
     async def retrieve_future(self, request: TinkerRequest) -> Response:
-        request_id = request.parse(TinkerFutureRequest).request_id
+        request_id = request.parse(requests.FutureRequest).request_id
         # An unknown operation was started before the server was restarted, or its result has expired. On 410,
         # clients resubmit sampling requests and report training requests as lost.
         with _convert_404_to_410():
@@ -119,6 +121,13 @@ class TinkerSessionRoutes(TinkerRoutes):
         return json_response(value.to_json())
 
 
+def _respond_with(fields: Json) -> TinkerHandler:
+    async def handle(request: TinkerRequest) -> Response:
+        return json_response(fields)
+
+    return handle
+
+
 @contextlib.contextmanager
 def _convert_404_to_410() -> Generator[None]:
     try:
@@ -130,17 +139,6 @@ def _convert_404_to_410() -> Generator[None]:
 class TinkerListingRoutes(TinkerRoutes):
     """The routes for the served models, training runs and checkpoints."""
 
-    def register(self, router: TinkerRouter) -> None:
-        router.add("GET", "get_server_capabilities", self.get_capabilities)
-        router.add("POST", "weights_info", self.get_weights_info)
-        router.add("GET", "checkpoints", self.list_checkpoints)
-        router.add("GET", "training_runs", self.list_runs)
-        router.add("GET", "training_runs/{run_id}", self.get_run)
-        router.add("GET", "training_runs/{run_id}/checkpoints", self.list_run_checkpoints)
-        router.add(
-            "DELETE", "training_runs/{run_id}/checkpoints/{checkpoint_id:path}", self.delete_checkpoint
-        )
-
     async def get_capabilities(self, request: TinkerRequest) -> Response:
         model = {
             "model_name": self._service.base_model,
@@ -151,16 +149,13 @@ class TinkerListingRoutes(TinkerRoutes):
         return json_response({"supported_models": [model]})
 
     async def get_weights_info(self, request: TinkerRequest) -> Response:
-        info = self._service.checkpoints.find(
-            request.parse(TinkerWeightsInfoRequest).tinker_path, request.owner
-        )
-        return json_response(
-            {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank, **info.extra}
-        )
+        path = request.parse(requests.WeightsInfoRequest).tinker_path
+        info = self._service.checkpoints.find(path, request.owner)
+        fields = {"base_model": info.base_model, "is_lora": True, "lora_rank": info.rank}
+        return json_response(fields | info.extra)
 
     def _list_newest_first(self, owner: str, model_id: str | None = None) -> list[CheckpointInfo]:
-        checkpoints = self._service.checkpoints.list_checkpoints(owner, model_id)
-        return sorted(checkpoints, key=lambda info: info.created_at, reverse=True)
+        return self._service.checkpoints.list_checkpoints(owner, model_id)[::-1]
 
     async def list_checkpoints(self, request: TinkerRequest) -> Response:
         checkpoints = [_checkpoint_fields(info) for info in self._list_newest_first(request.owner)]

@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.protocol.base import ProtocolError
-from instar.protocol.wire import align_with_tokens
-from instar.types import NOT_SAMPLED, Floats, Ids, Sample
+from instar.protocol.wire import build_sample
+from instar.types import Floats, Ids, Sample
 
 Array = NDArray[Any]
 
@@ -61,23 +61,14 @@ def _to_sample(name: str, datum: TinkerDatum, loss: str) -> Sample:
     if not 0 <= last_target < 1 << 31:
         raise ProtocolError(f"{name}: target_tokens[{count - 1}] must be a token id, got {last_target}")
     coefficients = datum.tensors.get("weights" if loss == "cross_entropy" else "advantages")
-    mask = np.ones(count + 1, np.float32)
-    mask[0] = 0
+    mask = np.ones(count, np.float32)
     _mask_fillers(name, datum, loss, coefficients, mask)
     old_logprobs = datum.tensors.get("logprobs", np.full(count, np.nan, np.float32))
     if loss != "cross_entropy" and coefficients is not None:
-        mask[1:][np.isnan(old_logprobs) & (coefficients == 0)] = 0
-    return Sample(
-        sample_key=name,
-        session_id="",
-        token_ids=np.append(datum.tokens, last_target).astype(np.int32),
-        mask=mask,
-        logprobs=align_with_tokens(old_logprobs, count + 1, first=np.nan),
-        advantages=align_with_tokens(
-            np.ones(count) if coefficients is None else coefficients, count + 1, first=0.0
-        ),
-        versions=np.full(count + 1, NOT_SAMPLED, np.int32),
-    )
+        mask[np.isnan(old_logprobs) & (coefficients == 0)] = 0
+    advantages = np.ones(count) if coefficients is None else coefficients
+    token_ids = np.append(datum.tokens, last_target).astype(np.int32)
+    return build_sample(name, token_ids, mask=mask, logprobs=old_logprobs, advantages=advantages)
 
 
 def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
@@ -102,10 +93,7 @@ def _check_tensors(name: str, datum: TinkerDatum, loss: str) -> None:
 def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array | None, mask: Floats) -> None:
     """Set the mask of fillers to 0. Raises ProtocolError for a filler that would affect the loss."""
     targets = datum.tensors["target_tokens"]
-    fillers = np.flatnonzero(targets[:-1] != datum.tokens[1:])
-    if len(fillers) == 0:
-        return
-    invalid = fillers
+    invalid = fillers = np.flatnonzero(targets[:-1] != datum.tokens[1:])
     if loss != "dro" and coefficients is not None:
         invalid = fillers[coefficients[fillers] != 0]
     if len(invalid):
@@ -115,4 +103,4 @@ def _mask_fillers(name: str, datum: TinkerDatum, loss: str, coefficients: Array 
             f"{name}: target_tokens[{index}] is {int(targets[index])}, but the next input token is "
             f"{int(datum.tokens[index + 1])}; each target must be the next input token{condition}"
         )
-    mask[fillers + 1] = 0
+    mask[fillers] = 0

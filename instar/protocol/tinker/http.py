@@ -14,7 +14,7 @@ import base64
 import hashlib
 import hmac
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -25,6 +25,7 @@ from starlette.responses import Response
 from instar.http.auth import hash_key
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import KeyStore, ProtocolRouter, json_response, parse_json, read_body
+from instar.protocol.tinker.results import PROTOBUF
 from instar.types import Json
 
 BODY_TIMEOUT_SECONDS = 60.0
@@ -53,6 +54,15 @@ class TinkerRequest:
         if not text.isdecimal():
             raise ProtocolError(f"{name} must be a non-negative integer, got {text!r}")
         return int(text)
+
+    @property
+    def has_tinker_key(self) -> bool:
+        """True if the key has Tinker's prefix or is a token. Other keys must be exchanged for a token."""
+        return self.http.headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
+
+    @property
+    def is_protobuf(self) -> bool:
+        return self.http.headers.get("content-type", "").startswith(PROTOBUF)
 
     @property
     def idempotency_key(self) -> str | None:
@@ -114,19 +124,13 @@ class TinkerKeyStore(KeyStore):
         owner, expires_at = claims.get("owner"), claims.get("exp")
         if not isinstance(owner, str) or owner not in self._owner_keys or not isinstance(expires_at, float):
             return None
-        if not hmac.compare_digest(self._sign(owner, signing_input).encode(), signature.encode()):
-            return None
-        return owner if time.time() < expires_at else None
+        is_signed = hmac.compare_digest(self._sign(owner, signing_input).encode(), signature.encode())
+        return owner if is_signed and time.time() < expires_at else None
 
     def _sign(self, owner: str, signing_input: str) -> str:
         message = signing_input.encode("utf-8", "surrogatepass")
         digest = hmac.new(self._owner_keys[owner], message, hashlib.sha256).digest()
         return base64.urlsafe_b64encode(digest).decode().rstrip("=")
-
-
-def has_tinker_key(headers: Mapping[str, str]) -> bool:
-    """True if the key has Tinker's prefix or is a token. Other keys must be exchanged for a token."""
-    return headers.get(KEY_HEADER, "").startswith((KEY_PREFIX, _JWT_PREFIX))
 
 
 def _encode_jwt_part(value: Json) -> str:

@@ -18,42 +18,36 @@ FLOAT32, INT64, INT32 = 1, 2, 3
 STOP_REASON_STOP, STOP_REASON_LENGTH = 0, 1
 
 _PACKAGE = "instar.tinker"
-_SCALARS = ("double", "int64", "int32", "bool", "string", "bytes")
 
-# The number and type of each field, by message and field name. Types with `*` are repeated.
-_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
-    "Text": {"tokens": (1, "bytes")},
-    "Chunk": {"encoded_text": (1, "Text"), "image": (2, "bytes"), "dmel": (3, "bytes")},
-    "Tensor": {
-        "dense": (1, "bytes"),
-        "sparse_csr": (2, "bytes"),
-        "dtype": (3, "int32"),
-        "shape": (4, "int64*"),
-    },
-    "NamedTensor": {"key": (1, "string"), "value": (2, "Tensor")},
-    "Datum": {"model_input": (1, "Chunk*"), "loss_fn_inputs": (2, "NamedTensor*")},
-    "NamedNumber": {"key": (1, "string"), "value": (2, "double")},
-    "Setting": {"number": (1, "double"), "text": (2, "string")},
-    "NamedSetting": {"key": (1, "string"), "value": (2, "Setting")},
+# The types of each message's fields, in the order of their numbers from 1. Types with `*` are repeated.
+_MESSAGES: dict[str, dict[str, str]] = {
+    "Text": {"tokens": "bytes"},
+    "Chunk": {"encoded_text": "Text", "image": "bytes", "dmel": "bytes"},
+    "Tensor": {"dense": "bytes", "sparse_csr": "bytes", "dtype": "int32", "shape": "int64*"},
+    "NamedTensor": {"key": "string", "value": "Tensor"},
+    "Datum": {"model_input": "Chunk*", "loss_fn_inputs": "NamedTensor*"},
+    "NamedNumber": {"key": "string", "value": "double"},
+    "Setting": {"number": "double", "text": "string"},
+    "NamedSetting": {"key": "string", "value": "Setting"},
     "ForwardBackwardRequest": {
-        "model_id": (1, "string"),
-        "seq_id": (2, "int32"),
-        "data": (3, "Datum*"),
-        "loss_fn": (4, "string"),
-        "loss_fn_config": (5, "NamedNumber*"),
-        "forward_only": (6, "bool"),
-        "loss_fn_config_v2": (7, "NamedSetting*"),
+        "model_id": "string",
+        "seq_id": "int32",
+        "data": "Datum*",
+        "loss_fn": "string",
+        "loss_fn_config": "NamedNumber*",
+        "forward_only": "bool",
+        "loss_fn_config_v2": "NamedSetting*",
     },
-    "BatchedTensor": {"data": (1, "bytes"), "offsets": (2, "bytes"), "dtype": (3, "int32")},
-    "NamedBatch": {"key": (1, "string"), "value": (2, "BatchedTensor")},
-    "ArrayRecord": {"type_tag": (1, "string"), "fields": (2, "NamedBatch*"), "num_datums": (3, "int64")},
+    "BatchedTensor": {"data": "bytes", "offsets": "bytes", "dtype": "int32"},
+    "NamedBatch": {"key": "string", "value": "BatchedTensor"},
+    "ArrayRecord": {"type_tag": "string", "fields": "NamedBatch*", "num_datums": "int64"},
     "ForwardBackwardOutput": {
-        "loss_fn_output_type": (1, "string"),
-        "loss_fn_outputs": (2, "ArrayRecord*"),
-        "metrics": (3, "NamedNumber*"),
+        "loss_fn_output_type": "string",
+        "loss_fn_outputs": "ArrayRecord*",
+        "metrics": "NamedNumber*",
     },
-    "SampledSequence": {"stop_reason": (1, "int32"), "tokens": (2, "bytes"), "logprobs": (3, "bytes")},
-    "SampleResponse": {"sequences": (1, "SampledSequence*"), "prompt_logprobs": (2, "bytes")},
+    "SampledSequence": {"stop_reason": "int32", "tokens": "bytes", "logprobs": "bytes"},
+    "SampleResponse": {"sequences": "SampledSequence*", "prompt_logprobs": "bytes"},
 }
 
 
@@ -61,12 +55,12 @@ def _build_file_descriptor() -> FileDescriptorProto:
     file = FileDescriptorProto(name="instar/tinker.proto", package=_PACKAGE, syntax="proto3")
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
-        for field_name, (number, type_name) in fields.items():
+        for number, (field_name, type_name) in enumerate(fields.items(), start=1):
             base_type = type_name.removesuffix("*")
             field = message.field.add(name=field_name, number=number)
             label = "LABEL_REPEATED" if type_name.endswith("*") else "LABEL_OPTIONAL"
             field.label = FieldDescriptorProto.Label.Value(label)
-            if base_type in _SCALARS:
+            if base_type not in _MESSAGES:
                 field.type = FieldDescriptorProto.Type.Value(f"TYPE_{base_type.upper()}")
             else:
                 field.type = FieldDescriptorProto.TYPE_MESSAGE

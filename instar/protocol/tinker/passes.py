@@ -14,16 +14,8 @@ from google.protobuf.message import DecodeError
 from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import find_sequence_id, parse_json
-from instar.protocol.tinker import messages
+from instar.protocol.tinker import messages, requests
 from instar.protocol.tinker.datums import Array, TinkerDatum, to_samples
-from instar.protocol.tinker.requests import (
-    TinkerChunk,
-    TinkerForwardBackwardRequest,
-    TinkerForwardRequest,
-    TinkerModelRequest,
-    TinkerPassInput,
-    TinkerTensor,
-)
 from instar.protocol.wire import build_loss_config
 from instar.types import Ids, Sample
 
@@ -73,24 +65,28 @@ def parse_protobuf_pass(body: bytes) -> TinkerPass:
 
 
 def parse_json_pass(body: bytes, *, forward_only: bool) -> TinkerPass:
-    if forward_only:
-        forward = parse_json(body, TinkerForwardRequest)
-        return TinkerPass(forward.model_id, forward.seq_id, True, _parse_json_batch(forward.forward_input))
-    request = parse_json(body, TinkerForwardBackwardRequest)
-    return TinkerPass(
-        request.model_id, request.seq_id, False, _parse_json_batch(request.forward_backward_input)
+    request = parse_json(body, requests.ForwardRequest if forward_only else requests.ForwardBackwardRequest)
+    pass_input = request.pass_input
+    datums = (
+        TinkerDatum(
+            concatenate_chunks(datum.model_input.chunks, f"datum {index}"),
+            {name: _parse_json_tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
+        )
+        for index, datum in enumerate(pass_input.data)
     )
+    batch = _build_batch(datums, pass_input.loss_fn, pass_input.loss_fn_config or {})
+    return TinkerPass(request.model_id, request.seq_id, forward_only, batch)
 
 
-def read_request_ids(body: bytes, *, is_protobuf: bool) -> TinkerModelRequest:
+def read_request_ids(body: bytes, *, is_protobuf: bool) -> requests.ModelRequest:
     """Read the ids from a request that may be invalid. Use "" or None for an id that cannot be read."""
     if is_protobuf:
         message = messages.ForwardBackwardRequest()
         with contextlib.suppress(DecodeError):  # the fields before the error are set
             message.ParseFromString(body)
-        return TinkerModelRequest(message.model_id, message.seq_id or None)
+        return requests.ModelRequest(message.model_id, message.seq_id or None)
     match = _MODEL_ID_PATTERN.search(body)
-    return TinkerModelRequest(match[1].decode("utf-8", "replace") if match else "", find_sequence_id(body))
+    return requests.ModelRequest(match[1].decode("utf-8", "replace") if match else "", find_sequence_id(body))
 
 
 def _build_batch(
@@ -152,18 +148,7 @@ def _decode_elements(index: int, name: str, data: bytes, dtype: Any) -> Array:
 # --- JSON ---
 
 
-def _parse_json_batch(pass_input: TinkerPassInput) -> TinkerBatch | ProtocolError:
-    datums = (
-        TinkerDatum(
-            concatenate_chunks(datum.model_input.chunks, f"datum {index}"),
-            {name: _parse_json_tensor(index, name, tensor) for name, tensor in datum.loss_fn_inputs.items()},
-        )
-        for index, datum in enumerate(pass_input.data)
-    )
-    return _build_batch(datums, pass_input.loss_fn, pass_input.loss_fn_config or {})
-
-
-def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
+def concatenate_chunks(chunks: Sequence[requests.Chunk], name: str) -> Ids:
     parts: list[Array] = []
     for chunk in chunks:
         if chunk.tokens is None:
@@ -177,7 +162,7 @@ def concatenate_chunks(chunks: Sequence[TinkerChunk], name: str) -> Ids:
     return _concatenate(parts)
 
 
-def _parse_json_tensor(index: int, name: str, tensor: TinkerTensor) -> Array:
+def _parse_json_tensor(index: int, name: str, tensor: requests.Tensor) -> Array:
     if tensor.sparse_crow_indices is not None or len(tensor.shape or ()) > 1:
         raise ProtocolError(f"datum {index}: {name} must be a dense, one-dimensional tensor")
     if tensor.dtype not in ("float32", "int64"):

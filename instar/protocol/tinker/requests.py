@@ -4,30 +4,46 @@ from __future__ import annotations
 
 from typing import Any
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType, field
 
-from instar.protocol.wire import AdamFields, LoraFields, SamplingFields
+from instar.protocol.base import AdapterSpec
+from instar.protocol.wire import AdamFields, SamplingFields
 from instar.types import Json
 
 
-class TinkerCreateModelRequest(Struct):
+class Lora(AdapterSpec, frozen=True):
+    train_unembed: bool = True
+
+
+class CreateRequest(Struct):
     session_id: str
     model_seq_id: int
-    base_model: str
-    lora_config: LoraFields | None = None
     optimizer_config: Json | None = None
 
 
-class TinkerHeartbeatRequest(Struct):
+class CreateModelRequest(CreateRequest, kw_only=True):
+    base_model: str
+    lora_config: Lora | None = None
+
+
+class CreateFromWeightsRequest(CreateRequest, kw_only=True):
+    """A request to `load_weights` that creates a model from a checkpoint, as clients since tinker 0.38 do."""
+
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+
+
+class HeartbeatRequest(Struct):
     session_id: str
 
 
-class TinkerModelRequest(Struct):
+class ModelRequest(Struct):
     model_id: str
     seq_id: int | None = None
 
 
-class TinkerAdam(AdamFields, kw_only=True):
+class Adam(AdamFields, kw_only=True):
     learning_rate: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.95
@@ -36,97 +52,87 @@ class TinkerAdam(AdamFields, kw_only=True):
     grad_clip_norm: float = 0.0
 
 
-class TinkerOptimStepRequest(TinkerModelRequest):
-    adam_params: TinkerAdam | None = None
+class OptimStepRequest(ModelRequest):
+    adam_params: Adam | None = None
 
 
-class TinkerSaveWeightsRequest(TinkerModelRequest):
+class SaveRequest(ModelRequest):
     path: str | None = None
     ttl_seconds: float | None = None
+
+
+class SaveWeightsRequest(SaveRequest):
     overwrite: bool | UnsetType = UNSET
     """If False, the checkpoint must not exist yet. Older clients omit the field and always overwrite."""
 
 
-class TinkerSaveForSamplerRequest(TinkerModelRequest):
-    path: str | None = None
-    ttl_seconds: float | None = None
+class SaveForSamplerRequest(SaveRequest):
     sampling_session_seq_id: int | None = None
     kind: str = "snapshot"
 
 
-class TinkerLoadWeightsRequest(TinkerModelRequest):
+class LoadWeightsRequest(ModelRequest):
     path: str = ""
     optimizer: bool = False
 
 
-class TinkerCreateFromWeightsRequest(Struct):
-    """A request to `load_weights` that creates a model from a checkpoint, as clients since tinker 0.38 do."""
-
-    session_id: str
-    model_seq_id: int
-    path: str
-    optimizer: bool = False
-    base_model: str | None = None
-    optimizer_config: Json | None = None
-
-
-class TinkerWeightsInfoRequest(Struct):
+class WeightsInfoRequest(Struct):
     tinker_path: str
 
 
-class TinkerCreateSamplingSessionRequest(Struct):
+class CreateSamplingSessionRequest(Struct):
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
 
 
-class TinkerFutureRequest(Struct):
+class FutureRequest(Struct):
     request_id: str
 
 
-class TinkerChunk(Struct):
+class Chunk(Struct):
     tokens: list[int] | None = None
     type: str = "encoded_text"
 
 
-class TinkerModelInput(Struct):
-    chunks: list[TinkerChunk]
+class ModelInput(Struct):
+    chunks: list[Chunk]
 
 
-class TinkerTensor(Struct):
+class Tensor(Struct):
     data: list[float | None]
     dtype: str
     shape: list[int] | None = None
     sparse_crow_indices: list[int] | None = None
 
 
-class TinkerJsonDatum(Struct):
-    model_input: TinkerModelInput
-    loss_fn_inputs: dict[str, TinkerTensor]
+class JsonDatum(Struct):
+    model_input: ModelInput
+    loss_fn_inputs: dict[str, Tensor]
 
 
-class TinkerPassInput(Struct):
-    data: list[TinkerJsonDatum]
+class PassInput(Struct):
+    data: list[JsonDatum]
     loss_fn: str
     loss_fn_config: dict[str, float | str] | None = None
 
 
-class TinkerForwardRequest(TinkerModelRequest, kw_only=True):
-    forward_input: TinkerPassInput
+class ForwardRequest(ModelRequest, kw_only=True):
+    pass_input: PassInput = field(name="forward_input")
 
 
-class TinkerForwardBackwardRequest(TinkerModelRequest, kw_only=True):
-    forward_backward_input: TinkerPassInput
+class ForwardBackwardRequest(ModelRequest, kw_only=True):
+    pass_input: PassInput = field(name="forward_backward_input")
 
 
-class TinkerSamplingParams(SamplingFields, kw_only=True):
+class SamplingParams(SamplingFields, kw_only=True):
     stop: str | list[str | int] | None = None
 
 
-class TinkerSampleRequest(Struct):
-    prompt: TinkerModelInput
-    sampling_params: TinkerSamplingParams
+class SampleRequest(Struct):
+    prompt: ModelInput
+    sampling_params: SamplingParams
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None

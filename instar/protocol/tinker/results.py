@@ -86,17 +86,8 @@ class TinkerSampleResult:
         return message.SerializeToString()
 
     def to_json(self) -> Json:
-        fields: dict[str, Any] = {
-            "type": "sample",
-            "sequences": [
-                {
-                    "stop_reason": sequence.stop_reason,
-                    "tokens": sequence.token_ids,
-                    "logprobs": sequence.logprobs,
-                }
-                for sequence in self.sequences
-            ],
-        }
+        sequences = [sequence.to_fields() for sequence in self.sequences]
+        fields: dict[str, Any] = {"type": "sample", "sequences": sequences}
         if self.prompt_logprobs is not None:
             fields["prompt_logprobs"] = self.prompt_logprobs
         return fields

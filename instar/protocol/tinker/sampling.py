@@ -13,13 +13,9 @@ from instar.protocol.base import ProtocolError, SampledSequence
 from instar.protocol.http import json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
+from instar.protocol.tinker import requests
+from instar.protocol.tinker.http import TinkerRequest
 from instar.protocol.tinker.passes import concatenate_chunks
-from instar.protocol.tinker.requests import (
-    TinkerCreateSamplingSessionRequest,
-    TinkerSampleRequest,
-    TinkerSamplingParams,
-)
 from instar.protocol.tinker.results import TinkerSampleResult
 from instar.types import Floats, Ids, SamplingParams
 
@@ -84,13 +80,8 @@ class TinkerRoutes:
 
 
 class TinkerSamplingRoutes(TinkerRoutes):
-    def register(self, router: TinkerRouter) -> None:
-        router.add("POST", "create_sampling_session", self.create)
-        router.add("POST", "asample", self.sample)
-        router.add("GET", "samplers/{sampler_id}", self.get_info)
-
     async def create(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateSamplingSessionRequest)
+        body = request.parse(requests.CreateSamplingSessionRequest)
         self._service.heartbeat(body.session_id, request.owner)
         path = self._resolve_sampler_path(body.model_path, body.base_model, request.owner)
         sampling_id = self._sessions.open(body.session_id, body.sampling_session_seq_id, request.owner, path)
@@ -103,7 +94,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         return json_response({"sampler_id": sampler_id, "base_model": base_model, "model_path": path})
 
     async def sample(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSampleRequest)
+        body = request.parse(requests.SampleRequest)
         key = request.idempotency_key
         if body.sampling_session_id is not None:
             session = self._sessions.find(body.sampling_session_id, request.owner)
@@ -130,7 +121,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
             )
         return None
 
-    async def _sample(self, body: TinkerSampleRequest, path: str | None, owner: str) -> TinkerSampleResult:
+    async def _sample(self, body: requests.SampleRequest, path: str | None, owner: str) -> TinkerSampleResult:
         _check_request(body)
         prompt = concatenate_chunks(body.prompt.chunks, "prompt")
         params = _to_params(body.sampling_params, self._service.max_context)
@@ -143,7 +134,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         return TinkerSampleResult(sequences, _keep_last(logprobs, body.prompt_logprobs_last_n))
 
     async def _generate(
-        self, body: TinkerSampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
+        self, body: requests.SampleRequest, path: str | None, owner: str, prompt: Ids, params: SamplingParams
     ) -> list[SampledSequence]:
         if body.prompt_logprobs and len(prompt) == self._service.max_context:
             # The context is full. Clients that want only prompt logprobs still request a token; return none.
@@ -151,7 +142,7 @@ class TinkerSamplingRoutes(TinkerRoutes):
         return await self._service.sample(path, owner, prompt.tolist(), params, body.num_samples)
 
 
-def _check_request(body: TinkerSampleRequest) -> None:
+def _check_request(body: requests.SampleRequest) -> None:
     if not 1 <= body.num_samples <= MAX_SAMPLES_PER_REQUEST:
         raise ProtocolError(
             f"num_samples must be between 1 and {MAX_SAMPLES_PER_REQUEST}, got {body.num_samples}"
@@ -167,7 +158,7 @@ def _check_request(body: TinkerSampleRequest) -> None:
         raise ProtocolError(f"unsupported fields: {', '.join(names)}; remove them from the request")
 
 
-def _to_params(fields: TinkerSamplingParams, max_context: int) -> SamplingParams:
+def _to_params(fields: requests.SamplingParams, max_context: int) -> SamplingParams:
     if fields.stop == []:
         raise ProtocolError(
             "stop must not be empty, because stopping at end-of-text cannot be disabled; omit it, or list a "

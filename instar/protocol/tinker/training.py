@@ -11,24 +11,11 @@ from instar.backends.loss_values import compute_loss
 from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.protocol.http import json_response, parse_json
 from instar.protocol.models import TrainingModel
-from instar.protocol.tinker.http import TinkerRequest, TinkerRouter
-from instar.protocol.tinker.passes import (
-    TinkerBatch,
-    TinkerPass,
-    parse_json_pass,
-    parse_protobuf_pass,
-    read_request_ids,
-)
-from instar.protocol.tinker.requests import (
-    TinkerCreateFromWeightsRequest,
-    TinkerCreateModelRequest,
-    TinkerLoadWeightsRequest,
-    TinkerModelRequest,
-    TinkerOptimStepRequest,
-    TinkerSaveForSamplerRequest,
-    TinkerSaveWeightsRequest,
-)
-from instar.protocol.tinker.results import PROTOBUF, TinkerPassResult, drop_non_finite
+from instar.protocol.operations import OperationFunction
+from instar.protocol.tinker import requests
+from instar.protocol.tinker.http import TinkerRequest
+from instar.protocol.tinker.passes import TinkerPass, parse_json_pass, parse_protobuf_pass, read_request_ids
+from instar.protocol.tinker.results import TinkerPassResult, drop_non_finite
 from instar.protocol.tinker.sampling import TinkerRoutes
 from instar.types import Json
 
@@ -41,21 +28,7 @@ TinkerHandler = Callable[[TinkerRequest], Awaitable[Response]]
 
 
 class TinkerTrainingRoutes(TinkerRoutes):
-    def register(self, router: TinkerRouter) -> None:
-        router.add("POST", "create_model", self.create_model)
-        router.add("POST", "unload_model", self.unload_model)
-        router.add("POST", "get_info", self.get_info)
-        for path, handler in (
-            ("forward_backward", self.forward_backward),
-            ("forward", self.forward),
-            ("optim_step", self.optim_step),
-            ("save_weights", self.save_weights),
-            ("save_weights_for_sampler", self.save_for_sampler),
-            ("load_weights", self.load_weights),
-        ):
-            router.add("POST", path, self._consume_rejected_seq_ids(handler))
-
-    def _consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
+    def consume_rejected_seq_ids(self, handler: TinkerHandler) -> TinkerHandler:
         """Wrap a handler so that an invalid request (400 or 409) consumes its sequence id. Otherwise later
         operations would wait for the id, which clients do not send again."""
 
@@ -64,7 +37,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
                 return await handler(request)
             except ProtocolError as error:
                 if error.status in (400, 409):
-                    ids = read_request_ids(request.body, is_protobuf=_is_protobuf(request))
+                    ids = read_request_ids(request.body, is_protobuf=request.is_protobuf)
                     if ids.seq_id is not None and ids.model_id:
                         model = self._service.find_model(ids.model_id, request.owner)
                         self._operations.reject(request.owner, model.model_id, ids.seq_id, error)
@@ -73,25 +46,22 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return handle
 
     async def create_model(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateModelRequest)
+        body = request.parse(requests.CreateModelRequest)
 
         async def run() -> Json:
-            _check_optimizer(body.optimizer_config)
             if body.lora_config is None:
                 raise ProtocolError("lora_config is missing; this server only trains LoRA adapters")
-            adapter = body.lora_config.to_adapter_spec()
-            model = await self._create_model(request.owner, body, body.base_model, adapter)
+            model = await self._create_model(request.owner, body, body.base_model, body.lora_config)
             return {"type": "create_model", "model_id": model.model_id}
 
         return self._submit_creation("create_model", request, body, run)
 
     async def _create_model(
-        self,
-        owner: str,
-        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
-        base_model: str,
-        adapter: AdapterSpec,
+        self, owner: str, body: requests.CreateRequest, base_model: str, adapter: AdapterSpec
     ) -> TrainingModel:
+        optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
+        if optimizer != OPTIMIZER:
+            raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
         # Clients derive the same id, and use it without waiting for the response.
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         model = await self._service.create_model(body.session_id, owner, base_model, adapter, model_id)
@@ -99,11 +69,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return model
 
     def _submit_creation(
-        self,
-        kind: str,
-        request: TinkerRequest,
-        body: TinkerCreateModelRequest | TinkerCreateFromWeightsRequest,
-        run: Callable[[], Awaitable[Json]],
+        self, kind: str, request: TinkerRequest, body: requests.CreateRequest, run: OperationFunction
     ) -> Response:
         # Report an ended session in the response rather than in the operation's result.
         self._service.heartbeat(body.session_id, request.owner)
@@ -112,7 +78,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return json_response({"request_id": request_id})
 
     async def unload_model(self, request: TinkerRequest) -> Response:
-        model_id = request.parse(TinkerModelRequest).model_id
+        model_id = request.parse(requests.ModelRequest).model_id
         self._service.find_model(model_id, request.owner)
 
         async def run() -> Json:
@@ -125,7 +91,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return json_response({"request_id": request_id})
 
     async def get_info(self, request: TinkerRequest) -> Response:
-        model = self._service.find_model(request.parse(TinkerModelRequest).model_id, request.owner)
+        model = self._service.find_model(request.parse(requests.ModelRequest).model_id, request.owner)
         name = self._service.base_model
         return json_response(
             {
@@ -139,7 +105,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         )
 
     async def forward_backward(self, request: TinkerRequest) -> Response:
-        if _is_protobuf(request):
+        if request.is_protobuf:
             return self._submit_pass(request, parse_protobuf_pass(request.body))
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=False))
 
@@ -147,7 +113,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit_pass(request, parse_json_pass(request.body, forward_only=True))
 
     async def optim_step(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerOptimStepRequest)
+        body = request.parse(requests.OptimStepRequest)
 
         async def run(model: TrainingModel) -> Json:
             if body.adam_params is None:
@@ -158,7 +124,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "optim_step", body, run)
 
     async def save_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveWeightsRequest)
+        body = request.parse(requests.SaveWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             name = _require_name(body.path)
@@ -175,7 +141,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights", body, run)
 
     async def save_for_sampler(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerSaveForSamplerRequest)
+        body = request.parse(requests.SaveForSamplerRequest)
         seq_id = body.sampling_session_seq_id
 
         async def run(model: TrainingModel) -> Json:
@@ -198,7 +164,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
     async def load_weights(self, request: TinkerRequest) -> Response:
         if parse_json(request.body, dict[str, Any]).get("session_id") is not None:
             return self._create_from_weights(request)
-        body = request.parse(TinkerLoadWeightsRequest)
+        body = request.parse(requests.LoadWeightsRequest)
 
         async def run(model: TrainingModel) -> Json:
             await model.load(body.path, optimizer=body.optimizer)
@@ -207,10 +173,9 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "load_weights", body, run)
 
     def _create_from_weights(self, request: TinkerRequest) -> Response:
-        body = request.parse(TinkerCreateFromWeightsRequest)
+        body = request.parse(requests.CreateFromWeightsRequest)
 
         async def run() -> Json:
-            _check_optimizer(body.optimizer_config)
             info = self._service.checkpoints.find(body.path, request.owner)
             adapter = AdapterSpec(info.rank, **info.extra)
             model = await self._create_model(request.owner, body, body.base_model or info.base_model, adapter)
@@ -225,10 +190,17 @@ class TinkerTrainingRoutes(TinkerRoutes):
 
     def _submit_pass(self, request: TinkerRequest, training_pass: TinkerPass) -> Response:
         async def run(model: TrainingModel) -> TinkerPassResult:
-            compute = _forward if training_pass.forward_only else _forward_backward
-            return await compute(model, training_pass.require_batch())
+            batch = training_pass.require_batch()
+            if not training_pass.forward_only:
+                result = await model.forward_backward(batch.samples, batch.loss)
+                return TinkerPassResult.from_logprobs(result.loss, result.metrics, result.logprobs)
+            logprobs = await model.forward(batch.samples)
+            for sample, values in zip(batch.samples, logprobs, strict=True):
+                values[sample.mask == 0] = float("nan")
+            loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
+            return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
 
-        body = TinkerModelRequest(training_pass.model_id, training_pass.seq)
+        body = requests.ModelRequest(training_pass.model_id, training_pass.seq)
         kind = "forward" if training_pass.forward_only else "forward_backward"
         return self._submit(request, kind, body, run)
 
@@ -236,7 +208,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         self,
         request: TinkerRequest,
         kind: str,
-        body: TinkerModelRequest,
+        body: requests.ModelRequest,
         run: Callable[[TrainingModel], Awaitable[Any]],
     ) -> Response:
         """Submit an operation to the model's queue. Raises ProtocolError 404 if the model does not exist."""
@@ -250,29 +222,6 @@ class TinkerTrainingRoutes(TinkerRoutes):
             key=request.idempotency_key,
         )
         return json_response({"request_id": request_id, "model_id": model.model_id})
-
-
-def _is_protobuf(request: TinkerRequest) -> bool:
-    return request.http.headers.get("content-type", "").startswith(PROTOBUF)
-
-
-async def _forward_backward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
-    result = await model.forward_backward(batch.samples, batch.loss)
-    return TinkerPassResult.from_logprobs(result.loss, result.metrics, result.logprobs)
-
-
-async def _forward(model: TrainingModel, batch: TinkerBatch) -> TinkerPassResult:
-    logprobs = await model.forward(batch.samples)
-    for sample, values in zip(batch.samples, logprobs, strict=True):
-        values[sample.mask == 0] = float("nan")
-    loss, metrics = compute_loss(batch.loss, batch.samples, logprobs)
-    return TinkerPassResult.from_logprobs(loss, metrics, logprobs)
-
-
-def _check_optimizer(optimizer_config: Json | None) -> None:
-    optimizer = (optimizer_config or {}).get("type", OPTIMIZER)
-    if optimizer != OPTIMIZER:
-        raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
 
 
 def _require_name(path: str | None) -> str:

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from instar.protocol.http import KeyStore, json_response
 from instar.protocol.operations import OperationScheduler
 from instar.protocol.service import TrainingService
-from instar.protocol.weaver.http import KEY_HEADER, WeaverOperationRoutes, WeaverRequest, create_router
+from instar.protocol.weaver.http import KEY_HEADER, WeaverRequest, WeaverRoutes, create_router
 from instar.protocol.weaver.sampling import WeaverSamplingRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS
 from instar.protocol.weaver.training import TRAINING_MODE, WeaverTrainingRoutes
@@ -42,10 +42,9 @@ class WeaverMetricsRequest(msgspec.Struct):
 
 def create_app(service: TrainingService, operations: OperationScheduler, keys: Iterable[str]) -> Starlette:
     """Create the app. Every route except `/healthz` requires one of the keys."""
-    operation_routes = WeaverOperationRoutes(operations)
-    sessions = WeaverSessionRoutes(service)
-    training = WeaverTrainingRoutes(service, operations, operation_routes)
-    sampling = WeaverSamplingRoutes(service, operation_routes)
+    sessions = WeaverSessionRoutes(service, operations)
+    training = WeaverTrainingRoutes(service, operations)
+    sampling = WeaverSamplingRoutes(service, operations)
     router = create_router(KeyStore(keys, KEY_HEADER), service.limits.max_body)
     router.add("GET", "supported-models", sessions.list_models)
     router.add("GET", "model-catalog", sessions.list_models)
@@ -68,18 +67,15 @@ def create_app(service: TrainingService, operations: OperationScheduler, keys: I
     router.add("DELETE", "sampling-sessions/{sampling}", sampling.delete)
     router.add("POST", "sampling-sessions/{sampling}/samples", sampling.sample)
     router.add("POST", "sampling-sessions/{sampling}/logprobs", sampling.compute_logprobs)
-    router.add("GET", "operations/{operation}", operation_routes.show)
-    return router.create_app(Route("/healthz", _health))
+    router.add("GET", "operations/{operation}", sessions.show_operation)
+
+    async def report_health(request: Request) -> Response:
+        return json_response({})
+
+    return router.create_app(Route("/healthz", report_health))
 
 
-async def _health(request: Request) -> Response:
-    return json_response({})
-
-
-class WeaverSessionRoutes:
-    def __init__(self, service: TrainingService) -> None:
-        self._service = service
-
+class WeaverSessionRoutes(WeaverRoutes):
     async def list_models(self, request: WeaverRequest) -> Response:
         prices = {
             f"{resource}:{TRAINING_MODE}": {"unit": "token", "unit_price_micros": 0}
@@ -110,6 +106,9 @@ class WeaverSessionRoutes:
         for metric in request.parse(WeaverMetricsRequest).metrics:
             logger.info("%s at step %d: %s = %g", metric.model_id, metric.step, metric.name, metric.value)
         return json_response({})
+
+    async def show_operation(self, request: WeaverRequest) -> Response:
+        return await self._respond(request.path_params["operation"], request)
 
 
 def _session_fields(session_id: str) -> dict[str, Any]:

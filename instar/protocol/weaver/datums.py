@@ -5,7 +5,7 @@ target i, which is token i + 1 of the sample::
 
     model_input    1    2    7    8            token_ids   1    2    7    8    9
     target_tokens  2    7    8    9            mask        0    0    1    1    1
-    loss_mask      0    1    1    1            advantages  nan  0   .5   .5   .5
+    loss_mask      0    1    1    1            advantages  0    0   .5   .5   .5
     advantages     0   .5   .5   .5
 
 A target of -100 means that the token has no target. All other targets in the loss must be the next token.
@@ -26,8 +26,8 @@ from instar.config import LossConfig
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import parse_json
 from instar.protocol.weaver.tensors import PackedTensor, TensorLocation, TensorPack
-from instar.protocol.wire import LOSS_OPTIONS, align_with_tokens, build_loss_config
-from instar.types import NOT_SAMPLED, Floats, Sample
+from instar.protocol.wire import LOSS_OPTIONS, build_loss_config, build_sample
+from instar.types import Floats, Sample
 
 NO_TARGET = -100
 LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "surrogate")
@@ -158,15 +158,9 @@ def _parse_datum(
             f"datum {index}: target_tokens[{position}] is {targets[position]}, but the next input token is "
             f"{tokens[position + 1]}; send the next input token, or {NO_TARGET} for no target"
         )
-    size = len(ids)
-    sample = Sample(
-        sample_key=f"datum {index}",
-        session_id="",
-        token_ids=ids.astype(np.int32),
-        mask=align_with_tokens(np.where(is_scored, mask, 0), size, first=0.0),
-        logprobs=align_with_tokens(logprobs, size, first=np.nan),
-        advantages=align_with_tokens(advantages, size, first=np.nan),
-        versions=np.full(size, NOT_SAMPLED, np.int32),
+    mask = np.where(is_scored, mask, 0)
+    sample = build_sample(
+        f"datum {index}", ids.astype(np.int32), mask=mask, logprobs=logprobs, advantages=advantages
     )
     return sample, is_scored
 

@@ -14,7 +14,8 @@ from starlette.responses import Response
 
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import KeyStore, ProtocolRouter, json_response, parse_json, read_body
-from instar.protocol.operations import OperationFunction, OperationScheduler
+from instar.protocol.operations import OperationScheduler
+from instar.protocol.service import TrainingService
 
 KEY_HEADER = "X-WEAVER-API-KEY"
 JSON, MULTIPART = "application/json", "multipart/form-data"
@@ -86,43 +87,18 @@ def _classify_error(error: ProtocolError) -> tuple[str, bool]:
     return code, error.status in RETRYABLE_STATUSES
 
 
-class WeaverOperationRoutes:
-    def __init__(self, operations: OperationScheduler) -> None:
+class WeaverRoutes:
+    def __init__(self, service: TrainingService, operations: OperationScheduler) -> None:
+        self._service = service
         self._operations = operations
 
-    async def submit_and_respond(
-        self, kind: str, request: WeaverRequest, function: OperationFunction
-    ) -> Response:
-        return await self.respond(self._operations.submit(kind, request.owner, function), request)
-
-    async def run(
-        self,
-        kind: str,
-        request: WeaverRequest,
-        function: OperationFunction,
-        *,
-        key: str | None,
-        timeout: float,
-    ) -> Any:
-        """Run an operation and return its value. Requests with the same ``key`` share one operation."""
-        operation_id = self._operations.submit(kind, request.owner, function, key=key)
-        result = await self._operations.wait(operation_id, request.owner, timeout)
-        if result is None:
-            raise ProtocolError(f"{kind} did not finish within {timeout:g} s; try again", 503, "server")
-        if result.error is not None:
-            raise result.error
-        return result.value
-
-    async def show(self, request: WeaverRequest) -> Response:
-        return await self.respond(request.path_params["operation"], request)
-
-    async def respond(self, operation_id: str, request: WeaverRequest) -> Response:
+    async def _respond(self, operation_id: str, request: WeaverRequest) -> Response:
         result = await self._operations.wait(operation_id, request.owner, LONG_POLL_TIMEOUT_SECONDS)
         fields: dict[str, Any] = {"id": operation_id, "status": "running"}
-        if result is not None and result.error is None:
-            fields |= {"status": "done", "response": result.value}
-        elif result is not None and result.error is not None:
+        if result is not None and result.error is not None:
             code, is_retryable = _classify_error(result.error)
             fields |= {"status": "error", "error_code": code, "error_message": str(result.error)}
             fields["retryable"] = is_retryable
+        elif result is not None:
+            fields |= {"status": "done", "response": result.value}
         return json_response(fields)

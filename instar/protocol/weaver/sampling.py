@@ -15,10 +15,9 @@ from starlette.responses import Response
 
 from instar.protocol.base import ProtocolError
 from instar.protocol.http import json_response
-from instar.protocol.service import TrainingService
 from instar.protocol.weaver.checkpoints import to_service_path
 from instar.protocol.weaver.datums import WeaverModelInput
-from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
+from instar.protocol.weaver.http import WeaverRequest, WeaverRoutes
 from instar.protocol.wire import SamplingFields
 
 ID_PREFIX = "sampling-"
@@ -61,11 +60,7 @@ class WeaverLogprobsRequest(msgspec.Struct):
     return_rollout_token_expert: bool = False
 
 
-class WeaverSamplingRoutes:
-    def __init__(self, service: TrainingService, operations: WeaverOperationRoutes) -> None:
-        self._service = service
-        self._operations = operations
-
+class WeaverSamplingRoutes(WeaverRoutes):
     async def create(self, request: WeaverRequest) -> Response:
         """Create a sampling session. ``base_model`` is ignored if ``model_path`` is set."""
         body = request.parse(WeaverCreateSamplingSessionRequest)
@@ -112,22 +107,13 @@ class WeaverSamplingRoutes:
 
         async def run() -> Any:
             sequences = await self._service.sample(sampler_path, owner, prompt, params, body.num_samples)
-            result: dict[str, Any] = {
-                "sequences": [
-                    {
-                        "tokens": sequence.token_ids,
-                        "text": sequence.text,
-                        "logprobs": sequence.logprobs,
-                        "stop_reason": sequence.stop_reason,
-                    }
-                    for sequence in sequences
-                ]
-            }
+            fields = [sequence.to_fields() | {"text": sequence.text} for sequence in sequences]
+            result: dict[str, Any] = {"sequences": fields}
             if body.prompt_logprobs:
                 result["prompt_logprobs"] = await self._service.compute_logprobs(sampler_path, owner, prompt)
             return {"result": result}
 
-        return await self._operations.submit_and_respond("sample", request, run)
+        return await self._respond(self._operations.submit("sample", owner, run), request)
 
     async def compute_logprobs(self, request: WeaverRequest) -> Response:
         body = request.parse(WeaverLogprobsRequest)
@@ -142,7 +128,7 @@ class WeaverSamplingRoutes:
             logprobs = await self._service.compute_logprobs(sampler_path, request.owner, prompt)
             return {"result": {"prompt_logprobs": logprobs}}
 
-        return await self._operations.submit_and_respond("logprobs", request, run)
+        return await self._respond(self._operations.submit("logprobs", request.owner, run), request)
 
     def _resolve_sampler_path(self, request: WeaverRequest) -> str | None:
         path = _decode_id(request.path_params["sampling"])

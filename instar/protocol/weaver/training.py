@@ -12,16 +12,16 @@ import msgspec
 from starlette.responses import Response
 
 from instar.backends.loss_values import compute_loss
-from instar.protocol.base import ProtocolError
+from instar.protocol.base import AdapterSpec, ProtocolError
 from instar.protocol.http import find_sequence_id, json_response, parse_json
 from instar.protocol.models import TrainingModel
 from instar.protocol.operations import OperationFunction, OperationScheduler
 from instar.protocol.service import TrainingService
 from instar.protocol.weaver.checkpoints import checkpoint_fields, to_service_path, to_weaver_path
 from instar.protocol.weaver.datums import WeaverBatch, WeaverPassInput, build_outputs, parse_batch
-from instar.protocol.weaver.http import WeaverOperationRoutes, WeaverRequest
+from instar.protocol.weaver.http import WeaverRequest, WeaverRoutes
 from instar.protocol.weaver.tensors import TRANSPORTS, TensorPack, unpack_request
-from instar.protocol.wire import AdamFields, LoraFields
+from instar.protocol.wire import AdamFields
 from instar.types import new_id
 
 CREATE_TIMEOUT_SECONDS = 50.0
@@ -30,8 +30,9 @@ TRAINING_MODE = "lora"
 CHECKPOINT_TYPES = ("weight", "weight_and_optimizer", "sampling")
 
 
-class WeaverLora(LoraFields, kw_only=True):
+class WeaverLora(AdapterSpec, frozen=True):
     rank: int = 32
+    train_unembed: bool = True
 
 
 class WeaverCreateModelRequest(msgspec.Struct):
@@ -118,16 +119,9 @@ class WeaverCallOrder:
         return operation_id
 
 
-class WeaverTrainingRoutes:
-    def __init__(
-        self,
-        service: TrainingService,
-        operations: OperationScheduler,
-        operation_routes: WeaverOperationRoutes,
-    ) -> None:
-        self._service = service
-        self._operations = operations
-        self._operation_routes = operation_routes
+class WeaverTrainingRoutes(WeaverRoutes):
+    def __init__(self, service: TrainingService, operations: OperationScheduler) -> None:
+        super().__init__(service, operations)
         self._call_orders: WeakKeyDictionary[TrainingModel, WeaverCallOrder] = WeakKeyDictionary()
 
     async def create(self, request: WeaverRequest) -> Response:
@@ -141,17 +135,22 @@ class WeaverTrainingRoutes:
                 f"training_max_sequence_length must be at most {self._service.max_context}, "
                 f"got {body.training_max_sequence_length}"
             )
-        session_id, adapter = request.path_params["session"], body.lora_config.to_adapter_spec()
+        session_id, owner = request.path_params["session"], request.owner
         # A client that retries the call because it received no response gets the same model.
         key = f"create_model {session_id} {body.model_seq_id} {request.call_id}"
-        model = await self._operation_routes.run(
+        operation_id = self._operations.submit(
             "create_model",
-            request,
-            lambda: self._service.create_model(session_id, request.owner, body.base_model, adapter),
+            owner,
+            lambda: self._service.create_model(session_id, owner, body.base_model, body.lora_config),
             key=None if request.call_id is None else key,
-            timeout=CREATE_TIMEOUT_SECONDS,
         )
-        return json_response(self._model_fields(model), 201)
+        result = await self._operations.wait(operation_id, owner, CREATE_TIMEOUT_SECONDS)
+        if result is None:
+            message = f"create_model did not finish within {CREATE_TIMEOUT_SECONDS:g} s; try again"
+            raise ProtocolError(message, 503, "server")
+        if result.error is not None:
+            raise result.error
+        return json_response(self._model_fields(result.value), 201)
 
     async def show(self, request: WeaverRequest) -> Response:
         return json_response(self._model_fields(self._find_model(request)))
@@ -218,8 +217,7 @@ class WeaverTrainingRoutes:
 
     @contextmanager
     def _consume_rejected_seq_id(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
-        """Consume the sequence id of a request that is rejected in the block. Otherwise later calls would
-        wait for the id, which clients do not send again."""
+        """Consume the id of a request that the block rejects. Otherwise later calls would wait for the id."""
         try:
             yield
         except ProtocolError as error:
@@ -286,7 +284,7 @@ class WeaverTrainingRoutes:
             operation_id = order.submit_unnumbered(submit)
         else:
             operation_id = order.submit_numbered(seq, request.call_id, submit)
-        return await self._operation_routes.respond(operation_id, request)
+        return await self._respond(operation_id, request)
 
     def _get_order(self, model: TrainingModel) -> WeaverCallOrder:
         return self._call_orders.setdefault(model, WeaverCallOrder())

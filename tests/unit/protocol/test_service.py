@@ -422,7 +422,11 @@ async def test_invalid_model_requests_are_rejected(open_service: OpenService) ->
     async with open_service(max_rank=16) as service:
         session = await service.create_session("me")
         for base, adapter, text in [
-            ("another-model", AdapterSpec(), "unknown base_model 'another-model'; this server serves 'tiny'"),
+            (
+                "another-model",
+                AdapterSpec(rank=1),
+                "unknown base_model 'another-model'; this server serves 'tiny'",
+            ),
             ("tiny", AdapterSpec(rank=17), "must be between 1 and 16, got 17"),
             ("tiny", AdapterSpec(rank=0), "must be between 1 and 16, got 0"),
             ("tiny", AdapterSpec(rank=1, seed=2**80), "64-bit integer"),
