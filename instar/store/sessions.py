@@ -19,6 +19,7 @@ from instar.store.rows import (
     encode_group,
     encode_reward,
     encode_session,
+    match_columns,
 )
 from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
 from instar.store.steps import count_steps, get_progress, refresh_claim_columns
@@ -86,10 +87,7 @@ def get_groups(
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
     """Return the groups in index order. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
-    where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
-    if status is not None:
-        where += " AND status = ?"
-        values.append(status.value)
+    where, values = match_columns(run_id=run_id, channel=channel.value, status=status and status.value)
     if unclaimed_in_epoch is not None:
         # Reading only two ranges of the index `groups_by_claim` skips the groups whose last claim is in that
         # epoch. Late in a run, these are nearly all groups.
