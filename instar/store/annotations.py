@@ -92,8 +92,7 @@ def get_seq_before_oldest_open(db: Database, run_id: str, channels: Sequence[Cha
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
-    """Add scores and rewards, and return True. If one of the sessions already has a score by the same
-    scorer, return False and change nothing."""
+    """Add scores and rewards. Return False and change nothing if one of the scores already exists."""
     for score in scores:
         sql = "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?"
         if db.execute(sql, (score.session_id, score.scorer)).fetchone() is not None:

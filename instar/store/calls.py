@@ -82,8 +82,7 @@ class BaseCallCache:
 
 
 class AddCalls:
-    """Stores calls and, if ``new_session`` is not None, the session that they open. The writer combines
-    several of these writes into one."""
+    """Stores calls and, if there is a new session, that session. The writer combines several such writes."""
 
     def __init__(
         self,
@@ -120,8 +119,7 @@ class AddCalls:
 
     @staticmethod
     def write_in_one_statement(db: Database, writes: Sequence[AddCalls]) -> bool:
-        """Perform the writes in one autocommitted statement, and return True. Return False and write nothing
-        if one statement is not enough."""
+        """Write in one autocommitted statement. Return False and write nothing if one is not enough."""
         if any(write._session_row is not None for write in writes):
             return False
         calls = [call for write in writes for call in write._calls]

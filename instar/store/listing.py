@@ -48,13 +48,7 @@ def get_sessions(
     query = _PageQuery(run_id, group_id, where, before, after, limit)
     rows = db.execute(_DETAILS_SQL.format(query.build_sql(db)), query.values)
     return [
-        SessionRow(
-            SESSION_ROWS.decode(row),
-            call_count=row["calls"],
-            sampled_tokens=row["sampled"],
-            reward=row["reward"],
-            seq=row["seq"],
-        )
+        SessionRow(SESSION_ROWS.decode(row), row["calls"], row["sampled"], row["reward"], row["seq"])
         for row in rows
     ]
 

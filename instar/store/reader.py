@@ -19,8 +19,7 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` identifies the store in errors. If a connection is lost, the read is retried on a new
-        connection for ``retry_timeout`` seconds."""
+        """``name`` appears in errors. If a connection is lost, retry for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
         self._retry_timeout = retry_timeout

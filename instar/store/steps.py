@@ -40,9 +40,8 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
-    """Record that samples were dropped. A drop that belongs to a step is released together with the step.
-    Raises StoreError if a claim is not a drop or has no reason, and ConflictError if a sample is already
-    claimed in the run and epoch."""
+    """Record dropped samples. A drop that belongs to a step is released with it. Raises StoreError if a claim
+    is not a drop or has no reason, and ConflictError if a sample is already claimed in the run and epoch."""
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
             raise StoreError(

@@ -156,8 +156,13 @@ class Writer:
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         deadline: float | None = None
         while True:  # no sleep: if the connection is lost, `begin` waits for the server
+            for job in jobs:
+                job.result, job.error = None, None
             try:
-                return self._transact(jobs)
+                if not self._write_in_one_statement(jobs):
+                    self._write_transaction(jobs)
+                self.commit_count += 1
+                return
             except self._db.errors as error:
                 self._db.rollback()
                 deadline = deadline or time.monotonic() + self._retry_timeout
@@ -165,13 +170,6 @@ class Writer:
                     raise
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
                     raise  # two batches may deadlock; `_commit` repeats the writes one by one
-
-    def _transact(self, jobs: Sequence[_WriteJob]) -> None:
-        for job in jobs:
-            job.result, job.error = None, None
-        if not self._write_in_one_statement(jobs):
-            self._write_transaction(jobs)
-        self.commit_count += 1
 
     def _write_in_one_statement(self, jobs: Sequence[_WriteJob]) -> bool:
         """Try to write the jobs in one statement, and return True on success. Errors are not raised here,
@@ -208,8 +206,7 @@ class Writer:
         job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
     def _run_in_savepoint(self, work: WriteFunction[None]) -> Exception | None:
-        """Run the function. If it raises an error, undo its changes and return the error. An error that ended
-        the entire transaction is raised instead."""
+        """Run the function. If it fails, undo it and return the error. Raise it if the transaction ended."""
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)
