@@ -8,9 +8,9 @@ from typing import cast
 
 import numpy as np
 
-from instar.record.base import Placement, Renderer
+from instar.record.base import Messages, Placement, Renderer, Tools
 from instar.record.hashing import normalize_call_id, parse_arguments, tool_call_ids
-from instar.types import Ids, Json, Message, Tool, ToolCall
+from instar.types import Ids, Json, Message, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _MAX_BRIDGE_TOKENS = 1024
@@ -37,8 +37,7 @@ class CallNode:
     """The prompt without the first ``base_tokens`` tokens, which it shares with the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, else None. Digests are not enough to recognize such a reply, because
-    agents may add arguments to its calls."""
+    """The reply if it has tool calls, else None. Agents may add arguments to its calls, so compare text."""
     message_count: int
     first_redacted_message: int | None
     """Index of the first redacted message, or None. Tools count as 0, and the reply as ``message_count``."""
@@ -128,12 +127,7 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
 
 
 def extend_prompt(
-    placement: Placement,
-    parent: CallNode,
-    messages: Sequence[Message],
-    count: int,
-    tools: Sequence[Tool],
-    renderer: Renderer,
+    placement: Placement, parent: CallNode, messages: Messages, count: int, tools: Tools, renderer: Renderer
 ) -> Placement | None:
     """Return the placement with a prompt that continues the parent, or None if there is no exact
     continuation. ``messages[count:]`` follow the parent's reply."""
