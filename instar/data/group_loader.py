@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -50,12 +50,6 @@ class LoadedGroup:
         final_sessions = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
         return {session.session_id for session in (*final_sessions, *self.superseded)}
 
-    def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return a copy with these sessions moved to ``untrainable``, which must be empty."""
-        trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
-        excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
-        return replace(self, sessions=trainable, untrainable=excluded)
-
 
 class GroupLoader:
     def __init__(self, store: Store, config: RunConfig) -> None:
@@ -83,7 +77,14 @@ class GroupLoader:
         ids = [loaded.session.session_id for group in groups for loaded in group.sessions]
         tags = chain.from_iterable((await self.store.tags(ids)).values())
         untrainable = {tag.session_id for tag in tags if tag.name == UNTRAINABLE}
-        return [group.move_to_untrainable(untrainable) for group in groups] if untrainable else list(groups)
+        return [
+            replace(
+                group,
+                sessions=[s for s in group.sessions if s.session.session_id not in untrainable],
+                untrainable=[s for s in group.sessions if s.session.session_id in untrainable],
+            )
+            for group in groups
+        ]
 
     async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
         ids = [session.session_id for session in sessions]

@@ -15,6 +15,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -34,14 +35,12 @@ GROUPING_WAIT_SECONDS = 0.0005
 costs about as much as committing one, so waiting pays off under load."""
 
 
+@dataclass(eq=False, slots=True)
 class _WriteJob:
-    __slots__ = ("error", "future", "result", "work")
-
-    def __init__(self, work: WriteFunction[Any], future: asyncio.Future[Any]) -> None:
-        self.work = work
-        self.future = future
-        self.result: Any = None
-        self.error: Exception | None = None
+    work: WriteFunction[Any]
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
 
     def prepare(self) -> None:
         if isinstance(self.work, AddCalls):
