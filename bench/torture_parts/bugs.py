@@ -147,11 +147,11 @@ class SubmissionsWithoutKeys(SubmissionService):
         for call in calls:
             call.body.parent_id = None
         graph = await self._states.load_graph(state)
-        graph.find_by_idempotency_key = _find_nothing
+        graph.find_recorded = _find_nothing
         return await super().submit(state, calls)
 
 
-def _find_nothing(key: bytes, client_key: str) -> list[str]:
+def _find_nothing(key: bytes, client_key: str | None = None) -> list[str]:
     return []
 
 

@@ -18,7 +18,6 @@ from instar.store.schema import TABLES
 from instar.store.schema_indexes import INDEXES, TRIGGERS
 from instar.store.sessions import make_lease_check
 from instar.store.sqlite_database import SqliteDatabase
-from instar.store.writer import BatchableWrite
 from instar.types import Call
 from torture_parts.event_loop import current_process
 from torture_parts.world import Process, World
@@ -58,9 +57,8 @@ def clear_database(database: SqliteDatabase) -> None:
 def get_query_name(work: Callable[[Any], Any]) -> str:
     """Return the name of the query that ``work``, a callback from a `Store` method, runs."""
     code, cells = getattr(work, "__code__", None), getattr(work, "__closure__", None)
-    if code is not None and cells and "self" in code.co_freevars:
-        method = cells[code.co_freevars.index("self")].cell_contents
-        return getattr(getattr(method, "query", None), "__name__", "query")
+    if code is not None and cells and "query" in code.co_freevars:
+        return cells[code.co_freevars.index("query")].cell_contents.__name__
     return type(work).__name__ if code is None else code.co_name
 
 
@@ -87,7 +85,7 @@ class SimulatedStore(Store):
     def commit(self, work: Callable[[Database], Any]) -> Any:
         """Run the write in its own transaction, like the real writer."""
         database = self.database
-        if isinstance(work, BatchableWrite):
+        if isinstance(work, call_queries.AddCalls):
             work.prepare()
         database.begin()
         try:
@@ -99,7 +97,7 @@ class SimulatedStore(Store):
             if isinstance(error, database.errors):
                 raise database.translate(error) from error
             raise
-        if isinstance(work, BatchableWrite):
+        if isinstance(work, call_queries.AddCalls):
             work.on_committed()
         return result
 

@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from instar.config import AdvantageConfig
 from instar.types import Floats, Json, Sample
 
 Rewards = Sequence[float | None]
 Advantages = list[float | None]
+KnownRewards = NDArray[np.float64]
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation, so that nearly equal rewards do not get huge advantages."""
@@ -26,27 +28,33 @@ MAX_SAMPLING_WEIGHT = 2.0
 """Upper bound for the weights in `reweight_truncated_sampling`."""
 
 
-def grpo(rewards: Rewards) -> Advantages:
+def _skip_missing(estimate: Callable[[KnownRewards], KnownRewards]) -> Callable[[Rewards], Advantages]:
+    """Turn a function of known rewards into an estimator that returns None for missing rewards."""
+
+    def estimate_known(rewards: Rewards) -> Advantages:
+        known = np.array([r for r in rewards if r is not None], np.float64)
+        advantages = iter(estimate(known).tolist() if len(known) else ())
+        return [None if r is None else next(advantages) for r in rewards]
+
+    return estimate_known
+
+
+@_skip_missing
+def grpo(rewards: KnownRewards) -> KnownRewards:
     """Return (r - mean) / (std + STD_EPSILON) with the population standard deviation of the group."""
-    known = _get_known_rewards(rewards)
-    if not len(known):
-        return [None] * len(rewards)
-    mean, std = known.mean(), known.std()
-    return [None if r is None else float((r - mean) / (std + STD_EPSILON)) for r in rewards]
+    return (rewards - rewards.mean()) / (rewards.std() + STD_EPSILON)
 
 
-def grpo_no_std(rewards: Rewards) -> Advantages:
-    known = _get_known_rewards(rewards)
-    return [None if r is None else float(r - known.mean()) for r in rewards]
+@_skip_missing
+def grpo_no_std(rewards: KnownRewards) -> KnownRewards:
+    return rewards - rewards.mean()
 
 
-def rloo(rewards: Rewards) -> Advantages:
+@_skip_missing
+def rloo(rewards: KnownRewards) -> KnownRewards:
     """Return r - mean of the other sessions' rewards, or 0 if no other session has a reward."""
-    known = _get_known_rewards(rewards)
-    count, total = len(known), float(known.sum())
-    if count < 2:
-        return [None if r is None else 0.0 for r in rewards]
-    return [None if r is None else float(r - (total - r) / (count - 1)) for r in rewards]
+    others = len(rewards) - 1
+    return rewards - (rewards.sum() - rewards) / others if others else np.zeros(1)
 
 
 ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
@@ -69,12 +77,12 @@ class AdvantageEstimator:
 
     def _subtract_baseline(self, rewards: Rewards) -> Advantages:
         """Subtract the moving average, or the mean for the first group, then update the average."""
-        known = _get_known_rewards(rewards)
-        if not len(known):
+        known = [r for r in rewards if r is not None]
+        if not known:
             return [None] * len(rewards)
-        baseline = self.baseline = float(known.mean()) if self.baseline is None else self.baseline
+        baseline = self.baseline = float(np.mean(known)) if self.baseline is None else self.baseline
         for reward in known:
-            self.baseline = self.config.decay * self.baseline + (1 - self.config.decay) * float(reward)
+            self.baseline = self.config.decay * self.baseline + (1 - self.config.decay) * reward
         return [None if r is None else r - baseline for r in rewards]
 
     def to_json(self) -> Json:
@@ -89,10 +97,6 @@ class AdvantageEstimator:
 def has_signal(advantages: Advantages) -> bool:
     """Return True if any advantage differs from 0 by more than a rounding error."""
     return any(a is not None and abs(a) > SIGNAL_THRESHOLD for a in advantages)
-
-
-def _get_known_rewards(rewards: Rewards) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.array([r for r in rewards if r is not None], dtype=np.float64)
 
 
 Normalization = Literal["batch_tokens", "batch_sessions", "session_tokens", "none"]

@@ -175,7 +175,6 @@ class Batcher:
 
     async def _build_late_and_rollout_drops(self, epoch: int) -> list[Claim]:
         """Return drops for late sessions and for groups that the rollout dropped."""
-        await self._consumed.load(epoch)
         drops = await self._consumed.build_late_drops(epoch)
         builder = ClaimBuilder(self.run_id, epoch)
         groups = await self.store.groups(

@@ -93,7 +93,7 @@ class ConsumedGroup:
 
 
 class ConsumedGroups:
-    """The last ``limit`` consumed groups, used to find their late sessions. Call `load` first."""
+    """The last ``limit`` consumed groups, used to find their late sessions."""
 
     def __init__(self, store: Store, run_id: str, agent_id: str, limit: int) -> None:
         self._store = store
@@ -105,13 +105,8 @@ class ConsumedGroups:
     def reset(self) -> None:
         self._groups = None
 
-    async def load(self, epoch: int) -> None:
-        """Load the groups from the store, unless they are already loaded."""
-        if self._groups is None:
-            self._groups = await self._read_groups(epoch)
-
     def add(self, group: LoadedGroup, step: int | None) -> None:
-        assert self._groups is not None, "call load before add"
+        assert self._groups is not None, "call build_late_drops before add"
         self._groups[group.group.group_id] = ConsumedGroup(group.group, step, group.session_ids)
         while len(self._groups) > self._limit:
             self._groups.popitem(last=False)
@@ -119,7 +114,8 @@ class ConsumedGroups:
     async def build_late_drops(self, epoch: int) -> list[Claim]:
         """Return drops for sessions that ended after their group was consumed, once per session. They belong
         to the step that consumed the group, so they are released together with it."""
-        assert self._groups is not None, "call load before build_late_drops"
+        if self._groups is None:
+            self._groups = await self._read_groups(epoch)
         builder = ClaimBuilder(self._run_id, epoch)
         drops: list[Claim] = []
         groups = [consumed.group for consumed in self._groups.values()]

@@ -62,8 +62,7 @@ def combine_rewards(config: CombineConfig, rewards: Sequence[Reward]) -> float |
 
 
 def _compute_weighted_sum(weights: dict[str, float], rewards: Sequence[Reward]) -> float | None:
-    """Return the weighted sum of each scorer's last reward, or None if no reward has a weight. Weights are
-    looked up by scorer name, then by source."""
+    """Sum each scorer's last reward, weighted by its name or else its source. None if none has a weight."""
     last_rewards = {(reward.source, reward.scorer): reward for reward in rewards}
     weighted = [
         weights.get(reward.scorer, weights.get(reward.source.value, 0.0)) * reward.value

@@ -37,9 +37,21 @@ async def load_corrections(
     for feedback in await store.corrections(run_id, epoch, section.per_step):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
         sample = None if call is None else _make_sample(feedback, call, section.weight)
-        claims.append(_make_claim(feedback, run_id, step, epoch, section.weight if sample else None))
         if sample is not None:
             samples.append(sample)
+        claims.append(
+            Claim(
+                run_id=run_id,
+                epoch=epoch,
+                sample_key=make_feedback_reward_id(feedback.feedback_id),
+                session_id=feedback.session_id,
+                group_id=None,
+                outcome=ClaimOutcome.TRAINED if sample else ClaimOutcome.DROPPED,
+                step=step,
+                reason=None if sample else "no_tokens",
+                advantage=section.weight if sample else None,
+            )
+        )
     return CorrectionBatch(normalize(samples, config.advantage.normalize), claims)
 
 
@@ -59,20 +71,6 @@ def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None
         advantages=mask * np.float32(weight),
         versions=np.full(len(tokens), NOT_SAMPLED, np.int32),
         spans=(Span(call.call_id, len(call.prompt_ids), len(reply)),),
-    )
-
-
-def _make_claim(feedback: Feedback, run_id: str, step: int, epoch: int, weight: float | None) -> Claim:
-    return Claim(
-        run_id=run_id,
-        epoch=epoch,
-        sample_key=make_feedback_reward_id(feedback.feedback_id),
-        session_id=feedback.session_id,
-        group_id=None,
-        outcome=ClaimOutcome.DROPPED if weight is None else ClaimOutcome.TRAINED,
-        step=step,
-        reason="no_tokens" if weight is None else None,
-        advantage=weight,
     )
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
 from instar.store.base import Store
-from instar.types import UNTRAINABLE, Call, Group, Reward, Sample, Score, Session, SessionStatus
+from instar.types import UNTRAINABLE, Group, Sample, Session, SessionStatus
 
 FINISHED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 """Only sessions with these statuses are loaded. An abandoned session did not finish."""
@@ -49,12 +50,6 @@ class LoadedGroup:
         final_sessions = [loaded.session for loaded in (*self.sessions, *self.untrainable)]
         return {session.session_id for session in (*final_sessions, *self.superseded)}
 
-    def move_to_untrainable(self, session_ids: Set[str]) -> LoadedGroup:
-        """Return a copy with these sessions moved to ``untrainable``, which must be empty."""
-        trainable = [loaded for loaded in self.sessions if loaded.session.session_id not in session_ids]
-        excluded = [loaded for loaded in self.sessions if loaded.session.session_id in session_ids]
-        return replace(self, sessions=trainable, untrainable=excluded)
-
 
 class GroupLoader:
     def __init__(self, store: Store, config: RunConfig) -> None:
@@ -80,39 +75,37 @@ class GroupLoader:
     async def exclude_untrainable(self, groups: Sequence[LoadedGroup]) -> list[LoadedGroup]:
         """Return the groups with the sessions that are tagged as untrainable moved to ``untrainable``."""
         ids = [loaded.session.session_id for group in groups for loaded in group.sessions]
-        tags = await self.store.tags(ids)
-        tag_names = {
-            session_id: {tag.name for tag in session_tags} for session_id, session_tags in tags.items()
-        }
-        untrainable = {session_id for session_id, names in tag_names.items() if UNTRAINABLE in names}
-        return [group.move_to_untrainable(untrainable) for group in groups] if untrainable else list(groups)
+        tags = chain.from_iterable((await self.store.tags(ids)).values())
+        untrainable = {tag.session_id for tag in tags if tag.name == UNTRAINABLE}
+        return [
+            replace(
+                group,
+                sessions=[s for s in group.sessions if s.session.session_id not in untrainable],
+                untrainable=[s for s in group.sessions if s.session.session_id in untrainable],
+            )
+            for group in groups
+        ]
 
     async def _load_sessions(self, sessions: Sequence[Session]) -> dict[str, LoadedSession]:
         ids = [session.session_id for session in sessions]
         rewards, scores = await self.store.rewards_by_session(ids), await self.store.scores(ids)
         calls = await self.store.calls_by_session(ids)
-        return {
-            session.session_id: self._make_session(
-                session, rewards[session.session_id], scores[session.session_id], calls[session.session_id]
-            )
-            for session in sessions
-        }
-
-    def _make_session(
-        self, session: Session, rewards: Sequence[Reward], scores: Sequence[Score], calls: Sequence[Call]
-    ) -> LoadedSession:
-        reward = self.combiner(rewards, scores)
-        if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
-            reward = self.config.rollout.failed_reward
         weight = self.config.trainer.advantage.weight
-        call_rewards = self.combiner.combine_calls(rewards, scores)
         requires_logprobs = self.config.trainer.loss.name != "cross_entropy"
-        return LoadedSession(
-            session,
-            samples=linearize(session, calls, requires_logprobs=requires_logprobs),
-            reward=reward,
-            call_rewards={call_id: weight * value for call_id, value in call_rewards.items()},
-        )
+        loaded: dict[str, LoadedSession] = {}
+        for session in sessions:
+            key = session.session_id
+            reward = self.combiner(rewards[key], scores[key])
+            if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
+                reward = self.config.rollout.failed_reward
+            call_rewards = self.combiner.combine_calls(rewards[key], scores[key])
+            loaded[key] = LoadedSession(
+                session,
+                samples=linearize(session, calls[key], requires_logprobs=requires_logprobs),
+                reward=reward,
+                call_rewards={call_id: weight * value for call_id, value in call_rewards.items()},
+            )
+        return loaded
 
 
 def select_final_sessions(finished: Sequence[Session]) -> list[Session]:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from instar.errors import StoreError
-from instar.types import NOT_SAMPLED, Call, CallStatus, Floats, Link, Sample, Session, Span
+from instar.types import NOT_SAMPLED, Call, CallStatus, Link, Sample, Session, Span
 
 
 def linearize(session: Session, calls: Sequence[Call], *, requires_logprobs: bool = True) -> list[Sample]:
@@ -110,8 +110,6 @@ def _flatten(
 
 
 def _require_logprobs(call: Call) -> None:
-    arrays: list[Floats] = [call.logprobs]
-    if call.behavior_logprobs is not None:
-        arrays.append(call.behavior_logprobs)
-    if any(np.isnan(array).any() for array in arrays):
+    arrays = (call.logprobs, call.behavior_logprobs)
+    if any(array is not None and np.isnan(array).any() for array in arrays):
         raise StoreError(f"call {call.call_id} is marked trainable, but some of its logprobs are missing")

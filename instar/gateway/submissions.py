@@ -121,7 +121,7 @@ class SubmissionService:
             placement = graph.attach_prompt(placement, np.asarray(body.prompt_ids, np.int32))
         placement = graph.register(placement)
         try:
-            if body.client_key and (ids := graph.find_by_idempotency_key(placement.key, body.client_key)):
+            if body.client_key and (ids := graph.find_recorded(placement.key, body.client_key)):
                 return ids
             if body.reply is None:
                 reply.message = self._renderer.parse(reply.ids, call.tools)

@@ -10,6 +10,9 @@ from pathlib import Path
 from instar.config import ModelConfig
 from instar.types import Ids, Link, Message, Tool
 
+Messages = Sequence[Message]
+Tools = Sequence[Tool]
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
@@ -53,7 +56,7 @@ class Renderer(ABC):
     max_prompt_tokens: int | None = None
     """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that certainly exceed it."""
 
-    def check_messages(self, messages: Sequence[Message]) -> None:  # noqa: B027 - optional
+    def check_messages(self, messages: Messages) -> None:  # noqa: B027 - optional
         """Raise PromptTooLong if the messages certainly exceed ``max_prompt_tokens``. This is fast."""
 
     @staticmethod
@@ -69,16 +72,12 @@ class Renderer(ABC):
         """The tokens that end a reply."""
 
     @abstractmethod
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         """Return the prompt for the next reply. Raises RenderError if the template rejects the messages."""
 
     @abstractmethod
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
     ) -> list[int] | None:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the tokens that close a truncated reply,
         and the tokens of the new messages. Return None if the model's format has no exact continuation."""
@@ -86,7 +85,7 @@ class Renderer(ABC):
     @abstractmethod
     def stream(
         self,
-        tools: Sequence[Tool] = (),
+        tools: Tools = (),
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
         *,
@@ -109,7 +108,7 @@ class Renderer(ABC):
     def parse(
         self,
         sampled_ids: Sequence[int],
-        tools: Sequence[Tool] = (),
+        tools: Tools = (),
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
     ) -> Message:

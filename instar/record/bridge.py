@@ -9,9 +9,11 @@ each role that can follow a reply. Roles that fail the check are not bridged.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
 from typing import Protocol
 
 from instar.errors import RenderError
+from instar.record.base import Messages, Tools
 from instar.types import Message, Tool, ToolCall
 
 PROBE_TOOL = Tool(
@@ -19,15 +21,14 @@ PROBE_TOOL = Tool(
     description="Look something up.",
     parameters={"type": "object", "properties": {"q": {"type": "string"}}, "required": ["q"]},
 )
+QUESTION, REPLY = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
 _PLACEHOLDER_REPLIES = ("Ok", "Two lines,\nand a number: 42.", "{}")
 _HISTORY_COUNT = 6
 """The number of placeholder histories: zero to two earlier turns, with or without a system message."""
 
 
 class RenderFunction(Protocol):
-    def __call__(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
-    ) -> list[int]: ...
+    def __call__(self, messages: Messages, tools: Tools, *, generation: bool) -> list[int]: ...
 
 
 class TemplateBridge:
@@ -40,7 +41,7 @@ class TemplateBridge:
         stop_ids: Collection[int],
         *,
         has_structured_calls: bool,
-        tool_sets: Sequence[Sequence[Tool]] = ((),),
+        tool_sets: Sequence[Tools] = ((),),
     ) -> None:
         """Create a bridge and verify it with each of the ``tool_sets``. ``has_structured_calls`` is True if
         the template itself formats the tool calls of a reply."""
@@ -55,14 +56,11 @@ class TemplateBridge:
         )
         """The roles of new messages that passed the check."""
 
-    def extend(
-        self,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool],
+    def render_new(
+        self, sampled_ids: Sequence[int], new_messages: Messages, tools: Tools
     ) -> list[int] | None:
-        """Return the next prompt, or None if a role is not bridged or the template rejects the messages."""
+        """Return the tokens that follow a prompt and its reply ``sampled_ids``, or None if a role is not
+        bridged or the template rejects the messages."""
         roles = [message["role"] for message in new_messages]
         if not roles or roles[0] not in self.roles or "assistant" in roles:
             return None
@@ -72,10 +70,10 @@ class TemplateBridge:
         if not continuation:
             return None
         is_closed = len(sampled_ids) > 0 and sampled_ids[-1] in self._stop_ids
-        return [*prompt_ids, *sampled_ids, *(continuation[1:] if is_closed else continuation)]
+        return continuation[1:] if is_closed else continuation
 
     def _render_continuation(
-        self, history_index: int, new_messages: Sequence[Message], tools: Sequence[Tool]
+        self, history_index: int, new_messages: Messages, tools: Tools
     ) -> list[int] | None:
         """Return the tokens after a placeholder reply, starting with its end-of-turn token. The list is empty
         if there is no such token, or if the new messages change the tokens up to it. Return None if the
@@ -93,9 +91,8 @@ class TemplateBridge:
             return []
         return conversation[end:]
 
-    def _build_history(self, history_index: int, new_messages: Sequence[Message]) -> list[Message]:
+    def _build_history(self, history_index: int, new_messages: Messages) -> list[Message]:
         """Return a placeholder conversation that ends with a reply and can precede ``new_messages``."""
-        question = Message(role="user", content="Hi")
         reply = Message(
             role="assistant", content=_PLACEHOLDER_REPLIES[history_index % len(_PLACEHOLDER_REPLIES)]
         )
@@ -107,19 +104,16 @@ class TemplateBridge:
                 Message(role="user", content=f"Question {turn}?"),
                 Message(role="assistant", content=f"Answer {turn}."),
             ]
-        call_ids: list[str] = []
-        for message in new_messages:
-            if message["role"] != "tool":
-                break
-            call_ids.append(message.get("tool_call_id") or "call-0")
+        results = takewhile(lambda message: message["role"] == "tool", new_messages)
+        call_ids = [message.get("tool_call_id") or "call-0" for message in results]
         if call_ids and self._has_structured_calls:
             reply["content"] = ""
             reply["tool_calls"] = [
                 ToolCall(id=call_id, name=PROBE_TOOL["name"], arguments='{"q": "x"}') for call_id in call_ids
             ]
-        return [*history, question, reply]
+        return [*history, QUESTION, reply]
 
-    def _is_stable(self, role: str, tools: Sequence[Tool]) -> bool:
+    def _is_stable(self, role: str, tools: Tools) -> bool:
         probes = _build_probes(role)
         outcomes = [self._is_history_independent(messages, tools) for messages in probes]
         # A template must accept the first probe, but it may reject the others.
@@ -127,14 +121,14 @@ class TemplateBridge:
             return False
         return role == "tool" or self._matches_full_render(probes[0], tools)
 
-    def _is_history_independent(self, new_messages: Sequence[Message], tools: Sequence[Tool]) -> bool | None:
+    def _is_history_independent(self, new_messages: Messages, tools: Tools) -> bool | None:
         """Return True if the continuation is the same after every history that the template accepts, False if
         it differs, or None if the template accepts no history."""
         attempts = [self._render_continuation(i, new_messages, tools) for i in range(_HISTORY_COUNT)]
         accepted = [tokens for tokens in attempts if tokens is not None]
         return all(tokens and tokens == accepted[0] for tokens in accepted) if accepted else None
 
-    def _matches_full_render(self, new_messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
+    def _matches_full_render(self, new_messages: Messages, tools: Tools) -> bool:
         """Return True if prompt + reply + continuation equals the rendered conversation for every history."""
         for i in range(_HISTORY_COUNT):
             if (continuation := self._render_continuation(i, new_messages, tools)) is None:

@@ -6,9 +6,10 @@ import numpy as np
 
 from instar.errors import RenderError
 from instar.record.base import Renderer
-from instar.types import Call, Ids, Message
+from instar.record.bridge import QUESTION, REPLY
+from instar.record.nodes import common_prefix_length
+from instar.types import Call, Ids
 
-_QUESTION, _REPLY = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
 _REASONING_END = "\n</think>\n\n"
 
 
@@ -30,10 +31,8 @@ def _find_end_token(renderer: Renderer, call: Call) -> int:
     stops = renderer.stop_token_ids
     if len(call.sampled_ids) and (last_id := int(call.sampled_ids[-1])) in stops:
         return last_id
-    prompt, complete = renderer.render([_QUESTION]), renderer.render([_QUESTION, _REPLY, _QUESTION])
-    reply_start = next(
-        (i for i, (a, b) in enumerate(zip(prompt, complete, strict=False)) if a != b), len(prompt)
-    )
+    prompt, complete = renderer.render([QUESTION]), renderer.render([QUESTION, REPLY, QUESTION])
+    reply_start = common_prefix_length(np.asarray(prompt), np.asarray(complete))
     end = next((token for token in complete[reply_start:] if token in stops), None)
     if end is None:
         raise RenderError("the model's format has no end-of-reply token")

@@ -17,11 +17,12 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
-from instar.record.base import ReplyDelta, StreamParser
-from instar.record.bridge import PROBE_TOOL
+from instar.record.base import Messages, ReplyDelta, StreamParser, Tools
+from instar.record.bridge import PROBE_TOOL, QUESTION
 from instar.record.render import TokenizerRenderer, to_template_message
 from instar.record.stream import (
     Detokenizer,
@@ -32,7 +33,7 @@ from instar.record.stream import (
     overlap_length,
 )
 from instar.record.tool_calls import PartialToolCall, can_encode, parse_call
-from instar.types import Message, Tool, ToolCall, new_id
+from instar.types import Message, ToolCall, new_id
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse, ParsedToolCall
@@ -78,7 +79,7 @@ class FamilyStreamParser(StreamParser):
         self,
         parse: ParseReply,
         decode: Callable[[list[int]], str],
-        tools: Sequence[Tool],
+        tools: Tools,
         stop: Sequence[str],
         *,
         boundaries: Collection[int],
@@ -288,19 +289,18 @@ class FamilyRenderer(TokenizerRenderer):
         probe = self._renderer.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
         self._has_bare_calls = bool(probe.tool_calls)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         try:
             return self._render(messages, tools)
         except RenderError:
             # Some formats allow only one system message, so system messages at the start are joined.
-            roles = [message["role"] for message in messages]
-            count = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-            if count < 2:
+            texts = [m["content"] for m in takewhile(lambda m: m["role"] == "system", messages)]
+            if len(texts) < 2:
                 raise
-            text = "\n\n".join(message["content"] for message in messages[:count])
-            return self._render([Message(role="system", content=text), *messages[count:]], tools)
+            system = Message(role="system", content="\n\n".join(texts))
+            return self._render([system, *messages[len(texts) :]], tools)
 
-    def _render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    def _render(self, messages: Messages, tools: Tools) -> list[int]:
         self.check_messages(messages)
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
@@ -311,15 +311,10 @@ class FamilyRenderer(TokenizerRenderer):
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
     def supports_tools(self) -> bool:
-        question = [Message(role="user", content="Hi")]
-        return self._render(question, (PROBE_TOOL,)) != self._render(question, ())
+        return self._render([QUESTION], (PROBE_TOOL,)) != self._render([QUESTION], ())
 
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
     ) -> list[int] | None:
         self.check_messages(new_messages)
         prefix = [*prompt_ids, *sampled_ids]
@@ -337,7 +332,7 @@ class FamilyRenderer(TokenizerRenderer):
 
     def stream(
         self,
-        tools: Sequence[Tool] = (),
+        tools: Tools = (),
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
         *,
@@ -360,5 +355,5 @@ class FamilyRenderer(TokenizerRenderer):
         return self._tokenizer.encode(text, add_special_tokens=False)
 
 
-def _to_library_format(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[Any, Any]:
+def _to_library_format(messages: Messages, tools: Tools) -> tuple[Any, Any]:
     return [to_template_message(message) for message in messages], [dict(tool) for tool in tools] or None

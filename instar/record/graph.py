@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from instar.record import hashing, nodes
-from instar.record.base import Placement, Renderer
+from instar.record.base import Messages, Placement, Renderer, Tools
 from instar.record.hashing import DIGEST_SIZE, HashChain, MessageHasher, normalize_call_id, tool_call_ids
 from instar.record.nodes import EMPTY_IDS, CallNode, common_prefix_length
 from instar.record.redact import parse_redaction_reason
 from instar.store.base import CallDelta
-from instar.types import Call, CallStatus, Ids, Link, Message, Tool
+from instar.types import Call, CallStatus, Ids, Link
 
 _CALL_BYTES, _MESSAGE_BYTES = 700, 150
 """The memory of a call without its tokens, and of the hashes of a message."""
@@ -42,7 +42,8 @@ class MessageGraph:
         self._by_tool_call: dict[str, CallNode] = {}
         self._in_flight: Counter[bytes] = Counter()
         self._successful_requests: set[str] = set()
-        self._undelivered: set[bytes] = set()
+        self.undelivered: set[bytes] = set()
+        """The keys of requests whose clients disconnected before they received the reply."""
         self.size = 0
         """The approximate memory in bytes."""
         self._restore(recorded)
@@ -68,7 +69,7 @@ class MessageGraph:
             known -= 1
         return known
 
-    def match_replies(self, chain: HashChain, messages: Sequence[Message]) -> HashChain:
+    def match_replies(self, chain: HashChain, messages: Messages) -> HashChain:
         """Return the chain with the recorded digests of replies to which the agent only added arguments."""
         known = self._count_recorded(chain)
         digests = chain.digests[known:]
@@ -79,7 +80,7 @@ class MessageGraph:
         return chain if digests == chain.digests[known:] else chain.prefix(known).extend(digests)
 
     def place(
-        self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+        self, chain: HashChain, messages: Messages, tools: Tools, renderer: Renderer | None
     ) -> Placement:
         """Find the position of a request in the graph. The placement has no tokens if ``renderer`` is None.
         The graph is not changed, so a thread can place a request while calls are added."""
@@ -101,11 +102,12 @@ class MessageGraph:
         key = self._prompt_key(prompt if isinstance(prompt, str) else ids)
         if recorded := self._by_request.get(key):
             node = recorded[-1]
-            return _create_sibling(node, node.prompt_ids() if node.has_tokens else ids, 0, key)
+            ids = node.prompt_ids() if node.has_tokens else ids
+            return _create_placement(node, Link.SIBLING, key, ids, len(ids) if node.is_stored else 0)
         if parent is None:
             return Placement(ids, Link.BRANCH if self._nodes else Link.ROOT, key=key)
         shared = len(parent.sequence()) if parent.is_stored else 0
-        return Placement(ids, Link.EXTENDS, parent.call_id, parent.call_id, shared, 0, key)
+        return _create_placement(parent, Link.EXTENDS, key, ids, shared)
 
     def attach_prompt(self, placement: Placement, prompt_ids: Ids) -> Placement:
         """Add the prompt that a provider returned. An extension becomes a branch if its tokens differ."""
@@ -129,19 +131,22 @@ class MessageGraph:
             del self._in_flight[placement.key]
 
     def _place_sibling(
-        self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+        self, chain: HashChain, messages: Messages, tools: Tools, renderer: Renderer | None
     ) -> Placement | None:
         if not (recorded := self._by_request.get(chain.key)):
             return None
         node = recorded[-1]
         shared = min(node.count_shared_messages(chain.exact), node.message_count)
-        if renderer is None or node.has_tokens:
-            return _create_sibling(node, node.prompt_ids() if renderer else EMPTY_IDS, shared, chain.key)
-        prompt = np.asarray(renderer.render(messages, tools), np.int32)
-        return replace(_create_sibling(node, prompt, shared, chain.key), base_tokens=0)
+        prompt = EMPTY_IDS
+        if renderer is not None:
+            # The tokens are unknown if the request contained a secret, or a provider rendered the prompt.
+            is_known = node.has_tokens
+            prompt = node.prompt_ids() if is_known else np.asarray(renderer.render(messages, tools), np.int32)
+        base_tokens = len(prompt) if node.is_stored else 0
+        return _create_placement(node, Link.SIBLING, chain.key, prompt, base_tokens, shared)
 
     def _place_extension(
-        self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+        self, chain: HashChain, messages: Messages, tools: Tools, renderer: Renderer | None
     ) -> Placement | None:
         for count in range(len(messages) - 1, 0, -1):
             if messages[count - 1]["role"] != "assistant":
@@ -151,27 +156,18 @@ class MessageGraph:
                 continue
             parent = nodes.choose_parent(candidates, tool_call_ids(messages[count - 1]))
             shared = parent.count_shared_messages(chain.exact)
-            placement = Placement(
-                prompt_ids=EMPTY_IDS,
-                link=Link.EXTENDS,
-                parent_id=parent.call_id,
-                base_id=parent.call_id,
-                base_messages=shared,
-                key=chain.key,
-                first_redacted_message=parent.first_redacted_within(shared),
-            )
+            placement = _create_placement(parent, Link.EXTENDS, chain.key, EMPTY_IDS, 0, shared)
             if renderer is None:
                 return placement
             return nodes.extend_prompt(placement, parent, messages, count, tools, renderer)
         return None
 
     def _place_root_or_branch(
-        self, chain: HashChain, messages: Sequence[Message], tools: Sequence[Tool], renderer: Renderer | None
+        self, chain: HashChain, messages: Messages, tools: Tools, renderer: Renderer | None
     ) -> Placement:
-        key = chain.key
         prompt = np.asarray(renderer.render(messages, tools), np.int32) if renderer else EMPTY_IDS
         if not self._nodes:
-            return Placement(prompt_ids=prompt, link=Link.ROOT, key=key)
+            return Placement(prompt_ids=prompt, link=Link.ROOT, key=chain.key)
         prefix_nodes = map(self._by_prefix.get, reversed(chain.canonical[1:]))
         longest = next(filter(None, prefix_nodes), None)
         candidates = [longest] if longest else self._newest_nodes(_RECENT_CALLS)
@@ -179,15 +175,7 @@ class MessageGraph:
             ((_stored_prefix_length(node, prompt), node) for node in candidates), key=lambda pair: pair[0]
         )
         shared_messages = base.count_shared_messages(chain.exact)
-        return Placement(
-            prompt_ids=prompt,
-            link=Link.BRANCH,
-            base_id=base.call_id,
-            base_tokens=shared_tokens,
-            base_messages=shared_messages,
-            key=key,
-            first_redacted_message=base.first_redacted_within(shared_messages),
-        )
+        return _create_placement(base, Link.BRANCH, chain.key, prompt, shared_tokens, shared_messages)
 
     def _find_text_parent(self, prompt: str) -> CallNode | None:
         recent = self._newest_nodes(_RECENT_PROMPTS)
@@ -215,7 +203,7 @@ class MessageGraph:
         # The list is built in one step, because calls may be added while a thread places a request.
         return list(islice(reversed(self._nodes.values()), count))
 
-    def match_strength(self, chain: HashChain, messages: Sequence[Message]) -> tuple[bool, int]:
+    def match_strength(self, chain: HashChain, messages: Messages) -> tuple[bool, int]:
         """Return how well a request matches this session: True if one of the request's latest tool calls was
         made in the session, and the number of identical leading messages."""
         ids = map(normalize_call_id, hashing.latest_tool_call_ids(messages))
@@ -225,9 +213,12 @@ class MessageGraph:
                 return has_tool_call, max(node.count_shared_messages(chain.exact) for node in recorded)
         return has_tool_call, 0
 
-    def find_recorded(self, key: bytes) -> list[str]:
-        """Return the call ids of the newest successful request with this key, ordered by choice index."""
-        return _select_newest_request(node for node in self._by_request.get(key, ()) if node.is_ok)
+    def find_recorded(self, key: bytes, client_key: str | None = None) -> list[str]:
+        """Return the call ids of the newest successful request with this key and, if it is not None, this
+        idempotency key, ordered by choice index."""
+        nodes = [node for node in self._by_request.get(key, ()) if node.is_ok]
+        calls = nodes if client_key is None else [node for node in nodes if node.client_key == client_key]
+        return [node.call_id for node in calls if node.request_id == calls[-1].request_id]
 
     def has_call(self, call_id: str) -> bool:
         return call_id in self._nodes
@@ -245,24 +236,10 @@ class MessageGraph:
         node = self._nodes.get(call.call_id)
         return len(call.sampled_ids) or (len(node.sampled) if node else 0)
 
-    def find_by_idempotency_key(self, key: bytes, client_key: str) -> list[str]:
-        """Like `find_recorded`, but only for requests with this idempotency key."""
-        matching = self._by_request.get(key, ())
-        return _select_newest_request(
-            node for node in matching if node.is_ok and node.client_key == client_key
-        )
-
-    def mark_undelivered(self, key: bytes) -> None:
-        """Record that a client disconnected before it received the reply to a request with this key."""
-        self._undelivered.add(key)
-
-    def is_undelivered(self, key: bytes) -> bool:
-        return key in self._undelivered
-
     def take_undelivered(self, key: bytes) -> bool:
-        """Return True if ``mark_undelivered`` was called with this key, and forget the key."""
-        is_undelivered = key in self._undelivered
-        self._undelivered.discard(key)
+        """Return True if the key is in ``undelivered``, and remove it."""
+        is_undelivered = key in self.undelivered
+        self.undelivered.discard(key)
         return is_undelivered
 
     def add(
@@ -367,23 +344,13 @@ class MessageGraph:
         return self._hasher.hash_bytes(prompt.tobytes())
 
 
-def _create_sibling(node: CallNode, prompt: Ids, shared: int, key: bytes) -> Placement:
-    return Placement(
-        prompt_ids=prompt,
-        link=Link.SIBLING,
-        parent_id=node.parent_id,
-        base_id=node.call_id,
-        base_tokens=len(prompt) if node.is_stored else 0,
-        base_messages=shared,
-        key=key,
-        first_redacted_message=node.first_redacted_within(shared),
-    )
+def _create_placement(
+    base: CallNode, link: Link, key: bytes, prompt: Ids, base_tokens: int, base_messages: int = 0
+) -> Placement:
+    parent_id = {Link.EXTENDS: base.call_id, Link.SIBLING: base.parent_id}.get(link)
+    redacted = base.first_redacted_within(base_messages)
+    return Placement(prompt, link, parent_id, base.call_id, base_tokens, base_messages, key, redacted)
 
 
 def _stored_prefix_length(node: CallNode, prompt: Ids) -> int:
     return common_prefix_length(node.sequence(), prompt) if node.is_stored else 0
-
-
-def _select_newest_request(recorded: Iterable[CallNode]) -> list[str]:
-    calls = list(recorded)
-    return [node.call_id for node in calls if node.request_id == calls[-1].request_id]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -20,7 +20,6 @@ import orjson
 from instar.types import Message, Tool, ToolCall
 
 DIGEST_SIZE = 16
-_MESSAGE_DIGESTS_SIZE = 2 * DIGEST_SIZE
 _PROMPT_DIGEST = struct.Struct(f"<{DIGEST_SIZE}sQ{DIGEST_SIZE}s")
 
 
@@ -55,7 +54,7 @@ class HashChain:
         return HashChain(self.tools_digest, canonical, exact, all_digests)
 
     def with_tools(self, tools_digest: bytes) -> HashChain:
-        return HashChain(tools_digest, self.canonical, self.exact, self.digests)
+        return replace(self, tools_digest=tools_digest)
 
     def pack(self, start: int) -> bytes:
         """Return the value of ``Call.digests``: the digest of the tools and the digests of the messages from
@@ -65,9 +64,8 @@ class HashChain:
 
 def unpack_digests(packed: bytes) -> tuple[bytes, list[bytes]]:
     """Return the digest of the tools, and the digests of the messages and the reply."""
-    size = _MESSAGE_DIGESTS_SIZE
-    starts = range(DIGEST_SIZE, len(packed), size)
-    return packed[:DIGEST_SIZE], [packed[start : start + size] for start in starts]
+    starts = range(DIGEST_SIZE, len(packed), 2 * DIGEST_SIZE)
+    return packed[:DIGEST_SIZE], [packed[start : start + 2 * DIGEST_SIZE] for start in starts]
 
 
 def is_prompt_digest(packed: bytes) -> bool:

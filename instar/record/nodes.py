@@ -8,9 +8,9 @@ from typing import cast
 
 import numpy as np
 
-from instar.record.base import Placement, Renderer
+from instar.record.base import Messages, Placement, Renderer, Tools
 from instar.record.hashing import normalize_call_id, parse_arguments, tool_call_ids
-from instar.types import Ids, Json, Message, Tool, ToolCall
+from instar.types import Ids, Json, Message, ToolCall
 
 EMPTY_IDS: Ids = np.empty(0, np.int32)
 _MAX_BRIDGE_TOKENS = 1024
@@ -37,8 +37,7 @@ class CallNode:
     """The prompt without the first ``base_tokens`` tokens, which it shares with the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, else None. Digests are not enough to recognize such a reply, because
-    agents may add arguments to its calls."""
+    """The reply if it has tool calls, else None. Agents may add arguments to its calls, so compare text."""
     message_count: int
     first_redacted_message: int | None
     """Index of the first redacted message, or None. Tools count as 0, and the reply as ``message_count``."""
@@ -53,21 +52,20 @@ class CallNode:
         sequence = self.sequence()
         return sequence[: len(sequence) - len(self.sampled)]
 
-    def sequence(self, length: int | None = None) -> Ids:
-        """Return the prompt and the sampled tokens, or only the first ``length`` tokens."""
+    def sequence(self) -> Ids:
+        """Return the prompt and the sampled tokens."""
         # This is not recursive, because a session can have more calls than the recursion limit.
-        pieces: list[Ids] = []
-        node: CallNode | None = self
-        needed = length
+        pieces = [self.sampled, self.prompt]
+        node, needed = self.base, self.base_tokens
         while node is not None:
-            end = len(node.prompt) + len(node.sampled) if needed is None else needed - node.base_tokens
+            end = needed - node.base_tokens
             if end > 0:
                 if end > len(node.prompt):
                     pieces.append(node.sampled[: end - len(node.prompt)])
                 pieces.append(node.prompt[:end])
                 needed = node.base_tokens
             node = node.base
-        return np.concatenate(pieces[::-1]) if pieces else EMPTY_IDS
+        return np.concatenate(pieces[::-1])
 
     def count_shared_messages(self, exact: Sequence[bytes]) -> int:
         """Return how many leading messages of the exact chain this call shares, counting its reply."""
@@ -91,11 +89,10 @@ class CallNode:
 def choose_parent(candidates: Sequence[CallNode], call_ids: tuple[str, ...]) -> CallNode:
     """Return the best candidate: prefer a reply with these tool call ids, then success, then the newest."""
 
-    def rank(index: int) -> tuple[bool, bool, int]:
-        node = candidates[index]
-        return (tool_call_ids(node.reply) if node.reply else ()) == call_ids, node.is_ok, index
+    def rank(node: CallNode) -> tuple[bool, bool]:
+        return (tool_call_ids(node.reply) if node.reply else ()) == call_ids, node.is_ok
 
-    return candidates[max(range(len(candidates)), key=rank)]
+    return max(reversed(candidates), key=rank)
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
@@ -115,10 +112,7 @@ def _matches_call(received: ToolCall, sent: ToolCall) -> bool:
     received_arguments, sent_arguments = parse_arguments(received), parse_arguments(sent)
     if not isinstance(received_arguments, dict) or not isinstance(sent_arguments, dict):
         return received_arguments == sent_arguments
-    members = cast(Json, received_arguments)
-    return all(
-        name in members and members[name] == value for name, value in cast(Json, sent_arguments).items()
-    )
+    return cast(Json, sent_arguments).items() <= cast(Json, received_arguments).items()
 
 
 def common_prefix_length(a: Ids, b: Ids) -> int:
@@ -128,12 +122,7 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
 
 
 def extend_prompt(
-    placement: Placement,
-    parent: CallNode,
-    messages: Sequence[Message],
-    count: int,
-    tools: Sequence[Tool],
-    renderer: Renderer,
+    placement: Placement, parent: CallNode, messages: Messages, count: int, tools: Tools, renderer: Renderer
 ) -> Placement | None:
     """Return the placement with a prompt that continues the parent, or None if there is no exact
     continuation. ``messages[count:]`` follow the parent's reply."""

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any, cast
 from instar.config import ModelConfig
 from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
-from instar.record.base import Renderer, StreamParser
-from instar.record.bridge import PROBE_TOOL, TemplateBridge
+from instar.record.base import Messages, Renderer, StreamParser, Tools
+from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
 from instar.record.hashing import parse_arguments
 from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
-from instar.types import Json, Message, Tool, ToolCall
+from instar.types import Json, Message, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -83,11 +83,7 @@ def to_template_message(message: Message) -> Json:
             }
             for call in calls
         ]
-    if "tool_call_id" in message:
-        out["tool_call_id"] = message["tool_call_id"]
-    if "name" in message:
-        out["name"] = message["name"]
-    return out
+    return out | {name: value for name, value in message.items() if name in ("tool_call_id", "name")}
 
 
 class CachingEncoder:
@@ -149,7 +145,7 @@ class CachingEncoder:
         return self._recent_bytes + self._older_bytes
 
     def _add_to_cache(self, piece: str, ids: array[int]) -> None:
-        size = _measure_entry(piece, ids)
+        size = sys.getsizeof(piece) + sys.getsizeof(ids) + _CACHE_ENTRY_BYTES
         with self._lock:
             if piece in self._recent or size > self._max_period_bytes:
                 return
@@ -176,10 +172,6 @@ class CachingEncoder:
         return self.splitter if is_exact else None
 
 
-def _measure_entry(piece: str, ids: array[int]) -> int:
-    return sys.getsizeof(piece) + sys.getsizeof(ids) + _CACHE_ENTRY_BYTES
-
-
 class TokenizerRenderer(Renderer):
     """The part of a renderer that depends only on the tokenizer."""
 
@@ -201,7 +193,7 @@ class TokenizerRenderer(Renderer):
     def decode_token(self, token_id: int) -> str:
         return self._decode([token_id])
 
-    def check_messages(self, messages: Sequence[Message]) -> None:
+    def check_messages(self, messages: Messages) -> None:
         # Formats may trim texts and omit parts of replies, so only these texts are certain to be rendered.
         self._check_length("".join(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
 
@@ -235,9 +227,8 @@ class TemplateRenderer(TokenizerRenderer):
                 f"does not write calls as {CALL_OPEN}JSON{CALL_CLOSE}; use 'auto' or 'generic'"
             )
         self.uses_generic_tools = tool_format == "generic" or not has_tools
-        question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
-        prompt = self._render_ids([question], (), generation=True)
-        conversation = self._render_ids([question, reply], (), generation=False)
+        prompt = self._render_ids([QUESTION], (), generation=True)
+        conversation = self._render_ids([QUESTION, REPLY], (), generation=False)
         special_ids = tokenizer.all_special_ids
         turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
         stop_ids = {*default_renderer.get_stop_token_ids(), *eos_ids, *turn_end}
@@ -257,25 +248,22 @@ class TemplateRenderer(TokenizerRenderer):
         self.bridged_roles = self._bridge.roles
         """The roles of new messages that do not require rendering the history again."""
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
+    def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         if self.uses_generic_tools:
             messages, tools = to_generic_messages(messages, tools, has_tool_role=self._has_tool_role), ()
         return self._render_ids(messages, tools, generation=True)
 
     def extend(
-        self,
-        prompt_ids: Sequence[int],
-        sampled_ids: Sequence[int],
-        new_messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
     ) -> list[int] | None:
         if self.uses_generic_tools:
             new_messages, tools = to_generic_messages(new_messages, (), has_tool_role=self._has_tool_role), ()
-        return self._bridge.extend(prompt_ids, sampled_ids, new_messages, tools)
+        new_ids = self._bridge.render_new(sampled_ids, new_messages, tools)
+        return None if new_ids is None else [*prompt_ids, *sampled_ids, *new_ids]
 
     def stream(
         self,
-        tools: Sequence[Tool] = (),
+        tools: Tools = (),
         stop: Sequence[str] = (),
         prompt_ids: Sequence[int] = (),
         *,
@@ -290,9 +278,7 @@ class TemplateRenderer(TokenizerRenderer):
         self._check_length(text)
         return self._encoder(text)
 
-    def _render_ids(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation: bool
-    ) -> list[int]:
+    def _render_ids(self, messages: Messages, tools: Tools, *, generation: bool) -> list[int]:
         from jinja2 import TemplateError
 
         specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
@@ -308,29 +294,26 @@ class TemplateRenderer(TokenizerRenderer):
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self.encode(cast(str, text))
 
-    def _render_text(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+    def _render_text(self, messages: Messages, tools: Tools = ()) -> str:
         return self._decode(self._render_ids(messages, tools, generation=False))
 
     def _supports_tool_role(self) -> bool:
-        question, reply = Message(role="user", content="Hi"), Message(role="assistant", content="Ok")
+        result = Message(role="tool", content=_PROBE_TEXT)
         try:
-            result = Message(role="tool", content=_PROBE_TEXT)
-            return _PROBE_TEXT in self._render_text([question, reply, result])
+            return _PROBE_TEXT in self._render_text([QUESTION, REPLY, result])
         except RenderError:
             return False
 
     def _supports_tool_calls(self) -> bool:
         """Return True if the template renders tools, and renders calls as `parse_call` expects them."""
-        question = Message(role="user", content="Hi")
         call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
+        reply = Message(role="assistant", content="", tool_calls=[call])
         try:
-            with_tools = self._render_text([question], [PROBE_TOOL])
-            with_call = self._render_text(
-                [question, Message(role="assistant", content="", tool_calls=[call])], [PROBE_TOOL]
-            )
+            with_tools = self._render_text([QUESTION], [PROBE_TOOL])
+            with_call = self._render_text([QUESTION, reply], [PROBE_TOOL])
         except RenderError:
             return False
-        if with_tools == self._render_text([question]) or PROBE_TOOL["name"] not in with_tools:
+        if with_tools == self._render_text([QUESTION]) or PROBE_TOOL["name"] not in with_tools:
             return False
         parsed = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
         return parsed is not None and parsed["name"] == call["name"]

@@ -68,8 +68,7 @@ class StopStringFilter:
         return text[: len(text) - held_length]
 
     def finish(self) -> str:
-        held, self._held = self._held, ""
-        return held
+        return self._held
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:

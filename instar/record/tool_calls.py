@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, cast
 
-from instar.record.base import ReplyDelta, ToolCallDelta
+from instar.record.base import Messages, ReplyDelta, ToolCallDelta, Tools
+from instar.record.hashing import parse_arguments
 from instar.types import Json, Message, Tool, ToolCall, new_id
 
 CALL_OPEN = "<tool_call>"
@@ -68,11 +69,7 @@ def _as_list(value: Any) -> list[Any]:
 def format_call(call: ToolCall) -> str:
     """Return the text of a call. Arguments that are not a JSON object become a JSON string."""
     arguments = call["arguments"]
-    try:
-        is_object = isinstance(json.loads(arguments), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
+    if not isinstance(parse_arguments(call), dict):
         arguments = json.dumps(arguments)
     name = json.dumps(call["name"], ensure_ascii=False)
     return f'{CALL_OPEN}{{"name": {name}, "arguments": {arguments}}}{CALL_CLOSE}'
@@ -109,9 +106,7 @@ def can_encode(text: str) -> bool:
     return True
 
 
-def to_generic_messages(
-    messages: Sequence[Message], tools: Sequence[Tool], *, has_tool_role: bool
-) -> list[Message]:
+def to_generic_messages(messages: Messages, tools: Tools, *, has_tool_role: bool) -> list[Message]:
     """Convert tools, calls and results to plain text. With ``has_tool_role``, results keep their role."""
     plain = [_to_plain_message(message, has_tool_role) for message in messages]
     if not tools:
@@ -134,35 +129,28 @@ def _to_plain_message(message: Message, has_tool_role: bool) -> Message:
 
 def _split_members(text: str) -> dict[str, str]:
     """Return the values in a JSON object as unparsed text, by key. Raises ValueError if it is invalid."""
-    if not text.startswith("{"):
-        raise ValueError("the text does not begin with an object")
     members: dict[str, str] = {}
-    position = _skip_whitespace(text, 1)
+    position = _skip(text, 0, "{")
     while text[position : position + 1] != "}":
         if members:
-            position = _skip_whitespace(text, _expect_char(text, position, ","))
+            position = _skip(text, position, ",")
         key, position = _decoder.raw_decode(text, position)
         if not isinstance(key, str):
             raise ValueError("a key is not a string")
-        position = _skip_whitespace(text, _expect_char(text, _skip_whitespace(text, position), ":"))
+        position = _skip(text, _skip(text, position), ":")
         _, end = _decoder.raw_decode(text, position)
         members[key] = text[position:end]
-        position = _skip_whitespace(text, end)
+        position = _skip(text, end)
     if position != len(text) - 1:
         raise ValueError("there is text after the object")
     return members
 
 
-def _skip_whitespace(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\n\r":
-        position += 1
-    return position
-
-
-def _expect_char(text: str, position: int, char: str) -> int:
-    if text[position : position + 1] != char:
+def _skip(text: str, position: int, char: str = "") -> int:
+    """Skip ``char`` and the whitespace after it. Raises ValueError if there is another character."""
+    if not text.startswith(char, position):
         raise ValueError(f"expected {char!r}")
-    return position + 1
+    return len(text) - len(text[position + len(char) :].lstrip(" \t\n\r"))
 
 
 _CALL_HEAD = re.compile(
@@ -172,6 +160,8 @@ _CALL_HEAD = re.compile(
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|NaN|-?Infinity")
 _SCALAR_END = re.compile(r"[ \t\r\n,\]}]")
 _UNESCAPED_TEXT = re.compile(r'[^"\\]+')
+_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_INCOMPLETE_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
@@ -191,8 +181,6 @@ class JsonObjectTracker:
         self._expected = "value"
         self._is_in_string = False
         self._is_key = False
-        self._is_after_backslash = False
-        self._hex_digits_left = 0
 
     def feed(self, text: str) -> int:
         """Return how many characters were processed. Pass the rest again, followed by more text."""
@@ -207,30 +195,20 @@ class JsonObjectTracker:
 
     def _read_string(self, text: str, position: int) -> int:
         char = text[position]
-        if self._is_after_backslash or self._hex_digits_left:
-            return self._read_escape(char)
         if char == '"':
             self._is_in_string = False
             return self._set_expected("colon") if self._is_key else self._end_value()
         self.has_value = self.has_value or not self._is_key
         if char == "\\":
-            self._is_after_backslash = True
-            return 1
+            if _INCOMPLETE_ESCAPE.match(text, position):
+                return 0
+            escape = _ESCAPE.match(text, position)
+            self.has_invalid_string = self.has_invalid_string or escape is None
+            return len(escape[0]) if escape else 2
         match = _UNESCAPED_TEXT.match(text, position)
         assert match
         self.has_invalid_string = self.has_invalid_string or _CONTROL.search(match[0]) is not None
         return len(match[0])
-
-    def _read_escape(self, char: str) -> int:
-        if self._is_after_backslash:
-            self.has_invalid_string = self.has_invalid_string or char not in '"\\/bfnrtu'
-            self._is_after_backslash, self._hex_digits_left = False, 4 if char == "u" else 0
-            return 1
-        if char not in "0123456789abcdefABCDEF":
-            self.has_invalid_string, self._hex_digits_left = True, 0
-            return self._read_string(char, 0)
-        self._hex_digits_left -= 1
-        return 1
 
     def _read_token(self, text: str, position: int) -> int:
         char, expected = text[position], self._expected
@@ -320,8 +298,7 @@ class PartialToolCall:
         return self._emit(text[:processed])
 
     def finish(self) -> list[ReplyDelta]:
-        held, self._held = self._held, ""
-        deltas = self._emit(held)
+        deltas = self._emit(self._held)
         self.call["arguments"] = "".join(self._pieces)
         return deltas
 

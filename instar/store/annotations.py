@@ -12,13 +12,20 @@ from instar.errors import StoreError
 from instar.store.codec import dump_json, sanitize_text
 from instar.store.database import Database
 from instar.store.models import FEEDBACK_ID_PREFIX, UnscoredSession
-from instar.store.rows import FEEDBACK_ROWS, REWARD_ROWS, SCORE_ROWS, SESSION_ROWS, TAG_ROWS, RowMapping
+from instar.store.rows import (
+    FEEDBACK_ROWS,
+    REWARD_ROWS,
+    SCORE_ROWS,
+    SESSION_ROWS,
+    TAG_ROWS,
+    RowMapping,
+    match_columns,
+)
 from instar.store.schema import FEEDBACK, SCORES, TAGS
 from instar.store.sessions import add_rewards, insert_for_session
 from instar.types import UNTRAINABLE, Channel, Feedback, GroupStatus, Json, Reward, Score, SessionStatus, Tag
 
 T = TypeVar("T", Reward, Score, Tag)
-SESSIONS_PER_QUERY = 500
 
 
 def get_rewards_by_session(db: Database, session_ids: Sequence[str]) -> dict[str, list[Reward]]:
@@ -29,12 +36,9 @@ def _select_by_session(
     db: Database, mapping: RowMapping[T], table: str, order: str, session_ids: Sequence[str]
 ) -> dict[str, list[T]]:
     by_session: dict[str, list[T]] = {session_id: [] for session_id in session_ids}
-    for start in range(0, len(session_ids), SESSIONS_PER_QUERY):
-        page = session_ids[start : start + SESSIONS_PER_QUERY]
-        placeholders = ", ".join("?" * len(page))
-        sql = f"SELECT * FROM {table} WHERE session_id IN ({placeholders}) ORDER BY {order}"
-        for annotation in mapping.select(db, sql, page):
-            by_session[annotation.session_id].append(annotation)
+    sql = f"SELECT * FROM {table} WHERE session_id IN ({db.json_array_sql.format('?')}) ORDER BY {order}"
+    for annotation in mapping.select(db, sql, (json.dumps(list(by_session)),)):
+        by_session[annotation.session_id].append(annotation)
     return by_session
 
 
@@ -88,8 +92,7 @@ def get_seq_before_oldest_open(db: Database, run_id: str, channels: Sequence[Cha
 
 
 def record_scores(db: Database, scores: Sequence[Score], rewards: Sequence[Reward]) -> bool:
-    """Add scores and rewards, and return True. If one of the sessions already has a score by the same
-    scorer, return False and change nothing."""
+    """Add scores and rewards. Return False and change nothing if one of the scores already exists."""
     for score in scores:
         sql = "SELECT 1 FROM scores WHERE session_id = ? AND scorer = ?"
         if db.execute(sql, (score.session_id, score.scorer)).fetchone() is not None:
@@ -202,13 +205,7 @@ def get_feedback(
 ) -> list[Feedback]:
     """Return up to ``limit`` entries of the run's feedback, oldest first, beginning after the entry with the
     id ``after``. ``corrected_only`` excludes feedback without a correction."""
-    where, values = "run_id = ?", list[Any]([run_id])
-    if session_id is not None:
-        where += " AND session_id = ?"
-        values.append(session_id)
-    if feedback_id is not None:
-        where += " AND feedback_id = ?"
-        values.append(feedback_id)
+    where, values = match_columns(run_id=run_id, session_id=session_id, feedback_id=feedback_id)
     if after is not None:
         where += " AND seq > (SELECT seq FROM feedback WHERE feedback_id = ?)"
         values.append(after)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from instar.errors import StoreError
 from instar.store import annotations, listing, policies
@@ -39,45 +39,35 @@ from instar.types import Call, Group, Session
 P = ParamSpec("P")
 T = TypeVar("T")
 Query = Callable[Concatenate[Database, P], T]
+Method = Callable[Concatenate["Store", P], Coroutine[Any, Any, T]]
 
 SESSIONS_PER_READ = 64
 """The maximum number of sessions whose calls are read in one snapshot, to keep snapshots short."""
 
 
-class _QueryMethod(Generic[P, T]):
-    """Exposes a query as a method of `Store`. ``mode`` is the name of the `Store` method that runs it."""
+def _expose(query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> Method[P, T]:
+    """Return a method of `Store` that runs the query with the method ``mode`` of `Store`."""
 
-    def __init__(self, query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> None:
-        self.query = query
-        self.mode = mode
-        self.__doc__ = query.__doc__
-
-    @overload
-    def __get__(self, store: None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]: ...
-
-    @overload
-    def __get__(self, store: Store, owner: type[Store]) -> Callable[P, Coroutine[Any, Any, T]]: ...
-
-    def __get__(self, store: Store | None, owner: type[Store]) -> Callable[..., Coroutine[Any, Any, T]]:
-        return self._run if store is None else partial(self._run, store)
-
-    async def _run(self, store: Store, *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(store: Store, *args: P.args, **kwargs: P.kwargs) -> T:
         def work(db: Database) -> T:
-            return self.query(db, *args, **kwargs)
+            return query(db, *args, **kwargs)
 
-        return await getattr(store, self.mode)(work)
+        return await getattr(store, mode)(work)
 
-
-def _write(query: Query[P, T]) -> _QueryMethod[P, T]:
-    return _QueryMethod(query, "write")
-
-
-def _read(query: Query[P, T]) -> _QueryMethod[P, T]:
-    return _QueryMethod(query, "read")
+    run.__doc__ = query.__doc__
+    return run
 
 
-def _read_statement(query: Query[P, T]) -> _QueryMethod[P, T]:
-    return _QueryMethod(query, "read_statement")
+def _write(query: Query[P, T]) -> Method[P, T]:
+    return _expose(query, "write")
+
+
+def _read(query: Query[P, T]) -> Method[P, T]:
+    return _expose(query, "read")
+
+
+def _read_statement(query: Query[P, T]) -> Method[P, T]:
+    return _expose(query, "read_statement")
 
 
 class Store:
@@ -111,11 +101,11 @@ class Store:
 
     async def read(self, fetch: Callable[[Database], T]) -> T:
         """Run a query whose statements all see the same snapshot."""
-        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read_snapshot(fetch)))
+        return await self._readers.submit(lambda: self._readers.read_snapshot(fetch))
 
     async def read_statement(self, fetch: Callable[[Database], T]) -> T:
         """Run a query that consists of a single statement, without a transaction."""
-        return await asyncio.wrap_future(self._readers.submit(lambda: self._readers.read(fetch)))
+        return await self._readers.submit(lambda: self._readers.read(fetch))
 
     # runs
     put_run = _write(session_queries.put_run)
@@ -196,22 +186,14 @@ class Store:
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
         """Return the calls of a session in commit order, without the prefixes that they share with their base
         calls. The cost is linear in the stored tokens, not in the total length of the prompts."""
-
-        def read() -> list[CallDelta]:
-            fetched = self._readers.read_snapshot(lambda db: call_queries.fetch_deltas(db, session_id))
-            return fetched.decode_deltas()
-
-        return await asyncio.wrap_future(self._readers.submit(read))
+        fetch = partial(call_queries.fetch_deltas, session_id=session_id)
+        return await self._readers.submit(lambda: self._readers.read_snapshot(fetch).decode_deltas())
 
     async def _read_calls(self, fetch: Callable[[Database], call_queries.FetchedCalls]) -> list[Call]:
-        def read() -> list[Call]:
-            return self._readers.read_snapshot(fetch).decode()  # decode later, to keep the snapshot short
+        # The calls are decoded after the snapshot, to keep it short.
+        return await self._readers.submit(lambda: self._readers.read_snapshot(fetch).decode())
 
-        return await asyncio.wrap_future(self._readers.submit(read))
-
-    async def put_records(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken."""
-        await self.write(call_queries.PutRecords(groups, records))
+    put_records = _write(call_queries.put_records)
 
     # rewards and other annotations
     add_rewards = _write(session_queries.add_rewards)

@@ -23,7 +23,6 @@ from instar.store.database import Database
 from instar.store.models import CallDelta, SessionRecord
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
-from instar.store.writer import BatchableWrite
 from instar.types import Call, Channel, Group, Session, SessionStatus, Tool
 
 # A call and all of its base calls, root first.
@@ -82,8 +81,8 @@ class BaseCallCache:
             self._summaries[encoded.call.call_id] = encoded.summary
 
 
-class AddCalls(BatchableWrite):
-    """Stores calls and, if ``new_session`` is not None, the session that they open."""
+class AddCalls:
+    """Stores calls and, if there is a new session, that session. The writer combines several such writes."""
 
     def __init__(
         self,
@@ -99,29 +98,34 @@ class AddCalls(BatchableWrite):
         self._session_row: dict[str, Any] | None = None
 
     def prepare(self) -> None:
+        """Do the work that does not need the database, before the transaction begins."""
         calls, new_session, key_hash, tail_keys = self._inputs
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
         self._session_row = None if new_session is None else encode_session(new_session, key_hash)
 
     def on_committed(self) -> None:
+        """Called after the write is on disk and its caller has been notified."""
         self._cache.add(self._calls)
 
     def __call__(self, db: Database) -> None:
         self._write(db, [self], check_sessions=True)
 
-    def write_batch(self, db: Database, others: Sequence[AddCalls]) -> None:
+    @staticmethod
+    def write_batch(db: Database, writes: Sequence[AddCalls]) -> None:
+        """Perform the writes. If one fails, the writer undoes all and repeats them one by one."""
         # SQLite needs no check: a missing session violates a foreign key and fails the batch. The writes are
-        # then repeated one by one, with the check.
-        self._write(db, [self, *others], check_sessions=bool(db.for_update))
+        # then repeated with the check.
+        AddCalls._write(db, writes, check_sessions=bool(db.for_update))
 
-    def write_in_one_statement(self, db: Database, others: Sequence[AddCalls]) -> bool:
-        writes = (self, *others)
+    @staticmethod
+    def write_in_one_statement(db: Database, writes: Sequence[AddCalls]) -> bool:
+        """Write in one autocommitted statement. Return False and write nothing if one is not enough."""
         if any(write._session_row is not None for write in writes):
             return False
         calls = [call for write in writes for call in write._calls]
         for encoded in calls:
             if (base_id := encoded.call.base_id) is not None:
-                if (base := self._cache.get(base_id)) is None:
+                if (base := writes[0]._cache.get(base_id)) is None:
                     return False
                 check_base(encoded, base)
         # If a session or its tools are missing, the foreign keys reject the statement.
@@ -178,22 +182,15 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
     return {call_id: BaseCallSummary._make(summary) for call_id, *summary in rows}
 
 
-class PutRecords:
-    def __init__(self, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-        self._groups = groups
-        self._records = records
-        self._call_writes = [
-            AddCalls(record.calls, record.session, None, {}, BaseCallCache()) for record in records
-        ]
-        for write in self._call_writes:
-            write.prepare()
-
-    def __call__(self, db: Database) -> None:
-        for group in self._groups:
-            sessions.open_group(db, group)
-        for record, write in zip(self._records, self._call_writes, strict=True):
-            write(db)
-            _add_annotations(db, record)
+def put_records(db: Database, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
+    """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken."""
+    for group in groups:
+        sessions.open_group(db, group)
+    for record in records:
+        write = AddCalls(record.calls, record.session, None, {}, BaseCallCache())
+        write.prepare()
+        write(db)
+        _add_annotations(db, record)
 
 
 def _add_annotations(db: Database, record: SessionRecord) -> None:

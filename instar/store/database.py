@@ -10,7 +10,8 @@ one writer at a time and needs neither.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from instar.errors import StoreError
@@ -27,6 +28,17 @@ class Cursor(Protocol):
     def fetchone(self) -> Any: ...
     def fetchall(self) -> list[Any]: ...
     def __iter__(self) -> Iterator[Any]: ...
+
+
+@contextmanager
+def translate_errors(
+    errors: type[Exception], translate: Callable[[Exception], StoreError]
+) -> Generator[None]:
+    """Translate the errors of a driver while a connection is opened."""
+    try:
+        yield
+    except errors as error:
+        raise translate(error) from error
 
 
 class Database(Protocol):

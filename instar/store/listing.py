@@ -48,13 +48,7 @@ def get_sessions(
     query = _PageQuery(run_id, group_id, where, before, after, limit)
     rows = db.execute(_DETAILS_SQL.format(query.build_sql(db)), query.values)
     return [
-        SessionRow(
-            SESSION_ROWS.decode(row),
-            call_count=row["calls"],
-            sampled_tokens=row["sampled"],
-            reward=row["reward"],
-            seq=row["seq"],
-        )
+        SessionRow(SESSION_ROWS.decode(row), row["calls"], row["sampled"], row["reward"], row["seq"])
         for row in rows
     ]
 
@@ -178,17 +172,15 @@ class _PageQuery:
         for number, name in enumerate(where.without):
             subquery = f"SELECT 1 FROM tags WHERE tags.session_id = x.session_id AND name = :without{number}"
             self._add_condition(f"NOT EXISTS ({subquery})", **{f"without{number}": name})
-        if where.scorer is not None or where.source is not None:
-            self._add_reward_condition(where)
-
-    def _add_reward_condition(self, where: SessionFilter) -> None:
-        values: dict[str, str] = {}
+        if where.scorer is None and where.source is None:
+            return
+        columns: dict[str, str] = {}
         if where.scorer is not None:
-            values["scorer"], _, version = where.scorer.partition("@")
+            columns["scorer"], _, version = where.scorer.partition("@")
             if version:
-                values["scorer_version"] = version
+                columns["scorer_version"] = version
         if where.source is not None:
-            values["source"] = where.source.value
+            columns["source"] = where.source.value
         # List every source, because the index has the source before the scorer.
         sources = ", ".join(f"'{source.value}'" for source in RewardSource)
         extra = f" AND rewards.source IN ({sources})" if where.source is None else ""
@@ -196,7 +188,7 @@ class _PageQuery:
             if (bound := getattr(where, name)) is not None:
                 extra += f" AND rewards.value {comparison} :{name}"
                 self.values[name] = bound
-        self._add_exists("rewards", "by", values, extra)
+        self._add_exists("rewards", "by", columns, extra)
 
     def _add_exists(self, table: str, prefix: str, columns: dict[str, str], extra: str) -> None:
         values = {f"{prefix}_{column}": value for column, value in columns.items()}

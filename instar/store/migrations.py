@@ -7,15 +7,13 @@ migrations are tested on a file of every released version in tests/unit/store/fi
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from instar.errors import StoreError, StoreTooNew
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
-from instar.store.sqlite_database import BUSY_TIMEOUT_SECONDS, SqliteDatabase, corrupt_file_error, is_busy
+from instar.store.sqlite_database import SqliteDatabase, corrupt_file_error, retry_while_busy
 
 
 def _build_migration(version: int, *statements: str) -> tuple[str, ...]:
@@ -119,17 +117,9 @@ def _read_version(connection: SqliteDatabase, path: Path, version: int) -> int:
 
 
 def _enable_wal(connection: SqliteDatabase, path: Path) -> None:
-    """Switch the file to write-ahead logging. This function waits for the lock itself, because SQLite ignores
-    the busy timeout for this statement."""
-    deadline = time.monotonic() + BUSY_TIMEOUT_SECONDS
-    while True:
-        try:
-            mode = str(connection.execute("PRAGMA journal_mode = WAL").fetchone()[0])
-            break
-        except sqlite3.OperationalError as error:
-            if not is_busy(error) or time.monotonic() > deadline:
-                raise
-            time.sleep(0.005)
+    """Switch the file to write-ahead logging. SQLite ignores the busy timeout for this statement."""
+    cursor = retry_while_busy(lambda: connection.execute("PRAGMA journal_mode = WAL"))
+    mode = str(cursor.fetchone()[0])
     if mode != "wal":
         raise StoreError(
             f"{path}: the file system does not support a write-ahead log (SQLite chose {mode!r}); "

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from instar.errors import StoreError
 from instar.store.codec import DatabaseRow, sanitize_text
 from instar.store.database import Database
@@ -35,17 +33,12 @@ def publish(db: Database, policy: Policy) -> None:
         raise StoreError(
             f"version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version"
         )
-    artifact = msgspec.structs.asdict(policy.artifact)
+    artifact, state = policy.artifact, PolicyState.PUBLISHED.value
+    values = (artifact.kind, artifact.path, artifact.expires_at, state, time.time())
     db.execute(
-        "UPDATE policies SET state = :state, artifact_kind = :kind, artifact_path = :path, "
-        "expires_at = :expires_at, updated_at = :now WHERE policy_id = :policy_id AND version = :version",
-        {
-            **artifact,
-            "state": PolicyState.PUBLISHED.value,
-            "now": time.time(),
-            "policy_id": policy.policy_id,
-            "version": policy.version,
-        },
+        "UPDATE policies SET artifact_kind = ?, artifact_path = ?, expires_at = ?, state = ?, updated_at = ? "
+        "WHERE policy_id = ? AND version = ?",
+        (*values, policy.policy_id, policy.version),
     )
 
 

@@ -8,14 +8,14 @@ server confirms that they were not committed.
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Self
 
 import psycopg
 
 from instar.config import PostgresStoreConfig, RunConfig
 from instar.store.base import Store
+from instar.store.database import translate_errors
 from instar.store.postgres_database import PostgresDatabase, PostgresWriteDatabase
 from instar.store.postgres_schema import check_version
 from instar.store.postgres_server import PostgresServer
@@ -28,7 +28,7 @@ class PostgresStore(Store):
 
     def __init__(self, server: PostgresServer, *, reader_threads: int = 4, read_only: bool = False) -> None:
         name, timeout, writer = server.name, server.timeout, None
-        with _translate_errors(server):
+        with translate_errors(psycopg.Error, server.translate):
             if read_only:
                 # Do not retry: a command that only reads should report the error immediately.
                 with closing(server.connect("instar", read_only=True, retry_timeout=0.0)) as connection:
@@ -50,14 +50,6 @@ class PostgresStore(Store):
         return cls(server, reader_threads=settings.pool, read_only=read_only)
 
 
-@contextmanager
-def _translate_errors(server: PostgresServer) -> Generator[None]:
-    try:
-        yield
-    except psycopg.Error as error:
-        raise server.translate(error) from error
-
-
 def _open_for_reading(server: PostgresServer) -> PostgresDatabase:
-    with _translate_errors(server):
+    with translate_errors(psycopg.Error, server.translate):
         return PostgresDatabase(server, server.connect("instar", read_only=True))

@@ -127,30 +127,25 @@ class PostgresServer:
             connection.response_timeout = self.timeout * RESPONSE_TIMEOUT_FACTOR
             # Use one type for all integers, so that each statement is prepared only once.
             connection.adapters.register_dumper(int, Int8BinaryDumper)
-            self._configure(connection, read_only)
+            # Commits wait for the disk. If a client disappears, its locks are released after the timeout.
+            connection.execute(
+                """
+                SELECT set_config('search_path', %(path)s, false),
+                  set_config('statement_timeout', %(timeout)s, false),
+                  set_config('idle_in_transaction_session_timeout', %(timeout)s, false),
+                  set_config('default_transaction_read_only', %(read_only)s, false),
+                  set_config('synchronous_commit', CASE current_setting('synchronous_commit')
+                    WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, false)""",
+                {
+                    "path": f'"{self.schema}"',
+                    "timeout": str(round(self.timeout * 1000)),
+                    "read_only": "on" if read_only else "off",
+                },
+            )
         except BaseException:  # any failure: close the connection, then re-raise
             connection.close()
             raise
         return connection
-
-    def _configure(self, connection: PostgresConnection, read_only: bool) -> None:
-        """Set the options of the database session. Commits always wait for the disk. If a client disappears,
-        its locks are released after the timeout."""
-        milliseconds = str(round(self.timeout * 1000))
-        connection.execute(
-            """
-            SELECT set_config('search_path', %(path)s, false),
-              set_config('statement_timeout', %(timeout)s, false),
-              set_config('idle_in_transaction_session_timeout', %(timeout)s, false),
-              set_config('default_transaction_read_only', %(read_only)s, false),
-              set_config('synchronous_commit', CASE current_setting('synchronous_commit')
-                WHEN 'off' THEN 'on' ELSE current_setting('synchronous_commit') END, false)""",
-            {
-                "path": f'"{self.schema}"',
-                "timeout": milliseconds,
-                "read_only": "on" if read_only else "off",
-            },
-        )
 
     def translate(self, error: Exception) -> StoreError:
         code, text = _get_sqlstate(error), format_error(error)

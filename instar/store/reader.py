@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from instar.errors import StoreError
@@ -18,8 +19,7 @@ class ReaderPool:
     def __init__(
         self, connect: Callable[[], Database], name: str, *, threads: int, retry_timeout: float = 0.0
     ) -> None:
-        """``name`` identifies the store in errors. If a connection is lost, the read is retried on a new
-        connection for ``retry_timeout`` seconds."""
+        """``name`` appears in errors. If a connection is lost, retry for ``retry_timeout`` seconds."""
         self._connect = connect
         self._name = name
         self._retry_timeout = retry_timeout
@@ -29,11 +29,13 @@ class ReaderPool:
         self._is_closed = False
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="instar-store-reader")
 
-    def submit(self, read: Callable[[], T]) -> Future[T]:
+    async def submit(self, read: Callable[[], T]) -> T:
+        """Run a function in a thread of the pool. It calls `read` or `read_snapshot`."""
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"the store {self._name} is closed")
-            return self._executor.submit(read)
+            future = self._executor.submit(read)
+        return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         with self._lock:
@@ -44,7 +46,7 @@ class ReaderPool:
         self._connections.clear()
 
     def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read whose statements all see the same snapshot. Call this only from a submitted function."""
+        """Run a read whose statements all see the same snapshot."""
 
         def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
@@ -56,7 +58,7 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read, and retry it if the connection is lost. Call this only from a submitted function."""
+        """Run a read, and retry it if the connection is lost."""
         deadline: float | None = None
         while True:
             db = self._get_connection()

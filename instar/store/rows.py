@@ -79,6 +79,12 @@ class RowMapping(Generic[T]):
         return self.decode(row) if row else None
 
 
+def match_columns(**columns: Any) -> tuple[str, list[Any]]:
+    """Return a SQL condition and its values that require the value of every column that is not None."""
+    required = {name: value for name, value in columns.items() if value is not None}
+    return " AND ".join(f"{name} = ?" for name in required), list(required.values())
+
+
 def make_converters(field_type: FieldType) -> Converters | None:
     """Return the functions that encode and decode a field's values, or None if they are stored unchanged."""
     converters = _make_non_null_converters(field_type)

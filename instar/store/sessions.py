@@ -19,6 +19,7 @@ from instar.store.rows import (
     encode_group,
     encode_reward,
     encode_session,
+    match_columns,
 )
 from instar.store.schema import ENDPOINTS, GROUPS, REWARDS, RUNS, SESSIONS
 from instar.store.steps import count_steps, get_progress, refresh_claim_columns
@@ -58,16 +59,10 @@ def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | 
     if cursor.rowcount == 0:
         raise StoreError(f"there is no group {group_id}")
     db.execute(
-        """
-        UPDATE sessions SET status = :abandoned, reason = 'superseded', ended_at = :now
-        WHERE group_id = :group_id AND status = :open
-          AND (run_id, channel) = (SELECT g.run_id, g.channel FROM groups g WHERE g.group_id = :group_id)""",
-        {
-            "abandoned": SessionStatus.ABANDONED.value,
-            "open": SessionStatus.OPEN.value,
-            "now": time.time(),
-            "group_id": group_id,
-        },
+        "UPDATE sessions SET status = ?, reason = 'superseded', ended_at = ? "
+        "WHERE group_id = ? AND status = ? "
+        "AND (run_id, channel) = (SELECT g.run_id, g.channel FROM groups g WHERE g.group_id = ?)",
+        (SessionStatus.ABANDONED.value, time.time(), group_id, SessionStatus.OPEN.value, group_id),
     )
     refresh_claim_columns(db, [group_id])
 
@@ -86,10 +81,7 @@ def get_groups(
     unclaimed_in_epoch: int | None = None,
 ) -> list[Group]:
     """Return the groups in index order. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
-    where, values = "run_id = ? AND channel = ?", list[Any]([run_id, channel.value])
-    if status is not None:
-        where += " AND status = ?"
-        values.append(status.value)
+    where, values = match_columns(run_id=run_id, channel=channel.value, status=status and status.value)
     if unclaimed_in_epoch is not None:
         # Reading only two ranges of the index `groups_by_claim` skips the groups whose last claim is in that
         # epoch. Late in a run, these are nearly all groups.
@@ -105,8 +97,7 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> ProgressDetails:
-    """Read all details in one transaction. If a step were released between two reads, neither the step nor
-    its groups would be counted."""
+    """Read all details in one transaction, or a step released in between, and its groups, would be missed."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return ProgressDetails(get_progress(db, run_id), len(waiting), *count_steps(db, run_id))
 
@@ -151,9 +142,8 @@ class IdleSession(NamedTuple):
 def get_idle_sessions(
     db: Database, run_id: str, before: float, *, after: int = 0, limit: int = 1000
 ) -> list[IdleSession]:
-    """Return the first ``limit`` open live sessions whose last call ended before the Unix time ``before``, in
-    the order of ``seq`` and starting after the session ``after``. Sessions without calls are selected by
-    creation time."""
+    """Return the first ``limit`` open live sessions after ``after`` whose last call ended before
+    the Unix time ``before``, ordered by ``seq``. For a session without calls, its creation time counts."""
     rows = db.execute(
         """
         SELECT seq, session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ? AND seq > ?

@@ -9,7 +9,7 @@ from dataclasses import replace
 from instar.store.codec import dump_json
 from instar.store.database import Database
 from instar.store.models import DatasetRow, KeyRow
-from instar.store.rows import DATASET_ROWS, KEY_ROWS
+from instar.store.rows import DATASET_ROWS, KEY_ROWS, match_columns
 from instar.store.schema import DATASETS, KEYS
 from instar.types import Json
 
@@ -74,10 +74,9 @@ def put_dataset(db: Database, name: str, path: str, hash: str, manifest: Json) -
 
 def get_dataset(db: Database, name: str, version: int | None = None) -> DatasetRow | None:
     """Return a version of the dataset, by default the newest."""
-    sql = "SELECT * FROM datasets WHERE name = ?"
-    if version is None:
-        return DATASET_ROWS.select_one(db, f"{sql} ORDER BY version DESC LIMIT 1", (name,))
-    return DATASET_ROWS.select_one(db, f"{sql} AND version = ?", (name, version))
+    where, values = match_columns(name=name, version=version)
+    sql = f"SELECT * FROM datasets WHERE {where} ORDER BY version DESC LIMIT 1"
+    return DATASET_ROWS.select_one(db, sql, values)
 
 
 def get_datasets(db: Database) -> list[DatasetRow]:
@@ -86,6 +85,5 @@ def get_datasets(db: Database) -> list[DatasetRow]:
 
 def remove_dataset(db: Database, name: str, version: int | None = None) -> int:
     """Remove one or all versions of a dataset, but not its files. Return the number of removed versions."""
-    if version is None:
-        return db.execute("DELETE FROM datasets WHERE name = ?", (name,)).rowcount
-    return db.execute("DELETE FROM datasets WHERE name = ? AND version = ?", (name, version)).rowcount
+    where, values = match_columns(name=name, version=version)
+    return db.execute(f"DELETE FROM datasets WHERE {where}", values).rowcount

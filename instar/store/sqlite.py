@@ -7,8 +7,7 @@ process has one writer, which groups concurrent writes into one commit, and read
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Generator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
 from typing import Self
 
@@ -16,6 +15,7 @@ from instar.config import RunConfig
 from instar.errors import StoreError
 from instar.store import migrations
 from instar.store.base import Store
+from instar.store.database import translate_errors
 from instar.store.reader import ReaderPool
 from instar.store.sqlite_database import SqliteDatabase, connect, get_counter_path, translate_error
 from instar.store.writer import Writer
@@ -40,12 +40,8 @@ class SqliteStore(Store):
         return cls(config.store_path, read_only=read_only)
 
 
-@contextmanager
-def _translate_errors(path: Path) -> Generator[None]:
-    try:
-        yield
-    except sqlite3.Error as error:
-        raise translate_error(error, path) from error
+def _translate_errors(path: Path) -> AbstractContextManager[None]:
+    return translate_errors(sqlite3.Error, lambda error: translate_error(error, path))
 
 
 def _open_for_writing(path: Path) -> SqliteDatabase:

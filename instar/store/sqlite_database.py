@@ -8,15 +8,16 @@ import os
 import random
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
 from instar.store.schema import CALLS, Table
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 BUSY_TIMEOUT_SECONDS = 30.0
 READER_CACHE_KIB = 512
@@ -154,15 +155,7 @@ class SqliteDatabase(sqlite3.Connection):
         return False
 
     def begin(self) -> None:
-        deadline = time.monotonic() + self.busy_timeout
-        while True:
-            try:
-                self.execute("BEGIN IMMEDIATE")
-                return
-            except sqlite3.OperationalError as error:
-                if not is_busy(error) or time.monotonic() > deadline:
-                    raise
-                time.sleep(random.uniform(0.0005, 0.003))
+        retry_while_busy(lambda: self.execute("BEGIN IMMEDIATE"), self.busy_timeout)
 
     def commit(self) -> None:
         self.execute("COMMIT")
@@ -222,6 +215,18 @@ def get_primary_code(error: Exception) -> int:
 
 def is_busy(error: Exception) -> bool:
     return get_primary_code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+
+
+def retry_while_busy(statement: Callable[[], T], timeout: float = BUSY_TIMEOUT_SECONDS) -> T:
+    """Execute the statement, and wait up to ``timeout`` seconds while another process has the lock."""
+    deadline = time.monotonic() + timeout
+    while True:
+        try:
+            return statement()
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(random.uniform(0.0005, 0.003))
 
 
 def translate_error(error: Exception, path: Path) -> StoreError:

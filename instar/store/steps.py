@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,7 +14,7 @@ from instar.store.codec import dump_json
 from instar.store.database import Database
 from instar.store.models import Progress
 from instar.store.policies import get_latest_policy
-from instar.store.rows import CLAIM_ROWS, STEP_ROWS, encode_claim
+from instar.store.rows import CLAIM_ROWS, STEP_ROWS, encode_claim, match_columns
 from instar.store.schema import CLAIMS, STEPS
 from instar.types import Channel, Claim, ClaimOutcome, GroupStatus, Json, Step, StepState
 
@@ -39,9 +40,8 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:
-    """Record that samples were dropped. A drop that belongs to a step is released together with the step.
-    Raises StoreError if a claim is not a drop or has no reason, and ConflictError if a sample is already
-    claimed in the run and epoch."""
+    """Record dropped samples. A drop that belongs to a step is released with it. Raises StoreError if a claim
+    is not a drop or has no reason, and ConflictError if a sample is already claimed in the run and epoch."""
     for claim in claims:
         if claim.outcome is not ClaimOutcome.DROPPED or not claim.reason:
             raise StoreError(
@@ -161,12 +161,8 @@ def get_steps_to_commit(db: Database, run_id: str, saved_step: int) -> list[Step
 def get_claims(
     db: Database, run_id: str, *, step: int | None = None, session_id: str | None = None
 ) -> list[Claim]:
-    sql, values = "SELECT * FROM claims WHERE run_id = ?", list[Any]([run_id])
-    for name, value in (("step", step), ("session_id", session_id)):
-        if value is not None:
-            sql += f" AND {name} = ?"
-            values.append(value)
-    return CLAIM_ROWS.select(db, sql + " ORDER BY seq", values)
+    where, values = match_columns(run_id=run_id, step=step, session_id=session_id)
+    return CLAIM_ROWS.select(db, f"SELECT * FROM claims WHERE {where} ORDER BY seq", values)
 
 
 def get_recent_claims(db: Database, run_id: str, epoch: int, limit: int) -> list[Claim]:
@@ -216,18 +212,14 @@ def refresh_claim_columns(db: Database, group_ids: Iterable[str | None]) -> None
 
 def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) -> Progress:
     key = (run_id, channel.value)
-    open_, ready, consumed = 0, 0, 0
+    groups: Counter[str] = Counter()
     for row in db.execute(
         "SELECT status, consumed, CAST(SUM(n) AS BIGINT) AS n FROM group_counts "
         "WHERE run_id = ? AND channel = ? GROUP BY status, consumed",
         key,
     ):
-        if row["consumed"]:
-            consumed += row["n"]
-        elif row["status"] == GroupStatus.READY.value:
-            ready += row["n"]
-        else:
-            open_ += row["n"]
+        groups["consumed" if row["consumed"] else row["status"]] += row["n"]
+    ready, consumed = groups[GroupStatus.READY.value], groups["consumed"]
     sql = "SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?"
     last_group = db.execute(sql, key).fetchone()
     sql = "SELECT COUNT(*) AS n FROM steps WHERE run_id = ? AND state = ?"
@@ -239,7 +231,7 @@ def get_progress(db: Database, run_id: str, channel: Channel = Channel.TRAIN) ->
         key,
     )
     return Progress(
-        groups_open=open_,
+        groups_open=groups.total() - ready - consumed,
         groups_ready=ready,
         groups_consumed=consumed,
         next_group_index=0 if last_group["idx"] is None else last_group["idx"] + 1,

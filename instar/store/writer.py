@@ -5,8 +5,8 @@ rolled back individually, and only its caller gets the error. If the shared tran
 each write may run again in a transaction of its own, so it must depend only on the database.
 
 Every statement releases the GIL, and a busy event loop is slow to give it back. Therefore, consecutive writes
-of the same type are combined into a few statements (`BatchableWrite`), or into a single one if nothing has to
-be read first, and all callers of a commit are notified together.
+of calls are combined into a few statements (`AddCalls`), or into a single one if nothing has to be read
+first, and all callers of a commit are notified together.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from instar.errors import StoreError
+from instar.store.calls import AddCalls
 from instar.store.database import Database
 
 T = TypeVar("T")
@@ -34,44 +35,17 @@ GROUPING_WAIT_SECONDS = 0.0005
 costs about as much as committing one, so waiting pays off under load."""
 
 
-class BatchableWrite(ABC):
-    """A write that returns nothing and can be combined with others of its type."""
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Do the work that does not need the database, before the transaction begins."""
-
-    @abstractmethod
-    def __call__(self, db: Database) -> None: ...
-
-    @abstractmethod
-    def write_batch(self, db: Database, others: Sequence[Any]) -> None:
-        """Perform this write and then ``others``. If one fails, all are undone and repeated one by one."""
-
-    @abstractmethod
-    def write_in_one_statement(self, db: Database, others: Sequence[Any]) -> bool:
-        """Like `write_batch`, but use one autocommitted statement, and return True. Return False and write
-        nothing if one statement is not enough."""
-
-    @abstractmethod
-    def on_committed(self) -> None:
-        """Called after the write is on disk and its caller has been notified."""
-
-
+@dataclass(eq=False, slots=True)
 class _WriteJob:
-    __slots__ = ("batchable", "error", "future", "result", "work")
-
-    def __init__(self, work: WriteFunction[Any], future: asyncio.Future[Any]) -> None:
-        self.work = work
-        self.batchable = work if isinstance(work, BatchableWrite) else None
-        self.future = future
-        self.result: Any = None
-        self.error: Exception | None = None
+    work: WriteFunction[Any]
+    future: asyncio.Future[Any]
+    result: Any = None
+    error: Exception | None = None
 
     def prepare(self) -> None:
-        if self.batchable is not None:
+        if isinstance(self.work, AddCalls):
             try:
-                self.batchable.prepare()
+                self.work.prepare()
             except Exception as error:  # noqa: BLE001 any error is passed to the caller of the write
                 self.error = error
 
@@ -136,8 +110,8 @@ class Writer:
             # The callers have already been notified, so this does not delay them.
             self._previous_batch_size = len(jobs)
             for job in jobs:
-                if job.error is None and job.batchable is not None:
-                    job.batchable.on_committed()
+                if job.error is None and isinstance(job.work, AddCalls):
+                    job.work.on_committed()
             jobs.clear()
         self._db.close()
 
@@ -155,20 +129,12 @@ class Writer:
             job.prepare()
             if len(jobs) == MAX_BATCH_WRITES:
                 return jobs, False
+            wait = deadline - time.monotonic() if len(jobs) < self._previous_batch_size else 0.0
             try:
-                job = self._get_next_job(deadline if len(jobs) < self._previous_batch_size else 0.0)
+                job = self._queue.get(timeout=max(0.0, wait))
             except Empty:
                 return jobs, False
         return jobs, True
-
-    def _get_next_job(self, deadline: float) -> _WriteJob | None:
-        """Return the next queued write. Raises Empty if there is none by the deadline."""
-        try:
-            return self._queue.get_nowait()
-        except Empty:
-            if (left := deadline - time.monotonic()) <= 0:
-                raise
-            return self._queue.get(timeout=left)
 
     def _commit(self, jobs: Sequence[_WriteJob]) -> None:
         if not jobs:
@@ -189,8 +155,13 @@ class Writer:
     def _commit_with_retry(self, jobs: Sequence[_WriteJob]) -> None:
         deadline: float | None = None
         while True:  # no sleep: if the connection is lost, `begin` waits for the server
+            for job in jobs:
+                job.result, job.error = None, None
             try:
-                return self._transact(jobs)
+                if not self._write_in_one_statement(jobs):
+                    self._write_transaction(jobs)
+                self.commit_count += 1
+                return
             except self._db.errors as error:
                 self._db.rollback()
                 deadline = deadline or time.monotonic() + self._retry_timeout
@@ -199,24 +170,14 @@ class Writer:
                 if len(jobs) > 1 and not self._db.is_global_failure(error):
                     raise  # two batches may deadlock; `_commit` repeats the writes one by one
 
-    def _transact(self, jobs: Sequence[_WriteJob]) -> None:
-        for job in jobs:
-            job.result, job.error = None, None
-        if not self._write_in_one_statement(jobs):
-            self._write_transaction(jobs)
-        self.commit_count += 1
-
     def _write_in_one_statement(self, jobs: Sequence[_WriteJob]) -> bool:
         """Try to write the jobs in one statement, and return True on success. Errors are not raised here,
         because `_write_transaction` reports them."""
-        first = jobs[0].batchable
-        if first is None or self.lease_check is not None:
-            return False
-        others = [job.work for job in jobs[1:]]
-        if any(type(other) is not type(first) for other in others):
+        writes = _get_call_writes(jobs)
+        if len(writes) < len(jobs) or self.lease_check is not None:
             return False
         try:
-            return first.write_in_one_statement(self._db, others)
+            return AddCalls.write_in_one_statement(self._db, writes)
         except Exception:  # noqa: BLE001 any error: the transaction shows which write caused it
             return False
 
@@ -233,11 +194,8 @@ class Writer:
 
     def _write_batch(self, jobs: Sequence[_WriteJob]) -> bool:
         """Return True if the jobs were written together, or False if they must be written one by one."""
-        first = jobs[0].batchable
-        if len(jobs) == 1 or first is None:
-            return False
-        others = [job.work for job in jobs[1:]]
-        return self._run_in_savepoint(lambda db: first.write_batch(db, others)) is None
+        writes = _get_call_writes(jobs)
+        return len(writes) > 1 and self._run_in_savepoint(lambda db: AddCalls.write_batch(db, writes)) is None
 
     def _write_job(self, job: _WriteJob) -> None:
         def work(db: Database) -> None:
@@ -247,8 +205,7 @@ class Writer:
         job.error = self._db.translate(error) if isinstance(error, self._db.errors) else error
 
     def _run_in_savepoint(self, work: WriteFunction[None]) -> Exception | None:
-        """Run the function. If it raises an error, undo its changes and return the error. An error that ended
-        the entire transaction is raised instead."""
+        """Run the function. If it fails, undo it and return the error. Raise it if the transaction ended."""
         self._db.execute("SAVEPOINT job")
         try:
             work(self._db)
@@ -260,6 +217,10 @@ class Writer:
             return error
         self._db.execute("RELEASE job")
         return None
+
+
+def _get_call_writes(jobs: Sequence[_WriteJob]) -> list[AddCalls]:
+    return [job.work for job in jobs if isinstance(job.work, AddCalls)]
 
 
 def _set_error(jobs: Sequence[_WriteJob], error: Exception) -> None:

@@ -212,7 +212,7 @@ class CallPipeline:
                 # The replies are complete. Finish recording them, so that a retry can replay them.
                 pending.client_disconnected = True
                 await self._recorder.drain()
-                graph.mark_undelivered(placement.key)
+                graph.undelivered.add(placement.key)
             else:
                 await record_aborted("the client disconnected")
             raise

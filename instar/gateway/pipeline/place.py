@@ -95,6 +95,6 @@ class ReplayLookup:
         if retry.client_key is None:
             should_replay = graph.take_undelivered(key) or retry.is_retry
             return graph.find_recorded(key) if should_replay else []
-        if ids := graph.find_by_idempotency_key(key, retry.client_key):
+        if ids := graph.find_recorded(key, retry.client_key):
             graph.take_undelivered(key)
         return ids

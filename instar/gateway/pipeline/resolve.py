@@ -180,7 +180,7 @@ class SessionResolver:
         state = await self._states.find_open(self._first_requests.get(key, ""))
         if state is None or retry:
             return state
-        is_undelivered = state.graph is not None and state.graph.is_undelivered(chain.key)
+        is_undelivered = state.graph is not None and chain.key in state.graph.undelivered
         is_disconnected = any(pending.client_disconnected for pending in state.pending.get(chain.key, ()))
         return state if is_undelivered or is_disconnected else None
 
