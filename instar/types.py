@@ -343,6 +343,10 @@ class StepState(StrEnum):
     RELEASED = "released"
 
 
+LIVE_EPOCH = 0
+"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
+
+
 class ClaimOutcome(StrEnum):
     TRAINED = "trained"
     DROPPED = "dropped"

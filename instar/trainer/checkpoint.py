@@ -142,9 +142,13 @@ async def load_newest_intact(
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
-        damage = await asyncio.to_thread(_find_damage, path) or await _load_state(backend, path)
+        damage = await asyncio.to_thread(_find_damage, path)
         if damage is None:
-            break
+            try:
+                await backend.load_state(path / "backend")
+                break
+            except NonFiniteError as error:  # earlier versions of Instar could save such weights
+                damage = str(error)
         damaged[path] = damage
     else:
         path, damage = next(iter(damaged.items()))
@@ -154,23 +158,10 @@ async def load_newest_intact(
         )
     if damaged:
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
-        lost_steps = list(range(step + 1, steps[-1] + 1))
-        logger.warning(
-            "damaged or missing checkpoints: %s. The updates of steps %s are lost and will be repeated",
-            details,
-            lost_steps,
-        )
+        message = "damaged or missing checkpoints: %s. The updates of steps %s are lost and will be repeated"
+        logger.warning(message, details, list(range(step + 1, steps[-1] + 1)))
     logger.info("resuming after step %s", step)
     return read_trainer_state(path), frozenset(damaged)
-
-
-async def _load_state(backend: Backend, path: Path) -> str | None:
-    """Load the backend's state. Return an error message if it has non-finite values, else None."""
-    try:
-        await backend.load_state(path / "backend")
-    except NonFiniteError as error:  # earlier versions of Instar could save such weights
-        return str(error)
-    return None
 
 
 def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
