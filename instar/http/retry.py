@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from itertools import count
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -45,7 +44,8 @@ class RetryPolicy:
         set. The error is raised if the next attempt would start more than ``seconds`` after the first one.
         """
         deadline = time.monotonic() + seconds
-        for retries in count():
+        retries = 0
+        while True:
             try:
                 return await attempt()
             except retry_on as error:
@@ -53,7 +53,7 @@ class RetryPolicy:
                 if time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
-        raise AssertionError("count() never ends")
+            retries += 1
 
 
 def parse_retry_after(header: str | None) -> float | None:

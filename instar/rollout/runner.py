@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
 """The run fails after this many consecutive groups without a usable session."""
+FINAL_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
 class RolloutRunner:
@@ -189,13 +190,10 @@ class RolloutRunner:
             has_failed = False
             for number in range(group.size):
                 attempts = [session for session in sessions if session.slot == number]
-                slot = self._make_next_slot(group, number, attempts)
-                if slot is not None:
+                if slot := self._make_next_slot(group, number, attempts):
                     slots.append(slot)
                 else:
-                    ended = [
-                        s for s in attempts if s.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
-                    ]
+                    ended = [s for s in attempts if s.status in FINAL_STATUSES]
                     final_session = max(ended, key=lambda session: session.attempt)
                     has_failed = has_failed or final_session.status is SessionStatus.FAILED
             logger.info("resuming %s: %d of %d sessions to run", group.group_id, len(slots), group.size)

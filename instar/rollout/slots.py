@@ -157,10 +157,12 @@ class SlotRunner:
                 self.config.timeout, self.agent.run(task, session), "the agent"
             )
         except Exception as error:  # noqa: BLE001 — an agent is user code and may raise any exception
+            reason = describe_error(error)
             if is_transient(error) and not is_last:
-                return await self._abandon(session.session_id, f"transient: {describe_error(error)}")
-            if failed := await self._fail(session.session_id, describe_error(error)):
-                return failed
+                return await self._abandon(session.session_id, f"transient: {reason}")
+            ended = await self.gateway.fail_session(session.session_id, reason, self.config.failed_reward)
+            if ended.status is not SessionStatus.COMPLETED:
+                return self._count_failure(session.session_id, reason)
             # The agent completed the session before it failed. The session is scored, because an agent could
             # otherwise avoid a low reward.
             result = AgentResult()
@@ -184,11 +186,6 @@ class SlotRunner:
             self.counters.last_failure = reason
         value = next((reward.value for reward in scoring.rewards if reward.call_id is None), None)
         return SlotResult(session_id, SessionStatus.COMPLETED, reason, value)
-
-    async def _fail(self, session_id: str, reason: str) -> SlotResult | None:
-        """Fail the session. Return None if the session is already completed."""
-        ended = await self.gateway.fail_session(session_id, reason, self.config.failed_reward)
-        return None if ended.status is SessionStatus.COMPLETED else self._count_failure(session_id, reason)
 
     def _count_failure(self, session_id: str, reason: str) -> SlotResult:
         logger.warning("session %s failed: %s", session_id, reason)
