@@ -25,8 +25,7 @@ async def gather_or_cancel(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list
 
 
 async def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. If the caller is cancelled, the cancellation is raised only after the
-    coroutine has finished."""
+    """Return the coroutine's result. A cancellation is raised only after the coroutine has finished."""
     task = asyncio.create_task(coroutine)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():

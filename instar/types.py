@@ -354,8 +354,7 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Records that a step trained on a sample, or that the sample was dropped and why. There is one claim per
-    sample, run and epoch."""
+    """Records that a sample was trained on, or dropped and why. There is one per sample, run and epoch."""
 
     run_id: str
     epoch: int

@@ -18,9 +18,8 @@ MAX_DOUBLINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Delays between attempts, in seconds. The delay starts at ``first_delay`` and doubles up to
-    ``max_delay``. Each delay is multiplied by a random factor in the range ``jitter``, so that many clients
-    do not retry at the same time."""
+    """Delays between attempts in seconds. They double from ``first_delay`` to ``max_delay`` and are
+    multiplied by random factors in the range ``jitter``, so that clients do not retry at the same time."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0

@@ -34,7 +34,7 @@ class RolloutRunner:
         self.run_id = config.name
         self.store = services.store
         self.tasks = tasks
-        self.slot_runner = SlotRunner(config.rollout, config.seed, services)
+        self.slot_runner = SlotRunner(config.rollout, config.seed, services, config.rollout.sampling)
         self.scoring = services.scoring
         self.counters = self.slot_runner.counters
         self.admission = Admission(config, self.store, self.run_id)
@@ -121,8 +121,7 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of the group with this index. Each epoch uses every task once, in random order if
-        `rollout.shuffle` is set."""
+        """Return a group's task. Each epoch uses every task once, shuffled if `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 

@@ -33,8 +33,7 @@ class ChatContentPart(msgspec.Struct):
 
 
 class ChatRequestMessage(msgspec.Struct):
-    """A message of a chat request. Unknown fields (``annotations``, ...) are ignored, because agents copy
-    them from replies."""
+    """A message. Unknown fields (``annotations``, ...), which agents copy from replies, are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatContentPart] | None = None
@@ -69,7 +68,7 @@ class ChatToolChoice(msgspec.Struct):
     type: Literal["function"]
 
 
-class ChatResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct):
     type: str
 
 
@@ -110,7 +109,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     store: bool | None = None
-    response_format: ChatResponseFormat | None = None
+    response_format: ResponseFormat | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
@@ -183,8 +182,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatResponseChoice(msgspec.Struct):
-    """One choice of a response. A chat completion has a ``message``, or a ``delta`` if it is streamed; a
-    completion has ``text``."""
+    """A choice. A chat completion has a ``message``, or a streamed ``delta``; a completion has ``text``."""
 
     index: int = 0
     message: ChatReplyMessage | None = None
@@ -271,12 +269,8 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesTextFormat(msgspec.Struct):
-    type: str
-
-
 class ResponsesTextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: ResponsesTextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: str | None = None
 
 
