@@ -110,7 +110,6 @@ def _find_damage(path: Path) -> str | None:
     versions of Instar have no hashes, so only their trainer state is checked."""
     if not path.is_dir():
         return "it does not exist; to resume on a different machine, set `dir` to a folder on a shared disk"
-    name = HASHES_FILE
     try:
         if (path / HASHES_FILE).exists():
             expected = msgspec.json.decode((path / HASHES_FILE).read_bytes(), type=dict[str, str])
@@ -120,7 +119,7 @@ def _find_damage(path: Path) -> str | None:
                     return f"{name}: {'wrong SHA-256' if name in actual else 'the file is missing'}"
         read_trainer_state(path)
     except (OSError, ValueError) as error:
-        return f"{name}: {error}"
+        return f"{HASHES_FILE}: {error}"
     except InstarError as error:
         return str(error)
     return None
