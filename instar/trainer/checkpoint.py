@@ -178,9 +178,7 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 def find_outdated(folder: Path, keep_count: int, exclude: frozenset[Path]) -> list[Path]:
     """Return the complete subfolders, except the newest ``keep_count`` and those in ``exclude``."""
-    if not folder.is_dir():
-        return []
-    complete = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    complete = sorted(path for path in folder.glob("[!.]*") if path.is_dir())
     return [path for path in complete[:-keep_count] if path not in exclude]
 
 
