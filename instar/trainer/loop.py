@@ -146,12 +146,9 @@ class Trainer:
         return max(0.0, min(limits)) if limits else None
 
     def _is_done(self) -> bool:
-        limit = self.config.trainer.seconds
-        return (
-            self.stop_event.is_set()
-            or self.step >= self.config.trainer.steps
-            or (limit is not None and self.timer.seconds >= limit)
-        )
+        settings = self.config.trainer
+        is_out_of_time = settings.seconds is not None and self.timer.seconds >= settings.seconds
+        return self.stop_event.is_set() or self.step >= settings.steps or is_out_of_time
 
     # --- one step --------------------------------------------------------------------------------
 
