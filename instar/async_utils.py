@@ -30,8 +30,7 @@ async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
 
 
 async def run_to_completion(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the coroutine's result. If the caller is cancelled, the cancellation is raised only after the
-    coroutine has finished."""
+    """Return the coroutine's result. A cancellation is raised only after the coroutine has finished."""
     task = asyncio.create_task(coroutine)
     cancellation: asyncio.CancelledError | None = None
     while not task.done():

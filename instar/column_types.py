@@ -54,11 +54,8 @@ def _get_field_type(hint: Any) -> FieldType:
     is_optional = NoneType in get_args(hint)
     python_type = alternatives[0] if is_optional else hint
     is_text = get_origin(python_type) is Literal or is_enum(python_type)
-    return FieldType(
-        ColumnType.TEXT if is_text else _COLUMN_TYPES.get(python_type, ColumnType.JSON),
-        python_type,
-        is_optional,
-    )
+    column = ColumnType.TEXT if is_text else _COLUMN_TYPES.get(python_type, ColumnType.JSON)
+    return FieldType(column, python_type, is_optional)
 
 
 def is_enum(python_type: Any) -> bool:

@@ -1,28 +1,4 @@
-"""Instar's exceptions, grouped by the component that failed.
-
-InstarError
-├── ConfigError        a setting is invalid or cannot be used on this machine
-├── StoreError         an operation on the store failed
-│   ├── StoreTooNew        a newer version of Instar wrote the database
-│   ├── StoreCorrupt       the file is damaged
-│   ├── StoreFull          the disk is full
-│   ├── LeaseLost          another process has taken over this process's role in the run
-│   └── ConflictError      a row that must be unique already exists, or a group is already closed
-├── RenderError        messages cannot be rendered to tokens for this model
-├── EngineError        an engine failed
-│   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
-│   └── PromptTooLong      the prompt does not fit into the model's context
-├── BackendError       a training backend failed
-│   ├── NonFiniteError     a loss, a gradient or a weight is not finite
-│   ├── BackendUnavailable the backend cannot be reached or did not respond in time
-│   └── BackendLost        the training service lost the session: resume from the last saved state
-├── DataError          data cannot be exported or read, or does not match its manifest
-├── SyncError          a policy could not be transferred to an engine
-├── ScoreError         a scorer could not score a session
-├── AgentError         an agent failed
-│   └── AgentTimeout       the agent did not finish in time
-└── Interrupted        the user interrupted the run
-"""
+"""Instar's exceptions, named after the component that failed."""
 
 from __future__ import annotations
 
@@ -32,23 +8,23 @@ class InstarError(Exception):
 
 
 class ConfigError(InstarError):
-    pass
+    """A setting is invalid or cannot be used on this machine."""
 
 
 class StoreError(InstarError):
-    pass
+    """An operation on the store failed."""
 
 
 class StoreTooNew(StoreError):
-    pass
+    """A newer version of Instar wrote the database."""
 
 
 class StoreCorrupt(StoreError):
-    pass
+    """The file is damaged."""
 
 
 class StoreFull(StoreError):
-    pass
+    """The disk is full."""
 
 
 class StoreUnavailable(StoreError):
@@ -56,51 +32,51 @@ class StoreUnavailable(StoreError):
 
 
 class LeaseLost(StoreError):
-    pass
+    """Another process has taken over this process's role in the run."""
 
 
 class ConflictError(StoreError):
-    pass
+    """A row that must be unique already exists, or a group is already closed."""
 
 
 class RenderError(InstarError):
-    pass
+    """Messages cannot be rendered to tokens for this model."""
 
 
 class EngineError(InstarError):
-    pass
+    """An engine failed."""
 
 
 class EngineUnavailable(EngineError):
-    pass
+    """An engine, a provider or the gateway cannot be reached or is not ready. A retry may succeed."""
 
 
 class PromptTooLong(EngineError):
-    pass
+    """The prompt does not fit into the model's context."""
 
 
 class BackendError(InstarError):
-    pass
+    """A training backend failed."""
 
 
 class NonFiniteError(BackendError):
-    pass
+    """A loss, a gradient or a weight is not finite."""
 
 
 class BackendUnavailable(BackendError):
-    pass
+    """The backend cannot be reached or did not respond in time."""
 
 
 class BackendLost(BackendError):
-    pass
+    """The training service lost the session. Training resumes from the last saved state."""
 
 
 class DataError(InstarError):
-    pass
+    """Data cannot be exported or read, or does not match its manifest."""
 
 
 class SyncError(InstarError):
-    pass
+    """A policy could not be transferred to an engine."""
 
 
 class ScoreError(InstarError):
@@ -113,12 +89,8 @@ class ScoreError(InstarError):
 
 
 class AgentError(InstarError):
-    pass
+    """An agent failed."""
 
 
 class AgentTimeout(AgentError):
-    pass
-
-
-class Interrupted(InstarError):
-    pass
+    """The agent did not finish in time."""

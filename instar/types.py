@@ -343,6 +343,10 @@ class StepState(StrEnum):
     RELEASED = "released"
 
 
+LIVE_EPOCH = 0
+"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
+
+
 class ClaimOutcome(StrEnum):
     TRAINED = "trained"
     DROPPED = "dropped"
@@ -350,8 +354,7 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Records that a step trained on a sample, or that the sample was dropped and why. There is one claim per
-    sample, run and epoch."""
+    """Records that a sample was trained on, or dropped and why. There is one per sample, run and epoch."""
 
     run_id: str
     epoch: int

@@ -30,7 +30,7 @@ from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import RolloutServices
 from instar.rollout.tasks import TaskSet
 from instar.sync.files import FileSync
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Task
@@ -132,7 +132,7 @@ class TrainerRole:
         monitor = Monitor(config.run_dir)
         setup.resources.callback(monitor.close)
         self.trainer = setup.components.trainer_class(
-            TrainingRun(config, RUN, RUN),
+            config,
             store=store,
             backend=setup.components.backend_class(world),
             publisher=PolicyPublisher(FileSync(), list_engines),

@@ -18,8 +18,7 @@ from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
-from instar.trainer.loop import LIVE_EPOCH
-from instar.types import Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
+from instar.types import LIVE_EPOCH, Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
 
 WAITING_STATUSES = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
 

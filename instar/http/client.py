@@ -20,7 +20,6 @@ class NoResponse(Exception):
 class HttpResponse:
     status: int
     body: bytes
-    content_type: str = ""
     retry_after: float | None = None
     """The ``Retry-After`` header in seconds, or None if it is missing or invalid."""
 
@@ -83,12 +82,8 @@ class HttpClient:
             raise NoResponse(f"no response within {seconds:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise NoResponse(self.redact(str(error) or type(error).__name__)) from error
-        return HttpResponse(
-            response.status,
-            content,
-            response.headers.get("Content-Type", ""),
-            parse_retry_after(response.headers.get("Retry-After")),
-        )
+        retry_after = parse_retry_after(response.headers.get("Retry-After"))
+        return HttpResponse(response.status, content, retry_after)
 
     async def post(self, url: str | URL, body: bytes, **options: Unpack[RequestOptions]) -> HttpResponse:
         return await self.request("POST", url, body, **options)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from itertools import count
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,9 +18,8 @@ MAX_DOUBLINGS = 32
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """Delays between attempts, in seconds. The delay starts at ``first_delay`` and doubles up to
-    ``max_delay``. Each delay is multiplied by a random factor in the range ``jitter``, so that many clients
-    do not retry at the same time."""
+    """Delays between attempts in seconds. They double from ``first_delay`` to ``max_delay`` and are
+    multiplied by random factors in the range ``jitter``, so that clients do not retry at the same time."""
 
     first_delay: float = 0.25
     max_delay: float = 8.0
@@ -45,7 +43,8 @@ class RetryPolicy:
         set. The error is raised if the next attempt would start more than ``seconds`` after the first one.
         """
         deadline = time.monotonic() + seconds
-        for retries in count():
+        retries = 0
+        while True:
             try:
                 return await attempt()
             except retry_on as error:
@@ -53,7 +52,7 @@ class RetryPolicy:
                 if time.monotonic() + delay > deadline:
                     raise
             await asyncio.sleep(delay)
-        raise AssertionError("count() never ends")
+            retries += 1
 
 
 def parse_retry_after(header: str | None) -> float | None:

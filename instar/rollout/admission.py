@@ -13,9 +13,8 @@ from dataclasses import dataclass
 
 from instar.config import RunConfig
 from instar.store.base import Progress, Store
+from instar.types import LIVE_EPOCH
 
-LIVE_EPOCH = 0
-"""The epoch of claims on live groups, which are claimed once. Exported data is claimed once per epoch."""
 MAX_STATE_AGE_SECONDS = 0.25
 """How long a computed state is used if the progress in the store does not change."""
 

@@ -22,14 +22,12 @@ from instar.types import Json, Task
 STDOUT_TAIL_BYTES = 64 * 1024
 """Only this many bytes at the end of a program's output are searched for a reward."""
 STDERR_TAIL_BYTES = 800
-SECRET_VARIABLES = frozenset(
-    {
-        "INSTAR_ADMIN_KEY",
-        "INSTAR_ENGINE_TOKEN",
-        "INSTAR_FEEDBACK_KEY",
-        "INSTAR_POSTGRES_PASSWORD",
-        "INSTAR_PROTOCOL_KEYS",
-    }
+SECRET_VARIABLES = (
+    "INSTAR_ADMIN_KEY",
+    "INSTAR_ENGINE_TOKEN",
+    "INSTAR_FEEDBACK_KEY",
+    "INSTAR_POSTGRES_PASSWORD",
+    "INSTAR_PROTOCOL_KEYS",
 )
 """Environment variables with Instar's own keys and passwords. Agents must not see them."""
 

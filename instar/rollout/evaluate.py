@@ -8,7 +8,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 from instar.async_utils import gather_or_cancel
@@ -33,30 +33,26 @@ SCORING_GRACE_SECONDS = 60.0
 """Extra time to wait for the next score, on top of the time that all of a scorer's attempts may take."""
 
 
+@dataclass(eq=False, repr=False)
 class Evaluator:
-    def __init__(
-        self,
-        config: RunConfig,
-        tasks: TaskSet,
-        services: RolloutServices,
-        record: RecordMetrics | None = None,
-        *,
-        combine: CombineRewards,
-    ) -> None:
+    config: RunConfig
+    tasks: TaskSet
+    services: RolloutServices
+    record: RecordMetrics | None = None
+    _: KW_ONLY
+    combine: CombineRewards
+
+    def __post_init__(self) -> None:
+        config = self.config
         if config.eval is None or config.rollout is None:
             missing = "eval.tasks" if config.eval is None else "rollout.agent"
             raise ConfigError(f"{missing} is missing; evaluations need eval.tasks and rollout.agent")
-        self.config = config
         self.eval = config.eval
         # A failed session counts as 0 in an evaluation, regardless of the settings for training.
         self.rollout = config.rollout.model_copy(update={"group_policy": "keep", "failed_reward": None})
         self.run_id = config.name
-        self.services = services
-        self.store = services.store
-        self.tasks = tasks
-        self.scoring = services.scoring
-        self.combine = combine
-        self.record = record
+        self.store = self.services.store
+        self.scoring = self.services.scoring
         self.activity = "evaluating"
 
     async def evaluate_all(self, label: str) -> list[Json]:
@@ -91,7 +87,7 @@ class Evaluator:
         start_time = time.monotonic()
         services = replace(self.services, agent=self._agent_for(self.eval.modes[mode]))
         version = (await self.store.progress(self.run_id)).head_version
-        slot_runner = SlotRunner(self.rollout, self.config.seed, services, sampling=self.eval.modes[mode])
+        slot_runner = SlotRunner(self.rollout, self.config.seed, services, self.eval.modes[mode])
         finished = 0
 
         async def run_task(index: int, group: Group) -> None:
@@ -153,8 +149,7 @@ class Evaluator:
         await self.store.close_group(group.group_id, status)
 
     async def _wait_for_scores(self, group_ids: set[str]) -> None:
-        """Wait until the groups are scored. Give up with a warning if no session is scored for longer than a
-        scorer may take."""
+        """Wait until the groups are scored, or no session was scored for longer than a scorer may take."""
         settings = self.config.scoring
         max_wait = SCORING_GRACE_SECONDS + (settings.retries + 1) * settings.deadline
         last_counts: dict[str, dict[str, int]] = {}
@@ -167,11 +162,8 @@ class Evaluator:
             if (counts := await self.store.score_counts(self.run_id)) != last_counts:
                 last_counts, last_change = counts, time.monotonic()
             elif time.monotonic() - last_change > max_wait:
-                logger.warning(
-                    "stopped waiting for the scores of %d tasks: no session was scored for %.0f s",
-                    remaining,
-                    max_wait,
-                )
+                text = "stopped waiting for the scores of %d tasks: no session was scored for %.0f s"
+                logger.warning(text, remaining, max_wait)
                 return
             await asyncio.sleep(POLL_INTERVAL_SECONDS)
 

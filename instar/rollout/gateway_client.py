@@ -43,8 +43,7 @@ class GatewayClient:
         self.url = url.rstrip("/")
 
     async def open_session(self, request: OpenSession) -> AgentSession:
-        """Open a session. If the response is lost, another session is opened, and the first one stays open
-        until its group closes."""
+        """Open a session. If the response is lost, another one is opened; the first closes with its group."""
         opened = await self._post("/sessions", request, OpenedSession)
         return AgentSession(opened.session_id, opened.base_url, opened.api_key, metadata=request.metadata)
 

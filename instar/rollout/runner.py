@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 POLL_INTERVAL_SECONDS = 0.05
 MAX_FAILED_GROUPS = 8
 """The run fails after this many consecutive groups without a usable session."""
+FINAL_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
 
 class RolloutRunner:
@@ -33,7 +34,7 @@ class RolloutRunner:
         self.run_id = config.name
         self.store = services.store
         self.tasks = tasks
-        self.slot_runner = SlotRunner(config.rollout, config.seed, services)
+        self.slot_runner = SlotRunner(config.rollout, config.seed, services, config.rollout.sampling)
         self.scoring = services.scoring
         self.counters = self.slot_runner.counters
         self.admission = Admission(config, self.store, self.run_id)
@@ -120,8 +121,7 @@ class RolloutRunner:
                 self._is_evaluating = False
 
     def task_for(self, index: int) -> Task:
-        """Return the task of the group with this index. Each epoch uses every task once, in random order if
-        `rollout.shuffle` is set."""
+        """Return a group's task. Each epoch uses every task once, shuffled if `rollout.shuffle` is set."""
         epoch, position = divmod(index, len(self.tasks))
         return self.tasks[self._shuffled_indices(epoch)[position]]
 
@@ -189,13 +189,10 @@ class RolloutRunner:
             has_failed = False
             for number in range(group.size):
                 attempts = [session for session in sessions if session.slot == number]
-                slot = self._make_next_slot(group, number, attempts)
-                if slot is not None:
+                if slot := self._make_next_slot(group, number, attempts):
                     slots.append(slot)
                 else:
-                    ended = [
-                        s for s in attempts if s.status in (SessionStatus.COMPLETED, SessionStatus.FAILED)
-                    ]
+                    ended = [s for s in attempts if s.status in FINAL_STATUSES]
                     final_session = max(ended, key=lambda session: session.attempt)
                     has_failed = has_failed or final_session.status is SessionStatus.FAILED
             logger.info("resuming %s: %d of %d sessions to run", group.group_id, len(slots), group.size)

@@ -91,24 +91,18 @@ def derive_seed(*parts: object) -> int:
     return int.from_bytes(digest, "big") >> 1
 
 
+@dataclass(eq=False, repr=False)
 class SlotRunner:
-    def __init__(
-        self,
-        config: RolloutConfig,
-        seed: int,
-        services: RolloutServices,
-        *,
-        sampling: SamplingConfig | None = None,
-    ) -> None:
-        self.config = config
-        self.seed = seed
-        self.store = services.store
-        self.gateway = services.gateway
-        self.agent = services.agent
-        self.scoring = services.scoring
-        self.sampling = (sampling or config.sampling).model_dump(include=set(SamplingConfig.model_fields))
+    config: RolloutConfig
+    seed: int
+    services: RolloutServices
+    sampling: SamplingConfig
+
+    def __post_init__(self) -> None:
+        self.store, self.gateway = self.services.store, self.services.gateway
+        self.session_sampling = self.sampling.model_dump(include=set(SamplingConfig.model_fields))
         self.counters = RolloutCounters()
-        self.semaphore = asyncio.Semaphore(config.concurrency)
+        self.semaphore = asyncio.Semaphore(self.config.concurrency)
 
     async def run(self, slot: RolloutSlot) -> SlotResult:
         """Run sessions until one is neither retried nor replaced, and return its result."""
@@ -138,7 +132,7 @@ class SlotRunner:
             slot=slot.number,
             attempt=attempt,
             seed=derive_seed(self.seed, group.channel, seed_index, slot.number, *refill_part),
-            sampling=self.sampling,
+            sampling=self.session_sampling,
         )
         session = await self.gateway.open_session(request)
         self.counters.running += 1
@@ -151,22 +145,23 @@ class SlotRunner:
             self.counters.running -= 1
 
     async def _run_session(self, slot: RolloutSlot, session: AgentSession, *, is_last: bool) -> SlotResult:
-        task = slot.group.task
+        task, session_id = slot.group.task, session.session_id
         try:
-            result = await run_agent_with_timeout(
-                self.config.timeout, self.agent.run(task, session), "the agent"
-            )
+            attempt = self.services.agent.run(task, session)
+            result = await run_agent_with_timeout(self.config.timeout, attempt, "the agent")
         except Exception as error:  # noqa: BLE001 — an agent is user code and may raise any exception
+            reason = describe_error(error)
             if is_transient(error) and not is_last:
-                return await self._abandon(session.session_id, f"transient: {describe_error(error)}")
-            if failed := await self._fail(session.session_id, describe_error(error)):
-                return failed
+                return await self._abandon(session_id, f"transient: {reason}")
+            ended = await self.gateway.fail_session(session_id, reason, self.config.failed_reward)
+            if ended.status is not SessionStatus.COMPLETED:
+                return self._count_failure(session_id, reason)
             # The agent completed the session before it failed. The session is scored, because an agent could
             # otherwise avoid a low reward.
             result = AgentResult()
-        calls = await self.store.calls(session.session_id)
-        scoring = await self.scoring.score(task, Transcript(session.session_id, calls, result.reward))
-        return await self._complete(session.session_id, scoring, result)
+        calls = await self.store.calls(session_id)
+        scoring = await self.services.scoring.score(task, Transcript(session_id, calls, result.reward))
+        return await self._complete(session_id, scoring, result)
 
     async def _complete(self, session_id: str, scoring: ScoringResult, result: AgentResult) -> SlotResult:
         metadata = dict(result.metadata) | ({} if result.turns is None else {"turns": result.turns})
@@ -184,11 +179,6 @@ class SlotRunner:
             self.counters.last_failure = reason
         value = next((reward.value for reward in scoring.rewards if reward.call_id is None), None)
         return SlotResult(session_id, SessionStatus.COMPLETED, reason, value)
-
-    async def _fail(self, session_id: str, reason: str) -> SlotResult | None:
-        """Fail the session. Return None if the session is already completed."""
-        ended = await self.gateway.fail_session(session_id, reason, self.config.failed_reward)
-        return None if ended.status is SessionStatus.COMPLETED else self._count_failure(session_id, reason)
 
     def _count_failure(self, session_id: str, reason: str) -> SlotResult:
         logger.warning("session %s failed: %s", session_id, reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,13 +42,11 @@ def load_tasks(config: TasksConfig) -> TaskSet:
     taskset: TaskSet = registry.resolve_section("tasks", config)(config)
     if not taskset.tasks:
         raise ConfigError(f"tasks: the {config.type} task set is empty; check its settings")
-    task_ids: set[str] = set()
-    for task in taskset.tasks:
-        if task.task_id in task_ids:
+    for task_id, count in Counter(task.task_id for task in taskset.tasks).items():
+        if count > 1:
             raise ConfigError(
-                f"tasks: two tasks in the {config.type} task set have the id {task.task_id!r}; use unique ids"
+                f"tasks: two tasks in the {config.type} task set have the id {task_id!r}; use unique ids"
             )
-        task_ids.add(task.task_id)
     return taskset
 
 

@@ -107,8 +107,7 @@ class AlarmDetector:
         if len(recent) < WINDOW or recent[0]["step"] <= first[-1]["step"]:
             return
         if not (self._is_solved() or self._is_improving()):
-            yield from _check_signal(recent)
-            yield from _check_entropy(first, recent)
+            yield from _check_signal(first, recent)
         yield from _check_outputs(first, recent)
         yield from _check_logprobs(recent)
 
@@ -136,13 +135,12 @@ class AlarmDetector:
                 )
 
 
-def _check_signal(recent: Iterable[Json]) -> Iterator[Alarm]:
+def _check_signal(first: Iterable[Json], recent: Iterable[Json]) -> Iterator[Alarm]:
+    """Yield the alarms in `REWARD_ALARMS`."""
     groups = sum(_get_values(recent, "groups"))
     without_signal = sum(_get_values(recent, "zero_signal")) / groups if groups else 0.0
-    if without_signal < MAX_WITHOUT_SIGNAL:
-        return
     identical = _average(recent, "identical_share") or 0.0
-    if identical >= MAX_IDENTICAL:
+    if without_signal >= MAX_WITHOUT_SIGNAL and identical >= MAX_IDENTICAL:
         yield Alarm(
             "collapse",
             f"in the last {WINDOW} steps, {identical:.0%} of the outputs were identical to another output of "
@@ -151,16 +149,13 @@ def _check_signal(recent: Iterable[Json]) -> Iterator[Alarm]:
             "trainer.groups_per_step or the sampling temperature.",
             is_collapse=True,
         )
-    else:
+    elif without_signal >= MAX_WITHOUT_SIGNAL:
         yield Alarm(
             "no_signal",
             f"in the last {WINDOW} steps, all sessions got the same reward in {without_signal:.0%} of the "
             "groups, so these taught nothing. Use easier or harder tasks, a larger rollout.group_size, or a "
             "reward with more levels.",
         )
-
-
-def _check_entropy(first: Iterable[Json], recent: Iterable[Json]) -> Iterator[Alarm]:
     before, now = _average(first, "entropy"), _average(recent, "entropy")
     if before and now is not None and now < MIN_ENTROPY_RATIO * before:
         yield Alarm(

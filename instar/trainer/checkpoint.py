@@ -110,7 +110,6 @@ def _find_damage(path: Path) -> str | None:
     versions of Instar have no hashes, so only their trainer state is checked."""
     if not path.is_dir():
         return "it does not exist; to resume on a different machine, set `dir` to a folder on a shared disk"
-    name = HASHES_FILE
     try:
         if (path / HASHES_FILE).exists():
             expected = msgspec.json.decode((path / HASHES_FILE).read_bytes(), type=dict[str, str])
@@ -120,7 +119,7 @@ def _find_damage(path: Path) -> str | None:
                     return f"{name}: {'wrong SHA-256' if name in actual else 'the file is missing'}"
         read_trainer_state(path)
     except (OSError, ValueError) as error:
-        return f"{name}: {error}"
+        return f"{HASHES_FILE}: {error}"
     except InstarError as error:
         return str(error)
     return None
@@ -142,9 +141,13 @@ async def load_newest_intact(
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
-        damage = await asyncio.to_thread(_find_damage, path) or await _load_state(backend, path)
+        damage = await asyncio.to_thread(_find_damage, path)
         if damage is None:
-            break
+            try:
+                await backend.load_state(path / "backend")
+                break
+            except NonFiniteError as error:  # earlier versions of Instar could save such weights
+                damage = str(error)
         damaged[path] = damage
     else:
         path, damage = next(iter(damaged.items()))
@@ -154,23 +157,10 @@ async def load_newest_intact(
         )
     if damaged:
         details = ", ".join(f"{path} ({damage})" for path, damage in damaged.items())
-        lost_steps = list(range(step + 1, steps[-1] + 1))
-        logger.warning(
-            "damaged or missing checkpoints: %s. The updates of steps %s are lost and will be repeated",
-            details,
-            lost_steps,
-        )
+        message = "damaged or missing checkpoints: %s. The updates of steps %s are lost and will be repeated"
+        logger.warning(message, details, list(range(step + 1, steps[-1] + 1)))
     logger.info("resuming after step %s", step)
     return read_trainer_state(path), frozenset(damaged)
-
-
-async def _load_state(backend: Backend, path: Path) -> str | None:
-    """Load the backend's state. Return an error message if it has non-finite values, else None."""
-    try:
-        await backend.load_state(path / "backend")
-    except NonFiniteError as error:  # earlier versions of Instar could save such weights
-        return str(error)
-    return None
 
 
 def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
@@ -188,9 +178,7 @@ def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path])
 
 def find_outdated(folder: Path, keep_count: int, exclude: frozenset[Path]) -> list[Path]:
     """Return the complete subfolders, except the newest ``keep_count`` and those in ``exclude``."""
-    if not folder.is_dir():
-        return []
-    complete = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    complete = sorted(path for path in folder.glob("[!.]*") if path.is_dir())
     return [path for path in complete[:-keep_count] if path not in exclude]
 
 

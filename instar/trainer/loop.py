@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 import msgspec
@@ -43,48 +43,32 @@ from instar.trainer.checkpoint import (
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
 from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
-from instar.types import Artifact, Json, Policy, StepState
+from instar.types import LIVE_EPOCH, Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
 
-LIVE_EPOCH = 0
-"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
 SAVED_STATES = (StepState.SAVED, StepState.COMMITTED)
 MAX_LOST_SESSIONS = 5
 """The run fails if the backend loses more training sessions than this without a trained step in between."""
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    config: RunConfig
-    run_id: str
-    policy_id: str
-
-
+@dataclass(eq=False, repr=False)
 class Trainer:
-    def __init__(
-        self,
-        run: TrainingRun,
-        *,
-        store: Store,
-        backend: Backend,
-        publisher: PolicyPublisher,
-        monitor: Monitor,
-        penalty: ReferencePenalty | None = None,
-    ) -> None:
-        self.config = run.config
-        self.run_id = run.run_id
-        self.policy_id = run.policy_id
-        self.store = store
-        self.backend = backend
-        self.batcher = Batcher(store, run.run_id, run.config)
-        self.publisher = publisher
-        self.monitor = monitor
-        self.penalty = penalty
-        self.alarms = AlarmDetector(run.config.run_dir)
+    config: RunConfig
+    _: KW_ONLY
+    store: Store
+    backend: Backend
+    publisher: PolicyPublisher
+    monitor: Monitor
+    penalty: ReferencePenalty | None = None
+
+    def __post_init__(self) -> None:
+        self.run_id = self.policy_id = self.config.name
+        self.batcher = Batcher(self.store, self.run_id, self.config)
+        self.alarms = AlarmDetector(self.config.run_dir)
         self.rewind = RewindState()
-        is_imitation = run.config.trainer.loss.name == "cross_entropy"
-        self.kl_limiter = KlLimiter(None if is_imitation else run.config.trainer.max_kl)
+        is_imitation = self.config.trainer.loss.name == "cross_entropy"
+        self.kl_limiter = KlLimiter(None if is_imitation else self.config.trainer.max_kl)
         self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
@@ -162,12 +146,9 @@ class Trainer:
         return max(0.0, min(limits)) if limits else None
 
     def _is_done(self) -> bool:
-        limit = self.config.trainer.seconds
-        return (
-            self.stop_event.is_set()
-            or self.step >= self.config.trainer.steps
-            or (limit is not None and self.timer.seconds >= limit)
-        )
+        settings = self.config.trainer
+        is_out_of_time = settings.seconds is not None and self.timer.seconds >= settings.seconds
+        return self.stop_event.is_set() or self.step >= settings.steps or is_out_of_time
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -243,14 +224,9 @@ class Trainer:
         self.saved_step = step
         version = await self._commit()
         if self.publisher.sync.is_live:
-            await self._publish_files(version)
+            # A live push writes no files. Engines that start while the trainer is busy or stopped need them.
+            await self._record_policy(version, is_live=False)
         return version
-
-    async def _publish_files(self, version: int) -> None:
-        """Write a version's weights to disk and record their path, which a live push does not do. Engines
-        that start while the trainer is busy or stopped load these files."""
-        artifact = await self.backend.publish(self._policy_path(version))
-        await self.store.publish(Policy(self.policy_id, version, artifact))
 
     async def _commit(self) -> int:
         """Commit all steps up to the last saved one, and remove old checkpoints. Return the version of the
@@ -271,17 +247,15 @@ class Trainer:
     async def _publish(self, step: int) -> int:
         self.activity = f"step {step}: publishing"
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
-        await self.publisher.push_if_due(await self._publish_head(version))
+        await self.publisher.push_if_due(await self._record_policy(version, self.publisher.sync.is_live))
         # A recovery makes the last saved version the head again, so its weights must not be removed.
         saved_path = self._policy_path(self.saved_version)
         prune_folder(saved_path.parent, self.config.trainer.keep_checkpoints, frozenset({saved_path}))
         return version
 
-    async def _publish_head(self, version: int) -> Policy:
-        if self.publisher.sync.is_live:
-            artifact = Artifact("live")
-        else:
-            artifact = await self.backend.publish(self._policy_path(version))
+    async def _record_policy(self, version: int, is_live: bool) -> Policy:
+        """Publish a version in the store. Write its weights to disk first, unless ``is_live``."""
+        artifact = Artifact("live") if is_live else await self.backend.publish(self._policy_path(version))
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
         return policy
@@ -293,7 +267,7 @@ class Trainer:
             return False
         head = await self.store.latest_policy(self.policy_id)
         logger.info("exporting version %s again before its sampler expires", head.version)
-        await self.publisher.push(await self._publish_head(head.version))
+        await self.publisher.push(await self._record_policy(head.version, self.publisher.sync.is_live))
         return True
 
     def _policy_path(self, version: int) -> Path:
@@ -374,8 +348,7 @@ class Trainer:
         head = await self.store.latest_policy(self.policy_id)
         # The files of the head may have been pruned if newer checkpoints were damaged.
         if head.artifact.kind == "live" or is_pruned(head.artifact):
-            await self._publish_files(head.version)
-            head = await self.store.latest_policy(self.policy_id)
+            head = await self._record_policy(head.version, is_live=False)
         self.publisher.renewal_time = compute_renewal_time(head.artifact)
         if not await self._renew_head():
             # Even the base model is pushed, because an engine may serve a version that is now tombstoned.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
@@ -54,22 +55,6 @@ def _flatten_numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[s
             yield f"{prefix}/{name}", value
 
 
-def read_metrics(run_dir: Path) -> Iterator[Json]:
-    """Yield every record in order. Skip incomplete lines, which a crash may leave behind."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        return
-    yield from _parse_lines(path.read_text(encoding="utf-8"))
-
-
-def _parse_lines(text: str) -> Iterator[Json]:
-    for line in filter(None, text.split("\n")):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
-
-
 class MetricsReader:
     """Reads only the records that were written since the last read."""
 
@@ -78,16 +63,24 @@ class MetricsReader:
         self._offset = 0
 
     def read_new(self) -> list[Json]:
+        """Return the new records in order. Skip incomplete lines, which a crash may leave behind."""
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
-            # The last line may still be incomplete. It is read again next time.
-            lines = file.read().rpartition(b"\n")[0]
-        if not lines:
-            return []
-        self._offset += len(lines) + 1
-        return list(_parse_lines(lines.decode("utf-8")))
+            content = file.read()
+        # The last line may still be incomplete. It is read again next time.
+        lines = content[: content.rfind(b"\n") + 1]
+        self._offset += len(lines)
+        records: list[Json] = []
+        for line in filter(None, lines.decode("utf-8").split("\n")):
+            with contextlib.suppress(json.JSONDecodeError):
+                records.append(json.loads(line))
+        return records
+
+
+def read_metrics(run_dir: Path) -> list[Json]:
+    return MetricsReader(run_dir).read_new()
 
 
 def read_warnings(run_dir: Path) -> list[str]:

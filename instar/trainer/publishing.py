@@ -7,6 +7,7 @@ import logging
 import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from instar.engines.base import Engine
@@ -30,26 +31,21 @@ MAX_REFUSALS = 4
 Otherwise, it would continue with samples from an old version."""
 
 
+@dataclass(eq=False)
 class PolicyPublisher:
-    def __init__(
-        self,
-        sync: SyncRoute,
-        list_engines: ListEngines,
-        *,
-        every: int = 1,
-        poll_seconds: float = POLL_INTERVAL_SECONDS,
-    ) -> None:
-        """Create a publisher. `push_if_due` pushes a policy if its version is at least ``every`` higher than
-        that of the last push. Tombstoned versions count too."""
-        self.sync = sync
-        self._list_engines = list_engines
-        self._every = every
+    sync: SyncRoute
+    list_engines: ListEngines
+    every: int = 1
+    """`push_if_due` pushes a policy if its version is at least this much higher than that of the last push.
+    Tombstoned versions count too."""
+    poll_seconds: float = POLL_INTERVAL_SECONDS
+
+    def __post_init__(self) -> None:
         self._skipped: list[Policy] = []
         """The policies that are newer than the pushed one, oldest first."""
         self._pushed_version: int | None = None
         self._is_due = False
         """True if the next policy must be pushed regardless of ``every``."""
-        self._poll_seconds = poll_seconds
         self._refusals = 0
         self._is_pushing = False
         self._should_stop = False
@@ -67,7 +63,7 @@ class PolicyPublisher:
 
     async def push_if_due(self, policy: Policy) -> None:
         self._skipped.append(policy)
-        if self._is_due or policy.version - (self._pushed_version or 0) >= self._every:
+        if self._is_due or policy.version - (self._pushed_version or 0) >= self.every:
             await self.push(policy)
             return
         self.report.pop("sync_seconds", None)
@@ -85,7 +81,7 @@ class PolicyPublisher:
         self._skipped.clear()
         self._pushed_version, self._is_due = policy.version, False
         self.renewal_time = compute_renewal_time(policy.artifact)
-        engines = await self._list_engines()
+        engines = await self.list_engines()
         started_at = time.monotonic()
         failure_count = await self._push_to(policy, engines)
         self.report = {
@@ -114,10 +110,10 @@ class PolicyPublisher:
             await asyncio.gather(waiting_task, sync_task, return_exceptions=True)
 
     async def _sync_lagging_engines(self, policy: Policy) -> None:
-        delay = self._poll_seconds
+        delay = self.poll_seconds
         while not self._should_stop:
             await asyncio.sleep(delay * random.uniform(0.8, 1.2))
-            engines = await self._list_engines()
+            engines = await self.list_engines()
             versions = await asyncio.gather(*map(_get_served_version, engines))
             pairs = zip(engines, versions, strict=True)
             # Engines that restart load the newest policy, even if it was not pushed.
@@ -125,7 +121,7 @@ class PolicyPublisher:
             current = {None, policy.version, self._pushed_version, *skipped}
             lagging = [engine for engine, version in pairs if version not in current]
             if not lagging:
-                delay = self._poll_seconds
+                delay = self.poll_seconds
             elif await self._push_to(policy, lagging, is_retry=True):
                 delay = min(2 * delay, MAX_RETRY_DELAY_SECONDS)
 

@@ -85,12 +85,12 @@ def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: flo
     return _scale_lr(settings.adam, scale)
 
 
+@dataclass
 class KlLimiter:
     """Lowers the learning rate while updates change the policy by more than `trainer.max_kl`."""
 
-    def __init__(self, max_kl: float | None) -> None:
-        self.max_kl = max_kl
-        self.lr_scale = 1.0
+    max_kl: float | None
+    lr_scale: float = 1.0
 
     def adapt(self, kl: float | None) -> None:
         """Adapt the scale after an update with this KL, which grows with the square of the learning rate."""

@@ -33,8 +33,7 @@ class ChatContentPart(msgspec.Struct):
 
 
 class ChatRequestMessage(msgspec.Struct):
-    """A message of a chat request. Unknown fields (``annotations``, ...) are ignored, because agents copy
-    them from replies."""
+    """A message. Unknown fields (``annotations``, ...), which agents copy from replies, are ignored."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatContentPart] | None = None
@@ -69,7 +68,7 @@ class ChatToolChoice(msgspec.Struct):
     type: Literal["function"]
 
 
-class ChatResponseFormat(msgspec.Struct):
+class ResponseFormat(msgspec.Struct):
     type: str
 
 
@@ -78,24 +77,33 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
-    messages: list[ChatRequestMessage]
-    model: str
-    tools: list[ChatTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
+class CompletionRequestFields(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields that requests for chat completions and for completions share."""
+
     n: int | None = None
     stop: str | list[str] | None = None
     max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
-    logprobs: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # Fields that may identify the session:
     user: str | None = None
+    # Fields that are accepted only at their no-op value:
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+
+
+class ChatRequestBody(CompletionRequestFields, kw_only=True):
+    messages: list[ChatRequestMessage]
+    model: str
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    # Fields that may identify the session:
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -110,10 +118,7 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     store: bool | None = None
-    response_format: ChatResponseFormat | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Known fields that are rejected unless they are null (`functions` may also be empty):
@@ -124,27 +129,14 @@ class ChatRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     function_call: Any = None
 
 
-class CompletionsRequestBody(msgspec.Struct, forbid_unknown_fields=True):
+class CompletionsRequestBody(CompletionRequestFields, kw_only=True):
     model: str
     prompt: str | list[Any]
-    n: int | None = None
-    stop: str | list[str] | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
     # Fields that are accepted only with some values (see gateway/dialects/completions.py):
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
 
 
 class ChatReplyFunction(msgspec.Struct):
@@ -183,8 +175,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatResponseChoice(msgspec.Struct):
-    """One choice of a response. A chat completion has a ``message``, or a ``delta`` if it is streamed; a
-    completion has ``text``."""
+    """A choice. A chat completion has a ``message``, or a streamed ``delta``; a completion has ``text``."""
 
     index: int = 0
     message: ChatReplyMessage | None = None
@@ -271,12 +262,8 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesTextFormat(msgspec.Struct):
-    type: str
-
-
 class ResponsesTextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: ResponsesTextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: str | None = None
 
 

@@ -19,12 +19,11 @@ from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
 from instar.sync.factory import create_sync_route
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from tests.torture.kill_switch import KillSwitch, install_kill_points
 from tests.torture.service_points import make_kill_points
-from tests.unit.data.builders import RUN
 
 
 async def train(config: RunConfig) -> None:
@@ -40,7 +39,7 @@ async def train(config: RunConfig) -> None:
         return [engine]
 
     trainer = Trainer(
-        TrainingRun(config, RUN, RUN),
+        config,
         store=store,
         backend=backend,
         publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), list_engines),

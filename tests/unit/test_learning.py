@@ -32,7 +32,7 @@ from instar.rollout.tasks import load_tasks
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
 from instar.sync.factory import create_sync_route
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import StepState
@@ -120,7 +120,7 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
         services = RolloutServices(store, client, agent, create_scoring(config, taskset))
         runner = RolloutRunner(config, taskset, services)
         trainer = Trainer(
-            TrainingRun(config, config.name, config.name),
+            config,
             store=store,
             backend=backend,
             publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), list_engines),

@@ -16,7 +16,7 @@ from instar.config import LocalClusterConfig
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Channel, GroupStatus
@@ -56,7 +56,7 @@ async def run_trainer(context: RoleContext) -> None:
             resources.push_async_callback(sync.close)
             logger.info("sync route: %s", sync.description)
             trainer = Trainer(
-                TrainingRun(config, context.run_id, context.policy_id),
+                config,
                 store=store,
                 backend=backend,
                 publisher=PolicyPublisher(sync, engines.refresh, every=config.sync.every),

@@ -30,10 +30,8 @@ def bfcl_tasks(config: BfclTasksConfig) -> TaskSet:
     """Return tasks with `messages` and `tools` in the chat API's format, and fields for the checker."""
     folder = find_package_folder("bfcl_eval", "bfcl", INSTALL_COMMAND) / "data"
     file_name = f"BFCL_v4_{config.category}.json"
-    answers = {
-        record["id"]: record["ground_truth"]
-        for _, record in read_json_lines(folder / "possible_answer" / file_name)
-    }
+    answer_records = read_json_lines(folder / "possible_answer" / file_name)
+    answers = {record["id"]: record["ground_truth"] for _, record in answer_records}
     records = read_json_lines(folder / file_name, start=config.start, limit=config.limit)
     return TaskSet([_make_task(record, answers[record["id"]], config.category) for _, record in records])
 
@@ -60,16 +58,14 @@ def check_calls(task: Json, calls: list[Json]) -> bool:
 
 def _make_task(record: Json, ground_truth: list[Json], category: str) -> Task:
     functions: list[Json] = record["function"]
-    return Task(
-        record["id"],
-        {
-            "messages": record["question"][0],
-            "tools": [_convert_tool(function) for function in functions],
-            "functions": functions,
-            "ground_truth": ground_truth,
-            "category": category,
-        },
-    )
+    data = {
+        "messages": record["question"][0],
+        "tools": [_convert_tool(function) for function in functions],
+        "functions": functions,
+        "ground_truth": ground_truth,
+        "category": category,
+    }
+    return Task(record["id"], data)
 
 
 def _convert_tool(function: Json) -> Json:

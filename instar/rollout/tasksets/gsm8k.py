@@ -45,11 +45,9 @@ def _iterate_tasks(config: Gsm8kTasksConfig) -> Iterator[Task]:
 
 
 def _add_final(record: Json, location: str) -> Json:
-    match record:
-        case {"question": str(), "answer": str() as answer}:
-            pass
-        case _:
-            raise ConfigError(f"{location}: 'question' and 'answer' must both be strings")
+    answer = record.get("answer")
+    if not isinstance(answer, str) or not isinstance(record.get("question"), str):
+        raise ConfigError(f"{location}: 'question' and 'answer' must both be strings")
     _, marker, after = answer.rpartition(ANSWER_MARKER)
     if not marker or not NUMBER.fullmatch(final := after.strip()):
         raise ConfigError(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from instar.config import ReasoningGymTasksConfig
@@ -24,45 +26,35 @@ def reasoning_gym_tasks(config: ReasoningGymTasksConfig) -> TaskSet:
         names = [f"{index}-{name}" for index, name in enumerate(names)]
     origins: dict[str, tuple[int, int]] = {}  # the part and the index in its dataset, by task id
     tasks: list[Task] = []
-    counts = [0] * len(parts)
+    indices = [count() for _ in parts]
     for part_index in order:
-        index = counts[part_index]
+        index = next(indices[part_index])
         task = Task(f"{names[part_index]}-{index}", to_json(datasets[part_index][index]))
         origins[task.task_id] = (part_index, index)
         tasks.append(task)
-        counts[part_index] += 1
-    return TaskSet(tasks, ReasoningGymScorer(config, parts, sizes, datasets, origins))
+    sized_parts = zip(parts, sizes, strict=True)
+    check_parts = [{"dataset": part.dataset, "size": size, "args": part.args} for part, size in sized_parts]
+    check_args = {"parts": check_parts, "seed": config.seed}
+    return TaskSet(tasks, ReasoningGymScorer(config.sandbox, check_args, datasets, origins))
 
 
+@dataclass(eq=False, repr=False)
 class ReasoningGymScorer(WorkerTextScorer):
     """A scorer that calls the verifier of the task's dataset."""
 
     check_name = "reasoning_gym"
-
-    def __init__(
-        self,
-        config: ReasoningGymTasksConfig,
-        parts: Sequence[ReasoningGymPart],
-        sizes: Sequence[int],
-        datasets: Sequence[Any],
-        origins: Mapping[str, tuple[int, int]],
-    ) -> None:
-        self.requires_sandbox = config.sandbox
-        check_parts = [
-            {"dataset": part.dataset, "size": size, "args": part.args}
-            for part, size in zip(parts, sizes, strict=True)
-        ]
-        self.check_args = {"parts": check_parts, "seed": config.seed}
-        self._datasets = datasets
-        self._origins = origins
+    requires_sandbox: bool
+    check_args: Json
+    datasets: Sequence[Any]
+    origins: Mapping[str, tuple[int, int]]
 
     def build_request(self, task: Task, text: str) -> Json:
-        part, index = self._origins[task.task_id]
+        part, index = self.origins[task.task_id]
         return {"part": part, "index": index, "answer": text.rsplit("Answer:", 1)[-1].strip()}
 
     def __call__(self, task: Task, text: str) -> float:
         request = self.build_request(task, text)
-        dataset = self._datasets[request["part"]]
+        dataset = self.datasets[request["part"]]
         return float(dataset.score_answer(request["answer"], entry=dataset[request["index"]]))
 
 

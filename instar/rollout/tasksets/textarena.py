@@ -24,9 +24,8 @@ def textarena_tasks(config: TextArenaTasksConfig) -> TaskSet:
     seeds = range(config.seed, config.seed + config.size)
     games = [(config.games[index % len(config.games)], seed) for index, seed in enumerate(seeds)]
     args = dict(config.args)
-    return TaskSet(
-        [Task(f"{game}-{seed}", {"game": game, "seed": seed, "args": args}) for game, seed in games]
-    )
+    tasks = [Task(f"{game}-{seed}", {"game": game, "seed": seed, "args": args}) for game, seed in games]
+    return TaskSet(tasks)
 
 
 class TextArenaGame:

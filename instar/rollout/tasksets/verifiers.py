@@ -36,8 +36,7 @@ def verifiers_tasks(config: VerifiersTasksConfig) -> TaskSet:
 
 
 def load_environment(name: str, args: Json) -> Any:
-    """Return the environment, which all sessions share. Raises ConfigError if it cannot be loaded or requires
-    group rollouts."""
+    """Return the shared environment. Raises ConfigError if it cannot be loaded or requires group rollouts."""
     return _load_cached(name, msgspec.json.encode(args))
 
 

@@ -27,7 +27,7 @@ from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.sync.files import FileSync
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Channel, Group, GroupStatus, Sample, SamplingParams, SessionStatus, Task
@@ -100,7 +100,7 @@ async def test_student_trained_on_reference_kl_approaches_teacher(tmp_path: Path
         return [engine]
 
     trainer = Trainer(
-        TrainingRun(config, RUN, RUN),
+        config,
         store=store,
         backend=backend,
         publisher=PolicyPublisher(FileSync(), list_engines),

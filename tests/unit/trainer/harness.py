@@ -18,7 +18,7 @@ from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
 from instar.sync.files import FileSync
-from instar.trainer.loop import Trainer, TrainingRun
+from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Artifact, Claim, Policy, Sample, StepState
@@ -204,7 +204,7 @@ async def open_trainer(
         return [engine]
 
     trainer = trainer_class(
-        TrainingRun(config, RUN, RUN),
+        config,
         store=store,
         backend=backend,
         publisher=PolicyPublisher(FileSync(), list_engines, every=config.sync.every),
