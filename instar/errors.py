@@ -1,4 +1,28 @@
-"""Instar's exceptions, named after the component that failed."""
+"""Instar's exceptions, grouped by the component that failed.
+
+InstarError
+├── ConfigError        a setting is invalid or cannot be used on this machine
+├── StoreError         an operation on the store failed
+│   ├── StoreTooNew        a newer version of Instar wrote the database
+│   ├── StoreCorrupt       the file is damaged
+│   ├── StoreFull          the disk is full
+│   ├── StoreUnavailable   the database cannot be reached
+│   ├── LeaseLost          another process has taken over this process's role in the run
+│   └── ConflictError      a row that must be unique already exists, or a group is already closed
+├── RenderError        messages cannot be rendered to tokens for this model
+├── EngineError        an engine failed
+│   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
+│   └── PromptTooLong      the prompt does not fit into the model's context
+├── BackendError       a training backend failed
+│   ├── NonFiniteError     a loss, a gradient or a weight is not finite
+│   ├── BackendUnavailable the backend cannot be reached or did not respond in time
+│   └── BackendLost        the training service lost the session: resume from the last saved state
+├── DataError          data cannot be exported or read, or does not match its manifest
+├── SyncError          a policy could not be transferred to an engine
+├── ScoreError         a scorer could not score a session
+└── AgentError         an agent failed
+    └── AgentTimeout       the agent did not finish in time
+"""
 
 from __future__ import annotations
 
@@ -8,23 +32,23 @@ class InstarError(Exception):
 
 
 class ConfigError(InstarError):
-    """A setting is invalid or cannot be used on this machine."""
+    pass
 
 
 class StoreError(InstarError):
-    """An operation on the store failed."""
+    pass
 
 
 class StoreTooNew(StoreError):
-    """A newer version of Instar wrote the database."""
+    pass
 
 
 class StoreCorrupt(StoreError):
-    """The file is damaged."""
+    pass
 
 
 class StoreFull(StoreError):
-    """The disk is full."""
+    pass
 
 
 class StoreUnavailable(StoreError):
@@ -32,51 +56,51 @@ class StoreUnavailable(StoreError):
 
 
 class LeaseLost(StoreError):
-    """Another process has taken over this process's role in the run."""
+    pass
 
 
 class ConflictError(StoreError):
-    """A row that must be unique already exists, or a group is already closed."""
+    pass
 
 
 class RenderError(InstarError):
-    """Messages cannot be rendered to tokens for this model."""
+    pass
 
 
 class EngineError(InstarError):
-    """An engine failed."""
+    pass
 
 
 class EngineUnavailable(EngineError):
-    """An engine, a provider or the gateway cannot be reached or is not ready. A retry may succeed."""
+    pass
 
 
 class PromptTooLong(EngineError):
-    """The prompt does not fit into the model's context."""
+    pass
 
 
 class BackendError(InstarError):
-    """A training backend failed."""
+    pass
 
 
 class NonFiniteError(BackendError):
-    """A loss, a gradient or a weight is not finite."""
+    pass
 
 
 class BackendUnavailable(BackendError):
-    """The backend cannot be reached or did not respond in time."""
+    pass
 
 
 class BackendLost(BackendError):
-    """The training service lost the session. Training resumes from the last saved state."""
+    pass
 
 
 class DataError(InstarError):
-    """Data cannot be exported or read, or does not match its manifest."""
+    pass
 
 
 class SyncError(InstarError):
-    """A policy could not be transferred to an engine."""
+    pass
 
 
 class ScoreError(InstarError):
@@ -89,8 +113,8 @@ class ScoreError(InstarError):
 
 
 class AgentError(InstarError):
-    """An agent failed."""
+    pass
 
 
 class AgentTimeout(AgentError):
-    """The agent did not finish in time."""
+    pass
