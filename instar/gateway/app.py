@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -69,8 +70,8 @@ async def open_gateway(
 
         renderer = None
         if engine is not None:
-            tokenizer_folder = resolve_tokenizer(config.model.name)
-            renderer = await asyncio.to_thread(Renderer.load, tokenizer_folder, config.model)
+            folder = resolve_tokenizer(config.model.name)
+            renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
         provider_config = config.engine if isinstance(config.engine, UpstreamEngineConfig) else None
         yield create_app(
             store=store,
@@ -143,7 +144,7 @@ def create_app(
     return GatewayApp(
         CallPipeline(context, reader, router, states, resolver, recorder),
         ControlApi(context, reader, router, states, services),
-        _create_lifespan(config, services, recorder),
+        partial(_run_background_tasks, services, recorder, config.idle_timeout),
     )
 
 
@@ -190,30 +191,25 @@ class GatewayApp(Starlette):
         return None
 
 
-def _create_lifespan(
-    config: GatewayConfig, services: ControlServices, recorder: Recorder
-) -> Lifespan[Starlette]:
+@asynccontextmanager
+async def _run_background_tasks(
+    services: ControlServices, recorder: Recorder, idle_timeout: float, _: Starlette
+) -> AsyncGenerator[None]:
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A gateway background task failed.", exc_info=error)
 
-    @asynccontextmanager
-    async def lifespan(_: Starlette) -> AsyncGenerator[None]:
-        tasks = [
-            asyncio.create_task(services.loop_lag.run()),
-            asyncio.create_task(_end_idle_sessions(services.sessions, config.idle_timeout)),
-        ]
+    coroutines = (services.loop_lag.run(), _end_idle_sessions(services.sessions, idle_timeout))
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    for task in tasks:
+        task.add_done_callback(log_failure)
+    try:
+        yield
+    finally:
         for task in tasks:
-            task.add_done_callback(log_failure)
-        try:
-            yield
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-        await recorder.drain()
-
-    return lifespan
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    await recorder.drain()
 
 
 async def _end_idle_sessions(sessions: SessionService, idle_timeout: float) -> None:

@@ -133,11 +133,10 @@ def authorize(
     assert session is not None
     if caller.agent_id != session.agent_id:
         raise ApiError(403, "This key is for another agent; use the session's key.", code="wrong_agent")
-    message = (
-        "Agent keys may only use live sessions, but this session is on the channel "
-        f"{session.channel.value!r}; use the session's key."
+    problem = (
+        f"Agent keys may only use live sessions, but this session is on the channel {session.channel.value!r}"
     )
-    raise ApiError(403, message, code="wrong_channel")
+    raise ApiError(403, f"{problem}; use the session's key.", code="wrong_channel")
 
 
 def check_reward(caller: Caller, value: float | None, reward_range: tuple[float, float], param: str) -> None:
@@ -155,9 +154,8 @@ def _owns(caller: Caller, session: Session) -> bool:
     if caller.kind == "feedback" and caller.agent_id is None:
         return True
     # An agent key may not access rollout sessions: the agent could send the rewards that it is trained on.
-    return caller.agent_id == session.agent_id and (
-        caller.kind == "feedback" or session.channel is Channel.LIVE
-    )
+    is_channel_allowed = caller.kind == "feedback" or session.channel is Channel.LIVE
+    return caller.agent_id == session.agent_id and is_channel_allowed
 
 
 class Authenticator:

@@ -15,27 +15,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from instar.errors import EngineError
+from instar.gateway import base
 from instar.gateway.auth import Action, Caller
-from instar.gateway.base import (
-    ApiError,
-    CompleteSession,
-    EndedSession,
-    FailSession,
-    HealthView,
-    ModelList,
-    ModelView,
-    OpenedSession,
-    OpenSession,
-    SessionView,
-    StatsView,
-)
+from instar.gateway.base import ModelList, ModelView
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
 from instar.gateway.openapi import PREFIXES, ApiRoute
-from instar.gateway.pipeline.parse import RequestReader, check_metadata, parse_retry_headers
+from instar.gateway.pipeline.parse import RequestReader, RetryHeaders, check_metadata
 from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
@@ -75,36 +64,26 @@ class ControlServices:
     loop_lag: LoopLagMonitor
 
 
+@dataclass(slots=True, eq=False)
 class ControlApi:
-    def __init__(
-        self,
-        context: GatewayContext,
-        reader: RequestReader,
-        router: ModelRouter,
-        states: SessionStates,
-        services: ControlServices,
-    ) -> None:
-        self._store = context.store
-        self._policy_id = context.identity.policy_id
-        self._public_url = context.config.public_url
-        self._max_metadata = context.config.max_metadata
-        self._reader = reader
-        self._router = router
-        self._states = states
-        self._services = services
+    _context: GatewayContext
+    _reader: RequestReader
+    _router: ModelRouter
+    _states: SessionStates
+    _services: ControlServices
 
     def build_routes(self) -> list[ApiRoute]:
         return [
             *(ApiRoute(f"{prefix}/models", self.list_models, ModelList) for prefix in PREFIXES),
             *(ApiRoute(f"{prefix}/models/{{model:path}}", self.get_model, ModelView) for prefix in PREFIXES),
-            ApiRoute("/healthz", self.get_health, HealthView, is_public=True),
-            ApiRoute("/stats", self.get_stats, StatsView),
-            ApiRoute("/sessions", self.open_session, OpenedSession, body_type=OpenSession),
-            ApiRoute("/sessions/{session}", self.get_session, SessionView),
-            ApiRoute(
-                "/sessions/{session}/complete", self.end_session, EndedSession, body_type=CompleteSession
+            ApiRoute("/healthz", self.get_health, base.HealthView, is_public=True),
+            ApiRoute("/stats", self.get_stats, base.StatsView),
+            ApiRoute("/sessions", self.open_session, base.OpenedSession, body_type=base.OpenSession),
+            ApiRoute("/sessions/{session}", self.get_session, base.SessionView),
+            *(
+                ApiRoute(f"/sessions/{{session}}/{end}", self.end_session, base.EndedSession, body_type=type_)
+                for end, type_ in (("complete", base.CompleteSession), ("fail", base.FailSession))
             ),
-            ApiRoute("/sessions/{session}/fail", self.end_session, EndedSession, body_type=FailSession),
             ApiRoute("/sessions/{session}/calls", self.submit_calls, RecordedCalls, body_type=SubmissionBody),
             ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session", "after")),
             *(
@@ -116,9 +95,10 @@ class ControlApi:
     async def list_models(self, http: HttpRequest) -> Response:
         """List the run's own model. Provider models are not listed."""
         await self._authorize_models(http)
+        name = self._context.identity.policy_id
         if "anthropic-version" in http.headers:
-            return Response(format_models([self._policy_id]), media_type=JSON)
-        return _to_response(ModelList([ModelView(self._policy_id)]))
+            return Response(format_models([name]), media_type=JSON)
+        return _to_response(ModelList([ModelView(name)]))
 
     async def get_model(self, http: HttpRequest) -> Response:
         """Describe a model. Every name is accepted."""
@@ -128,33 +108,34 @@ class ControlApi:
     async def get_health(self, http: HttpRequest) -> Response:
         """Report whether the gateway and its engine respond."""
         if self._router.engine_source is None:
-            return _to_response(HealthView("ok", "none"))
+            return _to_response(base.HealthView("ok", "none"))
         try:
             async with asyncio.timeout(2):
                 status = await self._router.engine_source.engine.status()
         except (EngineError, TimeoutError) as error:
-            return _to_response(HealthView("ok", "down", reason=str(error)))
-        return _to_response(HealthView("ok", "up", version=status.version))
+            return _to_response(base.HealthView("ok", "down", reason=str(error)))
+        return _to_response(base.HealthView("ok", "up", version=status.version))
 
     async def get_stats(self, http: HttpRequest) -> Response:
         """Report the gateway's load."""
-        await self._authenticate(http, Action.READ_STATS)
-        lag_ms = self._services.loop_lag.p99() * 1000
-        return _to_response(StatsView(lag_ms, _get_memory_mib(), self._reader.in_flight, len(self._states)))
+        await self._reader.authenticate(http.headers, Action.READ_STATS)
+        lag_ms, in_flight = self._services.loop_lag.p99() * 1000, self._reader.in_flight
+        return _to_response(base.StatsView(lag_ms, _get_memory_mib(), in_flight, len(self._states)))
 
-    async def open_session(self, body_type: type[OpenSession], http: HttpRequest) -> Response:
+    async def open_session(self, body_type: type[base.OpenSession], http: HttpRequest) -> Response:
         """Open a session and return its key."""
         caller, body = await self._read_request(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
         # The Host header is not used, because the client controls it.
         host, port = http.scope["server"]
-        root = self._public_url or f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        local_url = f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        root = self._context.config.public_url or local_url
         base_url = f"{root}/s/{session.session_id}/v1"
-        opened = OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
+        opened = base.OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
     async def end_session(
-        self, body_type: type[CompleteSession | FailSession], http: HttpRequest
+        self, body_type: type[base.CompleteSession | base.FailSession], http: HttpRequest
     ) -> Response:
         """End a session and record its rewards."""
         caller, body = await self._read_request(http, body_type, Action.END_SESSION)
@@ -162,7 +143,7 @@ class ControlApi:
 
     async def get_session(self, http: HttpRequest) -> Response:
         """Return a session with its calls and rewards."""
-        caller = await self._authenticate(http, Action.READ_SESSION)
+        caller = await self._reader.authenticate(http.headers, Action.READ_SESSION)
         return _to_response(await self._services.sessions.view(http.path_params["session"], caller))
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
@@ -170,7 +151,7 @@ class ControlApi:
         caller, body = await self._read_request(http, body_type, Action.SUBMIT_CALLS)
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
-        latest = (await self._store.latest_policy(state.session.policy_id)).version
+        latest = (await self._context.store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body.calls, engine.info.vocab_size, latest)
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
         return _to_response(RecordedCalls(await self._services.submissions.submit(state, calls)), 201)
@@ -181,33 +162,30 @@ class ControlApi:
         if session_id := http.path_params.get("session"):
             if body.session_id not in (None, session_id):
                 problem = f"The URL names the session {session_id!r}, but the body names {body.session_id!r}"
-                raise ApiError(403, f"{problem}; leave 'session_id' out.", code="session_conflict")
+                raise base.ApiError(403, f"{problem}; leave 'session_id' out.", code="session_conflict")
             body.session_id = session_id
-        client_key = parse_retry_headers(http.headers).client_key
+        client_key = RetryHeaders.parse(http.headers).client_key
         view, is_new = await self._services.feedback.add(caller, body, client_key)
         return _to_response(view, 201 if is_new else 200)
 
     async def list_feedback(self, http: HttpRequest) -> Response:
         """List the feedback on a session, or on all sessions of the run, in pages."""
-        await self._authenticate(http, Action.LIST_FEEDBACK)
+        await self._reader.authenticate(http.headers, Action.LIST_FEEDBACK)
         session_id, after = http.query_params.get("session"), http.query_params.get("after")
         return _to_response(await self._services.feedback.list_feedback(session_id, after))
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return error_response(ChatDialect(), error)
 
-    async def _authenticate(self, http: HttpRequest, action: Action) -> Caller:
-        return await self._reader.authenticate(http.headers, action)
-
     async def _authorize_models(self, http: HttpRequest) -> None:
-        caller = await self._authenticate(http, Action.LIST_MODELS)
+        caller = await self._reader.authenticate(http.headers, Action.LIST_MODELS)
         if session_id := http.path_params.get("session"):
             await self._states.get(session_id, caller, Action.LIST_MODELS)
 
     async def _read_request(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
-        caller = await self._authenticate(http, action)
-        body = await self._reader.read_http_body(caller, http)
-        check_metadata(body, self._max_metadata)
+        caller = await self._reader.authenticate(http.headers, action)
+        body = await self._reader.read_body(caller, http.headers, http.scope, http.receive)
+        check_metadata(body, self._context.config.max_metadata)
         return caller, decode_body(msgspec.json.Decoder(body_type), body or b"{}")
 
 

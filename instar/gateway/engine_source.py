@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from hashlib import blake2b
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec.structs
 
+from instar.async_utils import gather_or_cancel
 from instar.config import SamplingConfig
 from instar.engines.base import Engine
 from instar.errors import EngineUnavailable, PromptTooLong
@@ -126,19 +127,16 @@ class EngineSource(Source):
 
     async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
         """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded. Raise
-        ApiError if the prompt is empty, if the engine cannot compute the logprobs (both 400), or if it takes
-        too long (504)."""
+        ApiError if the prompt is empty or the engine cannot score (400), or if it takes too long (504)."""
         self.check_request(request)
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
             raise bad_request(message, "echo", "unsupported_value")
-        assert request.prompt is not None
-        prompt = request.prompt
-        if isinstance(prompt, str):
-            encode = partial(self.renderer.encode, prompt)
-            ids = await self.tokenize(headers, encode) if len(prompt) >= MIN_LARGE_PROMPT else encode()
-        else:
-            ids = prompt
+        ids = request.prompt
+        assert ids is not None
+        if isinstance(ids, str):
+            encode = partial(self.renderer.encode, ids)
+            ids = await self.tokenize(headers, encode) if len(ids) >= MIN_LARGE_PROMPT else encode()
         if not len(ids):
             raise invalid_value("The prompt is empty; send at least one token.", "prompt")
         check_token_ids(ids, self.engine.info.vocab_size, "prompt")
@@ -166,7 +164,9 @@ class _EngineSamplingRun(SamplingRun):
     async def run(self, responder: Responder | None) -> SampledResult:
         call, source = self._call, self._source
         self._prepare_replies(is_streamed=responder is not None and not call.dialect.is_token_level)
-        await _run_all([self._sample_reply(i, reply, responder) for i, reply in enumerate(self._replies)])
+        samplings = [self._sample_reply(i, reply, responder) for i, reply in enumerate(self._replies)]
+        # The task of a single reply would only cost time.
+        await (samplings[0] if len(samplings) == 1 else gather_or_cancel(samplings))
         choices = [
             source.build_choice(call, reply, self.placement, len(reply.ids)) for reply in self._replies
         ]
@@ -195,7 +195,11 @@ class _EngineSamplingRun(SamplingRun):
             else:
                 parser = renderer.stream(request.tools, request.stop, prompt_end, eager=is_streamed)
             self._parsers.append(parser)
-            seed = _choose_seed(request_seed, session.seed, self._call.number, index)
+            seed = request_seed
+            if request_seed is not None and index > 0:
+                seed = _derive_seed(request_seed, index)
+            elif request_seed is None and session.seed is not None:
+                seed = _derive_seed(session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
             reply.source_untrainable_reason = None if self._call.is_trainable else MODEL_UNTRAINABLE_REASON
             self._replies.append(reply)
@@ -251,30 +255,6 @@ class _EngineSamplingRun(SamplingRun):
             await delta_stream.send_deltas(index, deltas, ())
 
 
-def _choose_seed(
-    request_seed: int | None, session_seed: int | None, call_number: int, reply_index: int
-) -> int | None:
-    """Derive a reply's seed from the request's seed or else the session's. Return None if neither is set."""
-    if request_seed is not None:
-        return request_seed if reply_index == 0 else _derive_seed(request_seed, reply_index)
-    return None if session_seed is None else _derive_seed(session_seed, call_number, reply_index)
-
-
 def _derive_seed(*parts: int) -> int:
     digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-async def _run_all(coroutines: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run the coroutines concurrently. On an error, cancel and await all of them before raising it."""
-    if len(coroutines) == 1:
-        await coroutines[0]
-        return
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:  # No task may keep running, even after a cancellation.
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -9,6 +9,8 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from itertools import compress
 from typing import Annotated, Literal
 
 import msgspec
@@ -102,27 +104,18 @@ def compute_reward_value(feedback: Feedback) -> float | None:
     return None if feedback.thumbs is None else THUMB_REWARDS[feedback.thumbs]
 
 
+@dataclass(slots=True, eq=False)
 class FeedbackService:
-    def __init__(
-        self,
-        store: Store,
-        redactor: Redactor,
-        *,
-        run_id: str,
-        renderer: Renderer | None,
-        get_max_context: Callable[[], int | None],
-        models: Mapping[str, ModelRoute],
-        reward_range: tuple[float, float],
-    ) -> None:
-        """Create a service. ``renderer`` encodes corrections; it is None if the run has no engine.
-        ``get_max_context`` returns the model's context length in tokens, or None if it is unknown."""
-        self._store = store
-        self._redactor = redactor
-        self._run_id = run_id
-        self._renderer = renderer
-        self._get_max_context = get_max_context
-        self._models = models
-        self._reward_range = reward_range
+    store: Store
+    redactor: Redactor
+    _: KW_ONLY
+    run_id: str
+    renderer: Renderer | None
+    """Encodes corrections; None if the run has no engine."""
+    get_max_context: Callable[[], int | None]
+    """Returns the model's context length in tokens, or None if it is unknown."""
+    models: Mapping[str, ModelRoute]
+    reward_range: tuple[float, float]
 
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
@@ -134,23 +127,22 @@ class FeedbackService:
         """
         _check_body(body)
         session, call = await self._find_subject(caller, body)
-        check_reward(caller, body.score, self._reward_range, "score")
+        check_reward(caller, body.score, self.reward_range, "score")
         feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
         value = compute_reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
-        if await self._store.add_feedback(feedback, rewards):
+        if await self.store.add_feedback(feedback, rewards):
             return _to_view(feedback, reason), True
-        rows = await self._store.feedback(self._run_id, feedback_id=feedback.feedback_id)
-        recorded = next(iter(rows), None)
-        if recorded is None or not _has_same_content(recorded, feedback, call):
-            message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
-            raise ApiError(409, message, code="conflict", param="feedback_id")
-        return _to_view(recorded, reason), False
+        for recorded in await self.store.feedback(self.run_id, feedback_id=feedback.feedback_id):
+            if _has_same_content(recorded, feedback, call):
+                return _to_view(recorded, reason), False
+        message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
+        raise ApiError(409, message, code="conflict", param="feedback_id")
 
     async def list_feedback(self, session_id: str | None, after: str | None = None) -> FeedbackList:
         """Return a page of the feedback on a session, or on all sessions of the run, oldest first."""
-        rows = await self._store.feedback(
-            self._run_id, session_id=session_id, after=after, limit=FEEDBACK_PAGE_SIZE + 1
+        rows = await self.store.feedback(
+            self.run_id, session_id=session_id, after=after, limit=FEEDBACK_PAGE_SIZE + 1
         )
         views = [_to_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
         return FeedbackList(views, views[-1].feedback_id if len(rows) > len(views) else None)
@@ -159,9 +151,8 @@ class FeedbackService:
         call = await self._find_call(caller, body)
         session_id = call.session_id if call else body.session_id or caller.session_id
         if session_id is None:
-            raise bad_request(
-                "Send a session_id, a call_id or a response_id.", "session_id", "missing_required_parameter"
-            )
+            message = "Send a session_id, a call_id or a response_id."
+            raise bad_request(message, "session_id", "missing_required_parameter")
         if body.session_id is not None and body.session_id != session_id:
             message = f"The call belongs to the session {session_id!r}, not to {body.session_id!r}"
             raise ApiError(403, f"{message}; leave 'session_id' out.", code="session_conflict")
@@ -172,23 +163,21 @@ class FeedbackService:
         return session, call
 
     async def _find_session(self, session_id: str) -> Session | None:
-        session = await self._store.session(session_id)
-        return session if session is not None and session.run_id == self._run_id else None
+        session = await self.store.session(session_id)
+        return session if session is not None and session.run_id == self.run_id else None
 
     async def _find_call(self, caller: Caller, body: FeedbackBody) -> Call | None:
         if body.call_id is not None:
-            param, call = "call_id", await self._store.call(body.call_id)
+            param, call = "call_id", await self.store.call(body.call_id)
             calls = [] if call is None else [call]
         elif body.response_id is not None:
-            param, calls = "response_id", await self._store.calls_by_request(body.response_id)
+            param, calls = "response_id", await self.store.calls_by_request(body.response_id)
         else:
             return None
         # Calls that the caller may not use are treated as missing. Several responses may have the same id.
         sessions = [await self._find_session(call.session_id) for call in calls]
-        pairs = zip(calls, sessions, strict=True)
-        calls = [
-            call for call, session in pairs if session and is_allowed(caller, Action.GIVE_FEEDBACK, session)
-        ]
+        is_usable = [session and is_allowed(caller, Action.GIVE_FEEDBACK, session) for session in sessions]
+        calls = list(compress(calls, is_usable))
         if body.session_id is not None and len(calls) > 1:
             calls = [call for call in calls if call.session_id == body.session_id]
         if not calls:
@@ -205,7 +194,7 @@ class FeedbackService:
     ) -> tuple[Feedback, str | None]:
         """Return the feedback, and why the model cannot be trained on its correction. The reason is None if
         training is possible, or if there is no correction."""
-        redact = self._redactor.redact_text
+        redact = self.redactor.redact_text
         session_id = session.session_id
         is_from_person = is_allowed(caller, Action.GIVE_HUMAN_FEEDBACK, session)
         feedback_id = body.feedback_id or client_key or new_id("fb")
@@ -242,34 +231,32 @@ class FeedbackService:
         return feedback, reason
 
     async def _find_last_call(self, session_id: str) -> Call:
-        calls = await self._store.calls(session_id)
-        complete_calls = [call for call in calls if call.status is CallStatus.OK]
-        if not complete_calls:
-            raise invalid_value(
-                "The session has no complete reply to correct; leave 'correction' out.", "correction"
-            )
-        return complete_calls[-1]
+        for call in reversed(await self.store.calls(session_id)):
+            if call.status is CallStatus.OK:
+                return call
+        message = "The session has no complete reply to correct; leave 'correction' out."
+        raise invalid_value(message, "correction")
 
     def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
         """Return the correction's tokens, or None and the reason why the model cannot be trained on it."""
-        route = match_model_route(self._models, call.model)
+        route = match_model_route(self.models, call.model)
         if session.channel is Channel.VAL:
             return None, "sessions on the val channel are not used for training"
         if route is not None and not route.trainable:
             return None, MODEL_UNTRAINABLE_REASON
         if not len(call.prompt_ids):
             return None, f"the call's tokens were not stored: {call.reason}"
-        if self._renderer is None:
+        if self.renderer is None:
             return None, "the run has no engine, so the correction cannot be tokenized"
         try:
-            self._renderer.max_prompt_tokens = max_context = self._get_max_context()
-            ids = encode_correction(self._renderer, call, text)
+            self.renderer.max_prompt_tokens = max_context = self.get_max_context()
+            ids = encode_correction(self.renderer, call, text)
         except (RenderError, PromptTooLong) as error:
             return None, str(error)
         length = len(call.prompt_ids) + len(ids)
         if max_context is not None and length > max_context:
-            reason = f"the prompt and the correction have {length} tokens; the context holds {max_context}"
-            return None, reason
+            problem = f"the prompt and the correction have {length} tokens"
+            return None, f"{problem}; the context holds {max_context}"
         return ids, None
 
 

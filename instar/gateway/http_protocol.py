@@ -114,7 +114,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._rejection is not None:
             return
-        if (response := self._get_early_rejection(data)) is not None:
+        response = None
+        # A client that does not read its responses must not fill the write buffer.
+        if self.reject_early is not None and not self.flow.write_paused and self._is_between_requests:
+            response = self.reject_early(data)
+        if response is not None:
             self.transport.write(response)
             self._reset_head()
             self.on_response_complete()  # starts the keep-alive timeout
@@ -154,12 +158,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if self.pipeline and self.pipeline[0][0].more_body:
             self.pipeline.popleft()  # The rest of this request's body is malformed.
         self._reject(b"400 Bad Request", msg.encode())
-
-    def _get_early_rejection(self, data: bytes) -> bytes | None:
-        # A client that does not read its responses must not fill the write buffer.
-        if self.reject_early is None or self.flow.write_paused or not self._is_between_requests:
-            return None
-        return self.reject_early(data)
 
     @property
     def _is_between_requests(self) -> bool:

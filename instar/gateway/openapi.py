@@ -92,7 +92,8 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
             for path in filter(None, (dialect.path, dialect.count_path)):
                 path = prefix + path
                 paths[path] = {"post": _describe_call(path, dialect, references)}
-    keys = {name: {"type": "apiKey", "in": "header", "name": name} for name in _list_key_headers()}
+    key_headers = [GATEWAY_KEY_HEADER, *sorted(SDK_KEY_HEADERS - {"authorization"})]
+    keys = {name: {"type": "apiKey", "in": "header", "name": name} for name in key_headers}
     return {
         "openapi": "3.1.0",
         "info": {"title": "Instar gateway", "version": __version__},
@@ -108,10 +109,6 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
             "securitySchemes": {"bearer": {"type": "http", "scheme": "bearer"}, **keys},
         },
     }
-
-
-def _list_key_headers() -> list[str]:
-    return [GATEWAY_KEY_HEADER, *sorted(SDK_KEY_HEADERS - {"authorization"})]
 
 
 def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping[type, Json]) -> Json:

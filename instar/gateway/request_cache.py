@@ -80,8 +80,7 @@ class RequestCache:
         body: bytes,
         check: Callable[[ModelRequest], None] = lambda _: None,
     ) -> tuple[ModelRequest, HashChain]:
-        """Return the request and the hash chain of its messages. Requests for which ``check`` raises an error
-        are not cached."""
+        """Return the request and its hash chain. If ``check`` raises an error, the request is not cached."""
         key = (dialect.name, cache_key)
         cached, count = self._find_longest_prefix(key, body)
         parsed = self._parse_rest(dialect, body, cached, count) if cached else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from instar.config import ModelRoute
@@ -17,19 +18,13 @@ def match_model_route(models: Mapping[str, ModelRoute], name: str) -> ModelRoute
     return next((route for pattern, route in models.items() if fnmatchcase(name, pattern)), None)
 
 
+@dataclass(frozen=True, slots=True)
 class ModelRouter:
-    def __init__(
-        self,
-        engine_source: EngineSource | None,
-        provider: ProviderSource | None,
-        upstreams: Mapping[str, ProviderSource],
-        models: Mapping[str, ModelRoute],
-    ) -> None:
-        """Create a router. If ``provider`` is set, it replies instead of the engine."""
-        self.engine_source = engine_source
-        self._default_source: Source | None = provider or engine_source
-        self._upstreams = upstreams
-        self._models = models
+    engine_source: EngineSource | None
+    _provider: ProviderSource | None
+    """The source that replies instead of the engine, or None."""
+    _upstreams: Mapping[str, ProviderSource]
+    _models: Mapping[str, ModelRoute]
 
     def select(self, model: str, *, needs_engine: bool = False) -> tuple[Source, bool]:
         """Return the model's source, and whether its calls may be trained on. If ``needs_engine`` is True,
@@ -40,10 +35,11 @@ class ModelRouter:
         is_trainable = route is None or route.trainable
         if route is not None and route.upstream:
             return self._upstreams[route.upstream], is_trainable
-        if self._default_source is None:
+        default_source = self._provider or self.engine_source
+        if default_source is None:
             message = f"No engine or provider serves {model!r}; configure one in 'engine' or 'models'."
             raise ApiError(404, message, code="model_not_found", param="model")
-        return self._default_source, is_trainable
+        return default_source, is_trainable
 
     def require_engine(self) -> EngineSource:
         if self.engine_source is None:

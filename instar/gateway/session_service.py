@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -31,13 +31,10 @@ _DEFAULTS = base.OpenSession()
 _IDLE_PAGE_SIZE = 128
 
 
+@dataclass(slots=True, eq=False)
 class SessionService:
-    def __init__(self, context: GatewayContext, states: SessionStates) -> None:
-        self._store = context.store
-        self._identity = context.identity
-        self._redactor = context.redactor
-        self._reward_range = context.config.reward_range
-        self._states = states
+    _context: GatewayContext
+    _states: SessionStates
 
     async def open(self, caller: Caller, body: base.OpenSession) -> tuple[Session, str]:
         """Open a session and return it with its key. Raise ApiError if a sampling setting is invalid (400) or
@@ -50,17 +47,17 @@ class SessionService:
         fields = msgspec.structs.asdict(body)
         if (task := fields.pop("task")) is not None:
             fields["metadata"] = {**body.metadata, "task": task}
-        fields["metadata"] = self._redactor.redact_value(fields["metadata"])
+        fields["metadata"] = self._context.redactor.redact_value(fields["metadata"])
         session = Session(
             session_id=new_id("sess"),
-            run_id=self._identity.run_id,
-            agent_id=caller.agent_id or self._identity.default_agent_id,
-            policy_id=self._identity.policy_id,
+            run_id=self._context.identity.run_id,
+            agent_id=caller.agent_id or self._context.identity.default_agent_id,
+            policy_id=self._context.identity.policy_id,
             created_at=time.time(),
             **fields,
         )
         try:
-            await self._store.open_session(session, hash_key(key))
+            await self._context.store.open_session(session, hash_key(key))
         except ConflictError as error:
             raise ApiError(409, str(error), code="conflict") from error
         self._states.add(session)
@@ -80,15 +77,15 @@ class SessionService:
             if values:
                 authorize(caller, Action.SEND_REWARDS, param=name)
         _check_scores(scores)
-        check_reward(caller, body.reward, self._reward_range, "reward")
+        check_reward(caller, body.reward, self._context.config.reward_range, "reward")
         rewards = list(body.rewards)
         if body.reward is not None:
             rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
-        redactor = self._redactor
+        redactor = self._context.redactor
         status, reason = SessionStatus.COMPLETED, None
         if isinstance(body, FailSession):
             status, reason = SessionStatus.FAILED, redactor.redact_text(body.reason)
-        changed = await self._store.end_session(
+        changed = await self._context.store.end_session(
             session_id,
             status,
             reason,
@@ -101,15 +98,15 @@ class SessionService:
             if not state.in_flight:
                 self._states.remove(session_id)
         else:
-            session = await self._store.session(session_id)
+            session = await self._context.store.session(session_id)
             status = session.status if session else status
         return EndedSession(session_id=session_id, status=status, changed=changed)
 
     async def end_idle(self, seconds: float) -> int:
         """Complete live sessions that had no call in the last ``seconds``. Return how many."""
         ended = last_seq = 0
-        run_id, before = self._identity.run_id, time.time() - seconds
-        while page := await self._store.idle_sessions(run_id, before, after=last_seq, limit=_IDLE_PAGE_SIZE):
+        store, run_id, before = self._context.store, self._context.identity.run_id, time.time() - seconds
+        while page := await store.idle_sessions(run_id, before, after=last_seq, limit=_IDLE_PAGE_SIZE):
             last_seq = page[-1].seq
             # Concurrently, because the store commits concurrent writes together.
             ended += sum(await map_concurrently(lambda row: self._end_if_idle(row.session_id, seconds), page))
@@ -123,26 +120,26 @@ class SessionService:
         reason = f"the session had no call for {seconds:g} seconds"
         # The status is set before the write, so that a call during the write opens a new session.
         state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
-        is_ended = await self._store.end_session(session_id, SessionStatus.COMPLETED, reason)
+        is_ended = await self._context.store.end_session(session_id, SessionStatus.COMPLETED, reason)
         self._states.remove(session_id)
         return is_ended
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
-        state = await self._states.get(session_id, caller, Action.READ_SESSION)
+        store, state = self._context.store, await self._states.get(session_id, caller, Action.READ_SESSION)
         # A session that a model call created is not stored until that call is recorded.
-        session = await self._store.session(session_id) or state.session
+        session = await store.session(session_id) or state.session
         view = msgspec.convert(session, SessionView, from_attributes=True)
-        view.calls = [_to_call_view(call) for call in await self._store.calls(session_id)]
-        view.rewards = [base.to_reward_body(reward) for reward in await self._store.rewards(session_id)]
+        view.calls = [_to_call_view(call) for call in await store.calls(session_id)]
+        view.rewards = [base.to_reward_body(reward) for reward in await store.rewards(session_id)]
         return view
 
     def _to_reward(self, session_id: str, body: RewardBody) -> Reward:
         fields = msgspec.structs.asdict(body)
-        fields["detail"] = self._redactor.redact_value(body.detail)
+        fields["detail"] = self._context.redactor.redact_value(body.detail)
         return Reward(session_id=session_id, created_at=time.time(), **fields)
 
     def _to_score(self, session_id: str, body: base.ScoreBody) -> Score:
-        reason = None if body.reason is None else self._redactor.redact_text(body.reason)
+        reason = None if body.reason is None else self._context.redactor.redact_text(body.reason)
         return Score(session_id, body.scorer, body.state, body.attempts, reason, time.time())
 
 

@@ -19,8 +19,7 @@ _MAX_EVICTION_CANDIDATES = 64
 _ACTIVE_SECONDS = 60.0
 """A session is active for this long after a call."""
 _BYTES_PER_SESSION = 512 * 1024
-"""The average memory of a session at which sessions are evicted before there are too many: that of 120,000
-tokens."""
+"""The average memory of a session above which sessions are evicted early: that of 120,000 tokens."""
 
 
 @dataclass(slots=True)
@@ -54,19 +53,13 @@ class SessionState:
     """The pending requests by `Placement.key`, which is the same for equal requests."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def take_unsaved_session(self) -> Session | None:
-        session, self.unsaved_session = self.unsaved_session, None
-        return session
 
-
+@dataclass(slots=True)
 class _CallTracker:
     """Counts a session's calls in flight. A class, because a generator-based context manager is slower."""
 
-    __slots__ = ("_state", "_states")
-
-    def __init__(self, states: SessionStates, state: SessionState) -> None:
-        self._states = states
-        self._state = state
+    _states: SessionStates
+    _state: SessionState
 
     def __enter__(self) -> None:
         self._state.in_flight += 1
@@ -120,14 +113,13 @@ class SessionStates:
             session = await self._store.session(session_id)
             if session is None or session.run_id != self._identity.run_id:
                 return None
-            state = self._states.setdefault(session_id, _make_state(session))
-            self._evict()
+            state = self._states.get(session_id) or self.add(session)
         self._states.move_to_end(session_id)
         return state
 
     def add(self, session: Session) -> SessionState:
         """Add a stored session."""
-        return self._add(_make_state(session))
+        return self._add(SessionState(replace(session, metadata={})))
 
     def create(self, agent_id: str, external_id: str | None) -> SessionState:
         """Create a live session, which is stored together with its first call."""
@@ -196,7 +188,3 @@ class SessionStates:
         if time.time() - self._states[oldest[0]].used_at > _ACTIVE_SECONDS:
             return oldest
         return random.sample(list(self._states), len(oldest))
-
-
-def _make_state(session: Session) -> SessionState:
-    return SessionState(replace(session, metadata={}))

@@ -88,14 +88,12 @@ class SubmittedCall:
     tools: tuple[Tool, ...]
 
 
+@dataclass(slots=True, eq=False)
 class SubmissionService:
-    def __init__(
-        self, context: GatewayContext, states: SessionStates, recorder: Recorder, renderer: Renderer
-    ) -> None:
-        self._hasher = context.hasher
-        self._states = states
-        self._recorder = recorder
-        self._renderer = renderer
+    _context: GatewayContext
+    _states: SessionStates
+    _recorder: Recorder
+    _renderer: Renderer
 
     async def submit(self, state: SessionState, calls: Sequence[SubmittedCall]) -> list[str]:
         """Record the calls and return their ids. A call with the prompt and ``client_key`` of a recorded call
@@ -116,7 +114,8 @@ class SubmissionService:
         if call.messages is None:
             placement = graph.place_prompt(body.prompt_ids, self._renderer)
         else:
-            chain = graph.match_replies(self._hasher.hash_messages(call.messages, call.tools), call.messages)
+            chain = self._context.hasher.hash_messages(call.messages, call.tools)
+            chain = graph.match_replies(chain, call.messages)
             placement = graph.place(chain, call.messages, call.tools, None)
             placement = graph.attach_prompt(placement, np.asarray(body.prompt_ids, np.int32))
         placement = graph.register(placement)
@@ -128,10 +127,8 @@ class SubmissionService:
             prompt = None if chain else tuple(body.prompt_ids)
             request = ModelRequest(body.model, call.messages or (), call.tools, prompt)
             meta = RequestMeta(new_id("sub"), request, chain, "tokens", body.client_key)
-            parent_id = body.parent_id or placement.parent_id
-            return await self._recorder.record(
-                state, graph, meta, replace(placement, parent_id=parent_id), [reply]
-            )
+            recorded = replace(placement, parent_id=body.parent_id or placement.parent_id)
+            return await self._recorder.record(state, graph, meta, recorded, [reply])
         finally:
             graph.release(placement)
 

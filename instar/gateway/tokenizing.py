@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from instar.config import GatewayConfig
@@ -37,7 +38,12 @@ class TokenizerPool:
         self._pending[key] += 1
         try:
             async with asyncio.timeout(self._timeout):
-                return await self._run(key, function)
+                semaphore = self._semaphores.setdefault(key, asyncio.Semaphore())
+                await semaphore.acquire()
+                future = self._executor.submit(function)
+                # A thread cannot be cancelled, so the key's semaphore is held until the thread ends.
+                future.add_done_callback(partial(_release, asyncio.get_running_loop(), semaphore))
+                return await asyncio.wrap_future(future)
         except TimeoutError as error:
             message = f"The prompt was not tokenized within {self._timeout:g} seconds; send a shorter prompt."
             raise ApiError(504, message, code="timeout") from error
@@ -46,15 +52,7 @@ class TokenizerPool:
             if not self._pending[key]:
                 del self._pending[key]
 
-    async def _run(self, key: str, function: Callable[[], T]) -> T:
-        loop, semaphore = asyncio.get_running_loop(), self._semaphores.setdefault(key, asyncio.Semaphore())
 
-        def release(_: Future[T]) -> None:
-            with suppress(RuntimeError):  # The loop may be closed.
-                loop.call_soon_threadsafe(semaphore.release)
-
-        await semaphore.acquire()
-        future = self._executor.submit(function)
-        # A thread cannot be cancelled, so the key's semaphore is held until the thread ends.
-        future.add_done_callback(release)
-        return await asyncio.wrap_future(future)
+def _release(loop: asyncio.AbstractEventLoop, semaphore: asyncio.Semaphore, _: Future[Any]) -> None:
+    with suppress(RuntimeError):  # The loop may be closed.
+        loop.call_soon_threadsafe(semaphore.release)

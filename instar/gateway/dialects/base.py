@@ -2,7 +2,13 @@
 
 Dialects do not silently ignore fields: ``ModelRequest.unsupported_error`` names a field that the engine
 cannot honour. The exceptions are hints, which agents send by default and which may have no effect. The module
-docstring of each dialect lists its hints and why they can be ignored.
+docstring of each dialect lists its hints, grouped by the reason why they can be ignored:
+
+    sampling  They would change the sampled distribution, so the samples would no longer be the policy's. The
+              tools are offered, all calls in the sampled reply are returned, and no schema is enforced.
+    effort    Each provider defines their meaning; the engine has no such settings.
+    provider  They configure the provider's queues and caches.
+    session   They identify the session (``ModelRequest.session_hints``).
 """
 
 from __future__ import annotations
@@ -96,7 +102,7 @@ class ReplyChoice:
 
 
 ReplyChoices = Sequence[ReplyChoice]
-_ERROR_TYPES = {
+ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -106,7 +112,7 @@ _ERROR_TYPES = {
 
 def format_openai_error(error: ApiError) -> Json:
     default = "server_error" if error.status >= 500 else "invalid_request_error"
-    error_type = _ERROR_TYPES.get(error.status, default)
+    error_type = ERROR_TYPES.get(error.status, default)
     return {"error": {"message": error.message, "type": error_type, "param": error.param, "code": error.code}}
 
 

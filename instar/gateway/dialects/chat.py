@@ -1,18 +1,12 @@
 """OpenAI's chat completions. These request fields are accepted as hints (see ``base.py``):
 
-field                        reason
-tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
-  one that names a function  would no longer be the policy's. The tools are offered, and
-                             ``finish_reason`` shows whether one was called. (smolagents, pydantic-ai and
-                             LangChain send this field by default.)
-parallel_tool_calls: false   Same reason: all calls in the sampled reply are returned.
-tools[].function.strict      Same reason: the schema of the arguments is not enforced.
-reasoning_effort, verbosity  Each provider defines their meaning; the engine has no such settings.
-prediction                   A guess at the reply, which can speed up sampling but changes no tokens.
-service_tier, prompt_cache_retention, prompt_cache_options
-                             They configure the provider's queues and caches.
-user, safety_identifier, metadata, prompt_cache_key
-                             They identify the session (``ModelRequest.session_hints``).
+sampling    tool_choice "required" or one that names a function (smolagents, pydantic-ai and LangChain send
+            it by default; ``finish_reason`` shows whether a tool was called), parallel_tool_calls: false,
+            tools[].function.strict
+effort      reasoning_effort, verbosity
+provider    service_tier, prompt_cache_retention, prompt_cache_options
+session     user, safety_identifier, metadata, prompt_cache_key
+prediction  A guess at the reply, which can speed up sampling but changes no tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +22,7 @@ from instar.gateway.dialects import common
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
-from instar.wire.openai import (
-    ChatContentPart,
-    ChatRequestBody,
-    ChatRequestMessage,
-    ChatResponse,
-    ChatToolChoice,
-)
+from instar.wire import openai as wire
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -52,7 +40,7 @@ _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
 _RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]}
 
 
-def _find_unsupported(body: ChatRequestBody) -> list[ApiError]:
+def _find_unsupported(body: wire.ChatRequestBody) -> list[ApiError]:
     errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
     if body.response_format and body.response_format.type != "text":
         message = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
@@ -69,39 +57,39 @@ def _deprecated_field_error(field: str, replacement: str, path: str = "") -> Api
     return common.unsupported_value(message, path or field)
 
 
-def _parse_message(wire: ChatRequestMessage, path: str, errors: list[ApiError]) -> Message:
+def _parse_message(item: wire.ChatRequestMessage, path: str, errors: list[ApiError]) -> Message:
     # The result must not depend on earlier messages, because the request cache parses only the new messages.
-    role = "system" if wire.role == "developer" else wire.role
-    message = Message(role=role, content=_parse_content(wire, path, errors))
-    if wire.tool_calls:
+    role = "system" if item.role == "developer" else item.role
+    message = Message(role=role, content=_parse_content(item, path, errors))
+    if item.tool_calls:
         if role != "assistant":
-            text = f"Only assistant messages may have 'tool_calls'; this message has the role {wire.role!r}."
+            text = f"Only assistant messages may have 'tool_calls'; this message has the role {item.role!r}."
             raise bad_request(text, f"{path}.tool_calls")
         message["tool_calls"] = [
             ToolCall(id=call.id, name=call.function.name, arguments=call.function.arguments)
-            for call in wire.tool_calls
+            for call in item.tool_calls
         ]
-    if wire.function_call is not None:
+    if item.function_call is not None:
         errors.append(_deprecated_field_error("function_call", "tool_calls", f"{path}.function_call"))
-    if wire.audio is not None:
+    if item.audio is not None:
         errors.append(common.unsupported_value("Audio is not supported; leave it out.", f"{path}.audio"))
-    if role == "assistant" and (reasoning := wire.reasoning_content or wire.reasoning):
+    if role == "assistant" and (reasoning := item.reasoning_content or item.reasoning):
         message["reasoning"] = reasoning
-    if wire.tool_call_id is not None:
-        message["tool_call_id"] = wire.tool_call_id
-    if wire.name is not None:
-        message["name"] = wire.name
+    if item.tool_call_id is not None:
+        message["tool_call_id"] = item.tool_call_id
+    if item.name is not None:
+        message["name"] = item.name
     return message
 
 
-def _parse_content(wire: ChatRequestMessage, path: str, errors: list[ApiError]) -> str:
-    content = wire.content or wire.refusal
+def _parse_content(item: wire.ChatRequestMessage, path: str, errors: list[ApiError]) -> str:
+    content = item.content or item.refusal
     if content is None or isinstance(content, str):
         return content or ""
     return "".join(_parse_part(part, f"{path}.content[{i}]", errors) for i, part in enumerate(content))
 
 
-def _parse_part(part: ChatContentPart, path: str, errors: list[ApiError]) -> str:
+def _parse_part(part: wire.ChatContentPart, path: str, errors: list[ApiError]) -> str:
     text = part.refusal if part.type == "refusal" else part.text if part.type == "text" else None
     if text is not None:
         return text
@@ -110,7 +98,7 @@ def _parse_part(part: ChatContentPart, path: str, errors: list[ApiError]) -> str
     return common.format_placeholder(part, part.type)
 
 
-def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
+def _parse_tools(body: wire.ChatRequestBody) -> tuple[Tool, ...]:
     functions = [tool.function for tool in body.tools or ()]
     for i, function in enumerate(functions):
         properties = (function.parameters or {}).get("properties", {})
@@ -126,13 +114,13 @@ def _parse_tools(body: ChatRequestBody) -> tuple[Tool, ...]:
     )
 
 
-def _check_tool_choice(body: ChatRequestBody, names: set[str]) -> None:
+def _check_tool_choice(body: wire.ChatRequestBody, names: set[str]) -> None:
     if body.parallel_tool_calls is False and not names:
         message = "'parallel_tool_calls' is false, but 'tools' is empty; leave 'parallel_tool_calls' out."
         raise invalid_value(message, "parallel_tool_calls")
     if body.tool_choice == "required" and not names:
         raise common.no_tools_error()
-    if isinstance(body.tool_choice, ChatToolChoice):
+    if isinstance(body.tool_choice, wire.ChatToolChoice):
         common.check_tool_is_listed(body.tool_choice.function.name, names)
 
 
@@ -197,9 +185,9 @@ class ChatDialect(Dialect):
     parses_messages_independently = True
     id_prefix = "chatcmpl"
     stream_writer_class = ChatStreamWriter
-    decoder = msgspec.json.Decoder(ChatRequestBody)
+    decoder = msgspec.json.Decoder(wire.ChatRequestBody)
     ranges = _RANGES
-    response_type = ChatResponse
+    response_type = wire.ChatResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = common.decode_body(self.decoder, body)

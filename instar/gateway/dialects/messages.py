@@ -10,6 +10,7 @@ import orjson
 
 from instar.gateway.base import ApiError
 from instar.gateway.dialects.base import (
+    ERROR_TYPES,
     Dialect,
     ModelRequest,
     ReplyChoice,
@@ -18,7 +19,7 @@ from instar.gateway.dialects.base import (
     TokenLogprobs,
 )
 from instar.gateway.dialects.common import format_named_event
-from instar.gateway.dialects.messages_request import DECODER, RANGES, parse_count_request, parse_request
+from instar.gateway.dialects.messages_request import DECODER, RANGES, parse_request
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json
 from instar.wire.anthropic import MessagesRequestBody, MessagesResponse
@@ -30,12 +31,8 @@ ThinkingDisplay = Literal["full", "omitted", "none"]
 """``omitted`` returns thinking blocks without their text, and ``none`` returns no thinking blocks."""
 BlockType = Literal["text", "thinking", "tool_use"]
 
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
+_ERROR_TYPES = ERROR_TYPES | {
     413: "request_too_large",
-    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
     529: "overloaded_error",
@@ -90,8 +87,7 @@ def _format_content(choice: ReplyChoice, display: ThinkingDisplay) -> list[Json]
         if arguments is None:  # The API cannot represent arguments that are not a JSON object.
             blocks.append({"type": "text", "text": f"{call['name']}({call['arguments']})", "citations": None})
         else:
-            block = {"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments}
-            blocks.append(block)
+            blocks.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments})
     return blocks
 
 
@@ -253,7 +249,7 @@ class MessagesDialect(Dialect):
         return orjson.dumps(_format_error(error))
 
     def parse_count_request(self, body: bytes) -> ModelRequest:
-        return parse_count_request(body)
+        return parse_request(body, needs_reply=False)
 
     def format_count(self, tokens: int) -> bytes:
         return orjson.dumps({"input_tokens": tokens})

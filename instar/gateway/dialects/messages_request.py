@@ -1,23 +1,13 @@
 """Parse requests to Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
-    field                        reason
-    tool_choice "any" or "tool"  Forcing a tool call would change the sampled distribution, so the samples
-                                 would no longer be the policy's. The tools are offered, and
-                                 ``stop_reason`` shows whether one was called.
-    tool_choice.disable_parallel_tool_use
-                                 Same reason: all calls in the sampled reply are returned.
-    tools[].strict               Same reason: the schema of the input is not enforced.
-    thinking                     The model decides whether it thinks; the field decides whether the thinking
-                                 is returned.
-    output_config.effort, .task_budget
-                                 Each provider defines their meaning; the engine has no such settings.
-    context_management.edits "clear_thinking_..."
-                                 Thinking is kept, because prompts continue the sampled tokens.
-    fallbacks, fallback_credit_token
-                                 They name models to use if this model declines, which it never does.
-    cache_control, diagnostics, inference_geo, service_tier, speed
-                                 They configure the provider's queues and caches.
-    metadata.user_id             It identifies the session (``ModelRequest.session_hints``).
+    sampling  tool_choice "any" or "tool" (``stop_reason`` shows whether a tool was called),
+              tool_choice.disable_parallel_tool_use, tools[].strict
+    effort    output_config.effort, output_config.task_budget
+    provider  cache_control, diagnostics, inference_geo, service_tier, speed
+    session   metadata.user_id
+    thinking  The model decides whether it thinks; the field decides whether the thinking is returned.
+    context_management.edits "clear_thinking_..."  Thinking is kept; prompts continue the sampled tokens.
+    fallbacks, fallback_credit_token  They name models to use if this model declines, which it never does.
 
 The text blocks of a system prompt, a user message and a tool result are joined by an empty line. Those of an
 assistant message are concatenated, because the model sampled them as one text. A user message with tool
@@ -30,7 +20,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from contextlib import suppress
 
 import msgspec
 
@@ -38,14 +28,8 @@ from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
 from instar.gateway.dialects.base import ModelRequest
 from instar.types import Message, Tool, ToolCall
-from instar.wire.anthropic import (
-    MessagesContentBlock,
-    MessagesMetadata,
-    MessagesRequestBody,
-    MessagesRequestMessage,
-    MessagesTool,
-    MessagesToolChoice,
-)
+from instar.wire import anthropic as wire
+from instar.wire.anthropic import MessagesContentBlock
 
 BLOCK_SEPARATOR = "\n\n"
 BILLING_PREFIX = "x-anthropic-billing-header:"
@@ -54,7 +38,7 @@ is removed. Otherwise, no request would continue an earlier one."""
 IGNORED_TOOL_TYPE_PREFIXES = ("tool_search_tool_",)
 """The model is offered all tools that a tool search could find, so it does not need the search."""
 
-DECODER = msgspec.json.Decoder(MessagesRequestBody)
+DECODER = msgspec.json.Decoder(wire.MessagesRequestBody)
 _encode_arguments = json.JSONEncoder(ensure_ascii=False).encode  # writes spaces after , and :, as models do
 
 RANGES: dict[str, tuple[float, float]] = {
@@ -68,19 +52,19 @@ _IGNORED_EDIT_PREFIXES = ("clear_thinking_",)
 _CLAUDE_SESSION = re.compile(r"_session_([0-9A-Za-z-]+)$")
 
 
-def parse_request(body: bytes) -> ModelRequest:
-    parsed = _decode(body)
-    if parsed.max_tokens is None:
-        raise common.missing_parameter("max_tokens")
-    return _build_request(parsed, [*_find_unsupported(parsed), *_find_reply_errors(parsed)])
-
-
-def parse_count_request(body: bytes) -> ModelRequest:
-    parsed = _decode(body)
-    return _build_request(parsed, _find_unsupported(parsed))
-
-
-def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRequest:
+def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
+    """Parse a request for a reply or, if ``needs_reply`` is False, for a token count."""
+    body = common.decode_body(DECODER, raw)
+    if not body.messages:
+        raise invalid_value("'messages' is empty; send at least one message.", "messages")
+    common.check_ranges(body, RANGES)
+    common.parse_stop(body.stop_sequences, "stop_sequences")
+    _check_tool_choice(body.tool_choice, body.tools or ())
+    errors = _find_unsupported(body)
+    if needs_reply:
+        if body.max_tokens is None:
+            raise common.missing_parameter("max_tokens")
+        errors += _find_reply_errors(body)
     messages = (*_parse_system(body.system, errors), *_parse_messages(body.messages, errors))
     return ModelRequest(
         model=body.model,
@@ -98,30 +82,18 @@ def _build_request(body: MessagesRequestBody, errors: list[ApiError]) -> ModelRe
     )
 
 
-def _decode(raw: bytes) -> MessagesRequestBody:
-    body = common.decode_body(DECODER, raw)
-    if not body.messages:
-        raise invalid_value("'messages' is empty; send at least one message.", "messages")
-    common.check_ranges(body, RANGES)
-    common.parse_stop(body.stop_sequences, "stop_sequences")
-    _check_tool_choice(body.tool_choice, body.tools or ())
-    return body
-
-
-def _check_tool_choice(choice: MessagesToolChoice | None, tools: Sequence[MessagesTool]) -> None:
+def _check_tool_choice(choice: wire.MessagesToolChoice | None, tools: Sequence[wire.MessagesTool]) -> None:
     if choice is None or choice.type not in ("any", "tool"):
         return
     if not tools:
         raise common.no_tools_error()
-    if choice.type == "any":
-        return
-    if choice.name is None:
+    if choice.type == "tool" and choice.name is None:
         raise common.missing_parameter("tool_choice.name")
-    if all(tool.type != "mcp_toolset" for tool in tools):
+    if choice.type == "tool" and all(tool.type != "mcp_toolset" for tool in tools):
         common.check_tool_is_listed(choice.name, {tool.name for tool in tools}, "tool_choice.name")
 
 
-def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
+def _find_unsupported(body: wire.MessagesRequestBody) -> list[ApiError]:
     errors = [
         common.unsupported_value(f"'{name}' is not supported; leave it out.", name)
         for name in _UNSUPPORTED_FIELDS
@@ -130,15 +102,14 @@ def _find_unsupported(body: MessagesRequestBody) -> list[ApiError]:
     if body.output_config and body.output_config.format:
         message = "'output_config.format' is not supported; leave it out."
         errors.append(common.unsupported_value(message, "output_config.format"))
-    edits = body.context_management.edits if body.context_management else None
-    for i, edit in enumerate(edits or ()):
+    for i, edit in enumerate((body.context_management and body.context_management.edits) or ()):
         if not edit.type.startswith(_IGNORED_EDIT_PREFIXES):
             message = f"The context edit {edit.type!r} is not supported; leave it out."
             errors.append(common.unsupported_value(message, f"context_management.edits[{i}].type"))
     return errors
 
 
-def _find_reply_errors(body: MessagesRequestBody) -> list[ApiError]:
+def _find_reply_errors(body: wire.MessagesRequestBody) -> list[ApiError]:
     """Return the errors that prevent a reply, but not a token count."""
     errors: list[ApiError] = []
     if body.max_tokens == 0:
@@ -151,13 +122,13 @@ def _find_reply_errors(body: MessagesRequestBody) -> list[ApiError]:
     return errors
 
 
-def _parse_tools(body: MessagesRequestBody, errors: list[ApiError]) -> tuple[Tool, ...]:
+def _parse_tools(body: wire.MessagesRequestBody, errors: list[ApiError]) -> tuple[Tool, ...]:
     parsed = [_parse_tool(tool, f"tools[{i}]", errors) for i, tool in enumerate(body.tools or ())]
     is_tool_use_disabled = body.tool_choice is not None and body.tool_choice.type == "none"
     return () if is_tool_use_disabled else tuple(tool for tool in parsed if tool is not None)
 
 
-def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool | None:
+def _parse_tool(tool: wire.MessagesTool, path: str, errors: list[ApiError]) -> Tool | None:
     if tool.type not in (None, "custom"):
         if not tool.type.startswith(IGNORED_TOOL_TYPE_PREFIXES):
             message = f"Unsupported tool type {tool.type!r}; supported: 'custom'."
@@ -174,22 +145,19 @@ def _parse_tool(tool: MessagesTool, path: str, errors: list[ApiError]) -> Tool |
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
 
 
-def _parse_session_hints(metadata: MessagesMetadata | None) -> tuple[str, ...]:
+def _parse_session_hints(metadata: wire.MessagesMetadata | None) -> tuple[str, ...]:
     # Claude Code puts its session id into the user's id: ``user_…_account_…_session_<uuid>``, or JSON with a
     # ``session_id``. The rest of the user's id is the same in all sessions.
-    if metadata is None or not metadata.user_id:
+    user_id = metadata.user_id if metadata else None
+    if not user_id:
         return ()
-    user_id = metadata.user_id
     if match := _CLAUDE_SESSION.search(user_id):
         return (f"claude-session:{match[1]}",)
     if user_id.startswith("{"):
-        try:
-            value: Any = json.loads(user_id)
-        except (ValueError, RecursionError):
-            value = None
-        session_id = cast(dict[str, Any], value).get("session_id") if isinstance(value, dict) else None
-        if session_id and isinstance(session_id, str):
-            return (f"claude-session:{session_id}",)
+        with suppress(ValueError, RecursionError):  # It is not JSON.
+            session_id = json.loads(user_id).get("session_id")
+            if session_id and isinstance(session_id, str):
+                return (f"claude-session:{session_id}",)
     return (f"user_id:{user_id}",)
 
 
@@ -199,7 +167,7 @@ def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[
     return [Message(role="system", content=content)] if content else []
 
 
-def _parse_messages(items: Sequence[MessagesRequestMessage], errors: list[ApiError]) -> list[Message]:
+def _parse_messages(items: Sequence[wire.MessagesRequestMessage], errors: list[ApiError]) -> list[Message]:
     messages: list[Message] = []
     for i, item in enumerate(items):
         content, path = item.content, f"messages[{i}].content"
@@ -218,14 +186,13 @@ def _parse_user(blocks: list[MessagesContentBlock], path: str, errors: list[ApiE
     messages: list[Message] = []
     texts: list[str] = []
     for i, block in enumerate(blocks):
-        block_path = f"{path}[{i}]"
-        if block.type == "tool_result":
-            if texts:
-                messages.append(Message(role="user", content=_join(texts)))
-                texts = []
-            messages.append(_parse_tool_result(block, block_path, errors))
-        else:
-            texts.append(_parse_block(block, block_path, errors))
+        if block.type != "tool_result":
+            texts.append(_parse_block(block, f"{path}[{i}]", errors))
+            continue
+        if texts:
+            messages.append(Message(role="user", content=_join(texts)))
+            texts = []
+        messages.append(_parse_tool_result(block, f"{path}[{i}]", errors))
     if texts or not messages:
         messages.append(Message(role="user", content=_join(texts)))
     return messages
@@ -234,13 +201,12 @@ def _parse_user(blocks: list[MessagesContentBlock], path: str, errors: list[ApiE
 def _parse_tool_result(block: MessagesContentBlock, path: str, errors: list[ApiError]) -> Message:
     if block.tool_use_id is None:
         raise common.missing_parameter(f"{path}.tool_use_id")
-    content, content_path = block.content or "", f"{path}.content"
+    content, path = block.content or "", f"{path}.content"
     if isinstance(content, dict):
-        message = f"'{content_path}' is an object; it must be text or a list of blocks."
-        raise bad_request(message, content_path, "invalid_type")
-    text = content if isinstance(content, str) else _join(_parse_blocks(content, content_path, errors))
-    if block.is_error:
-        text = f"Error: {text}"
+        message = f"'{path}' is an object; it must be text or a list of blocks."
+        raise bad_request(message, path, "invalid_type")
+    text = content if isinstance(content, str) else _join(_parse_blocks(content, path, errors))
+    text = f"Error: {text}" if block.is_error else text
     return Message(role="tool", content=text, tool_call_id=block.tool_use_id)
 
 

@@ -1,19 +1,13 @@
 """OpenAI's Responses API. These request fields are accepted as hints (see ``base.py``):
 
-    field                        reason
-    tool_choice "required", or   Forcing a tool call would change the sampled distribution, so the samples
-      one that names a tool      would no longer be the policy's. The tools are offered.
-    parallel_tool_calls: false   Same reason: all calls in the sampled reply are returned.
-    tools[].strict, .format      Same reason: the model is shown the format, but it is not enforced.
-    reasoning, text.verbosity    Each provider defines their meaning; the engine has no such settings.
-    include "reasoning.encrypted_content"
-                                 Reasoning is returned as text, which serves the same purpose.
-    store                        Every response is recorded and can be continued by its id.
-    max_tool_calls               It limits hosted tool calls, and no hosted tools are offered.
-    service_tier, prompt_cache_retention, prompt_cache_options
-                                 They configure the provider's queues and caches.
-    user, safety_identifier, metadata, client_metadata, prompt_cache_key
-                                 They identify the session (``ModelRequest.session_hints``).
+    sampling        tool_choice "required" or one that names a tool, parallel_tool_calls: false,
+                    tools[].strict, tools[].format (the model is shown the format)
+    effort          reasoning, text.verbosity
+    provider        service_tier, prompt_cache_retention, prompt_cache_options
+    session         user, safety_identifier, metadata, client_metadata, prompt_cache_key
+    include "reasoning.encrypted_content"  Reasoning is returned as text, which serves the same purpose.
+    store           Every response is recorded and can be continued by its id.
+    max_tool_calls  It limits hosted tool calls, and no hosted tools are offered.
 
 ``responses_items.IGNORED_TOOLS`` are OpenAI's tools that agents list by default. The model does not see them.
 """
@@ -42,12 +36,7 @@ from instar.gateway.dialects.responses_items import RequestTools, parse_items, p
 from instar.gateway.dialects.responses_output import ResponseOutput
 from instar.record.base import ReplyDelta
 from instar.types import Json, Message
-from instar.wire.openai import (
-    ResponsesReasoning,
-    ResponsesRequestBody,
-    ResponsesResponse,
-    ResponsesToolChoice,
-)
+from instar.wire import openai as wire
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
@@ -71,11 +60,11 @@ _SUPPORTED_INCLUDES = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponsesRequest:
-    body: ResponsesRequestBody
+    body: wire.ResponsesRequestBody
     tools: RequestTools
 
 
-def _find_unsupported(body: ResponsesRequestBody) -> list[ApiError]:
+def _find_unsupported(body: wire.ResponsesRequestBody) -> list[ApiError]:
     errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
     if body.text and body.text.format and body.text.format.type != "text":
         message = f"Unsupported text format {body.text.format.type!r}; supported: 'text'."
@@ -86,7 +75,7 @@ def _find_unsupported(body: ResponsesRequestBody) -> list[ApiError]:
             message = f"Unsupported value in 'include': {included!r}; supported: {supported}."
             errors.append(common.unsupported_value(message, f"include[{i}]"))
     choice = body.tool_choice
-    if isinstance(choice, ResponsesToolChoice) and choice.type not in ("function", "custom"):
+    if isinstance(choice, wire.ResponsesToolChoice) and choice.type not in ("function", "custom"):
         message = f"Unsupported tool choice {choice.type!r}; supported: 'function', 'custom'."
         errors.append(common.unsupported_value(message, "tool_choice.type"))
     return errors
@@ -96,7 +85,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
     """Return the response fields that are known before the output."""
     parsed: ParsedResponsesRequest = request.parsed_body
     body = parsed.body
-    reasoning = body.reasoning or ResponsesReasoning()
+    reasoning = body.reasoning or wire.ResponsesReasoning()
     return {
         "id": request_id,
         "object": "response",
@@ -196,9 +185,9 @@ class ResponsesDialect(Dialect):
     id_prefix = "resp"
     count_path = "/responses/input_tokens"
     stream_writer_class = ResponsesStreamWriter
-    decoder = msgspec.json.Decoder(ResponsesRequestBody)
+    decoder = msgspec.json.Decoder(wire.ResponsesRequestBody)
     ranges = _RANGES
-    response_type = ResponsesResponse
+    response_type = wire.ResponsesResponse
 
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = common.decode_body(self.decoder, body)
@@ -215,7 +204,7 @@ class ResponsesDialect(Dialect):
         choice = parsed.tool_choice
         if choice == "required" and not tools.offered:
             raise common.no_tools_error()
-        if isinstance(choice, ResponsesToolChoice) and choice.type in ("function", "custom"):
+        if isinstance(choice, wire.ResponsesToolChoice) and choice.type in ("function", "custom"):
             common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
         return ModelRequest(
             model=parsed.model,

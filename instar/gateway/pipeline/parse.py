@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
-from starlette.requests import Request as HttpRequest
 from starlette.types import Receive, Scope
 
 from instar.config import GatewayConfig
@@ -76,14 +75,6 @@ class RequestReader:
         if self.is_full:
             raise self.capacity_error()
 
-    def admit(self) -> None:
-        """Count a request, after its body was read, as in flight until `release`, or raise ApiError (429)."""
-        self.check_capacity()
-        self.in_flight += 1
-
-    def release(self) -> None:
-        self.in_flight -= 1
-
     async def authenticate(self, headers: Mapping[str, str], action: Action) -> Caller:
         """Return the caller. Raise ApiError if the headers are too large (431), or if the key is missing,
         unknown or revoked (401) or does not allow the action (403)."""
@@ -123,9 +114,6 @@ class RequestReader:
             if not self._incomplete_bodies[caller]:
                 del self._incomplete_bodies[caller]
 
-    async def read_http_body(self, caller: Caller, http: HttpRequest) -> bytes:
-        return await self.read_body(caller, http.headers, http.scope, http.receive)
-
 
 async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
@@ -142,9 +130,12 @@ async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-class _Metadata(msgspec.Struct):
+class _LimitedFields(msgspec.Struct):
     metadata: msgspec.Raw = msgspec.Raw()
     client_metadata: msgspec.Raw = msgspec.Raw()
+    messages: msgspec.Raw = msgspec.Raw()
+    input: msgspec.Raw = msgspec.Raw()
+    tools: msgspec.Raw = msgspec.Raw()
 
 
 def check_metadata(body: bytes, max_bytes: int) -> None:
@@ -153,23 +144,17 @@ def check_metadata(body: bytes, max_bytes: int) -> None:
     if len(body) <= max_bytes:
         return
     try:
-        fields = msgspec.json.decode(body, type=_Metadata)
+        fields = msgspec.json.decode(body, type=_LimitedFields)
     except msgspec.DecodeError:
         return  # The route's parser reports a better error.
     _check_metadata_size(fields, max_bytes)
 
 
-def _check_metadata_size(fields: _Metadata, max_bytes: int) -> None:
+def _check_metadata_size(fields: _LimitedFields, max_bytes: int) -> None:
     for name, raw in (("metadata", fields.metadata), ("client_metadata", fields.client_metadata)):
         if (size := memoryview(raw).nbytes) > max_bytes:
             limit = f"{max_bytes} (gateway.max_metadata)"
             raise bad_request(f"The {name} has {size} bytes; the limit is {limit}.", name, "too_large")
-
-
-class _LimitedFields(_Metadata):
-    messages: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
 
 
 class RequestParser:
@@ -260,15 +245,15 @@ class RetryHeaders:
     is_retry: bool = False
     """True if the client's retry count is not 0."""
 
+    @classmethod
+    def parse(cls, headers: Mapping[str, str]) -> RetryHeaders:
+        # The OpenAI and Anthropic clients count their retries in this header.
+        is_retry = headers.get("x-stainless-retry-count", "0") != "0"
+        return cls(headers.get("idempotency-key"), is_retry)
+
     def __bool__(self) -> bool:
         return self.is_retry or self.client_key is not None
 
     def matches(self, client_key: str | None) -> bool:
         """Return True if this request retries a request that was sent with ``client_key``."""
         return self.is_retry if self.client_key is None else self.client_key == client_key
-
-
-def parse_retry_headers(headers: Mapping[str, str]) -> RetryHeaders:
-    # The OpenAI and Anthropic clients count their retries in this header.
-    is_retry = headers.get("x-stainless-retry-count", "0") != "0"
-    return RetryHeaders(headers.get("idempotency-key"), is_retry)

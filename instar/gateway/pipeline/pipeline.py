@@ -15,12 +15,7 @@ from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
-from instar.gateway.pipeline.parse import (
-    RequestParser,
-    RequestReader,
-    parse_external_id,
-    parse_retry_headers,
-)
+from instar.gateway.pipeline.parse import RequestParser, RequestReader, RetryHeaders, parse_external_id
 from instar.gateway.pipeline.place import ReplayLookup, place
 from instar.gateway.pipeline.record import Recorder, RequestMeta
 from instar.gateway.pipeline.resolve import SessionHints, SessionResolver
@@ -42,24 +37,18 @@ class RouteMatch:
     is_token_count: bool
 
 
+@dataclass(eq=False)
 class CallPipeline:
-    def __init__(
-        self,
-        context: GatewayContext,
-        reader: RequestReader,
-        router: ModelRouter,
-        states: SessionStates,
-        resolver: SessionResolver,
-        recorder: Recorder,
-    ) -> None:
-        self._context = context
-        self._reader = reader
-        self._router = router
-        self._states = states
-        self._resolver = resolver
-        self._recorder = recorder
-        self._parser = RequestParser(context.config, context.hasher)
-        self._timeout = context.config.request_timeout
+    _context: GatewayContext
+    _reader: RequestReader
+    _router: ModelRouter
+    _states: SessionStates
+    _resolver: SessionResolver
+    _recorder: Recorder
+
+    def __post_init__(self) -> None:
+        self._parser = RequestParser(self._context.config, self._context.hasher)
+        self._timeout = self._context.config.request_timeout
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
@@ -87,10 +76,11 @@ class CallPipeline:
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
             caller = await self._reader.authenticate(headers, Action.CALL_MODEL)
             body = await self._reader.read_body(caller, headers, scope, receive)
-            self._reader.admit()
+            self._reader.check_capacity()
         except Exception as error:  # noqa: BLE001 - every failure is reported in the client's dialect
             await error_response(route.dialect, error)(scope, receive, send)
             return
+        self._reader.in_flight += 1
         try:
             try:
                 prepared = await self._prepare(route, caller, headers, body)
@@ -99,30 +89,24 @@ class CallPipeline:
             if isinstance(prepared, Response):
                 await prepared(scope, receive, send)
                 return
-            read_timeout = self._context.config.read_timeout
-            responder = Responder(prepared, scope, receive, send, read_timeout=read_timeout)
+            responder = Responder(prepared, scope, receive, send, self._context.config.read_timeout)
             await responder.run(self._execute)
         finally:
-            self._reader.release()
+            self._reader.in_flight -= 1
 
     async def _prepare(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
     ) -> ModelCall | Response:
         """Return the call to execute, or a response with a token count or with the logprobs of a prompt."""
+        dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
         if route.is_token_count:
             await self._check_named_sessions(route, caller, headers)
             self._parser.check_body(body)
-            request = route.dialect.parse_count_request(body)
+            request = dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
             source.check_size(request)
-            count_body = await source.count_tokens(route.dialect, request, body, headers)
+            count_body = await source.count_tokens(dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
-        return await self._prepare_call(route, caller, headers, body)
-
-    async def _prepare_call(
-        self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
-    ) -> ModelCall | Response:
-        dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
         select_source = partial(self._router.select, needs_engine=dialect.is_token_level)
         request, chain = self._parser.parse(
@@ -133,7 +117,8 @@ class CallPipeline:
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)
             tokens = await source.score_prompt(request, headers)
-            return Response(dialect.format_scores(_new_request_id(dialect), request, tokens), media_type=JSON)
+            scores = dialect.format_scores(new_id(dialect.id_prefix), request, tokens)
+            return Response(scores, media_type=JSON)
         request, chain, previous_session_id = await self._resolver.expand_previous(
             caller, request, chain, allow_unknown=not is_engine
         )
@@ -146,14 +131,14 @@ class CallPipeline:
             if not is_engine:
                 request = replace(request, messages=(message,))
         source.check_request(request)
-        retry = parse_retry_headers(headers)
+        retry = RetryHeaders.parse(headers)
         external_id = parse_external_id(headers, request.session_hints)
         hints = SessionHints(
             route.session_id, session_header, external_id, previous_session_id, retry, text_prompt
         )
         # Clients that send token ids also name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
-        meta = RequestMeta(_new_request_id(dialect), request, chain, dialect.name, retry.client_key)
+        meta = RequestMeta(new_id(dialect.id_prefix), request, chain, dialect.name, retry.client_key)
         self._recorder.redact_tools(meta)  # Invalid tools are rejected before anything is sampled.
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
@@ -223,7 +208,3 @@ class CallPipeline:
         except Exception as error:  # Record the sampled tokens, whatever the source raised.
             await record_aborted(f"the {call.source.name} failed: {error}")
             raise
-
-
-def _new_request_id(dialect: Dialect) -> str:
-    return new_id(dialect.id_prefix)

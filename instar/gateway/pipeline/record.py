@@ -120,15 +120,6 @@ class _CallRow:
     first_redacted_message: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class _RedactedContent:
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
-    reply: Message
-    first_redacted_message: int | None
-    """The index of the first redacted message or reply, 0 for redacted tools or token ids, else None."""
-
-
 class Recorder:
     def __init__(
         self, context: GatewayContext, resolver: SessionResolver, renderer: Renderer | None = None
@@ -179,20 +170,19 @@ class Recorder:
         tail_keys: dict[str, bytes] = {}
         if state.is_matched_by_content and meta.chain is not None:
             tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
-        session = state.take_unsaved_session()
+        session, state.unsaved_session = state.unsaved_session, None
         try:
             await self._store.add_calls([row.call for row in rows], new_session=session, tail_keys=tail_keys)
         except BaseException:  # Nothing was stored, so the next call must store the session.
             state.unsaved_session = session
             raise
+        prompt = meta.request.prompt if isinstance(meta.request.prompt, str) else None
         for row in rows:
             position = row.first_redacted_message
             graph.add(
                 row.call, placement, row.chain, sampled_ids=row.withheld_ids, first_redacted_message=position
             )
-        prompt = meta.request.prompt if isinstance(meta.request.prompt, str) else None
-        for row in rows:
-            self._resolver.index_call(state, row.call, row.chain, prompt)
+            self._resolver.index.add_call(state, row.call, row.chain, prompt)
 
     def _build_row(
         self,
@@ -205,13 +195,14 @@ class Recorder:
     ) -> _CallRow:
         session, params = state.session, reply.params
         base_messages = len(meta.messages) if first else placement.base_messages
-        content = self._redact(meta, placement, reply, first, base_messages)
-        has_tokens = content.first_redacted_message is None
+        tools = self.redact_tools(meta)
+        messages, redacted_reply, position = self._redact(meta, placement, reply, tools, first, base_messages)
+        has_tokens = position is None
         reason = abort_reason or reply.untrainable_reason
         if reason is not None:
             reason = self._redactor.redact_text(reason)  # A provider's error may contain the rejected key.
-        if content.first_redacted_message is not None:
-            reason = format_redaction_reason(content.first_redacted_message, reason)
+        if position is not None:
+            reason = format_redaction_reason(position, reason)
         chain = meta.chain.extend([self._hasher.hash_message(reply.message)]) if meta.chain else None
         sampled_ids = np.asarray(reply.ids, np.int32)
         # The prompt is stored only with the first reply; the others refer to it.
@@ -231,9 +222,9 @@ class Recorder:
             logprobs=np.asarray(reply.logprobs if has_tokens else (), np.float32),
             versions=np.asarray(reply.versions if has_tokens else (), np.int32),
             behavior_logprobs=behavior_logprobs,
-            messages=content.messages,
-            tools=content.tools,
-            reply=content.reply,
+            messages=messages,
+            tools=tools,
+            reply=redacted_reply,
             finish_reason="aborted" if abort_reason else reply.finish_reason or "aborted",
             parent_id=placement.parent_id,
             link=Link.SIBLING if first else placement.link,
@@ -252,24 +243,25 @@ class Recorder:
             first_token_at=reply.first_token_at,
             ended_at=reply.ended_at or time.time(),
         )
-        withheld_ids = None if has_tokens else sampled_ids
-        return _CallRow(call, chain, withheld_ids, content.first_redacted_message)
+        return _CallRow(call, chain, None if has_tokens else sampled_ids, position)
 
     def _redact(
         self,
         meta: RequestMeta,
         placement: Placement,
         reply: SampledReply,
+        tools: tuple[Tool, ...],
         first: _CallRow | None,
         base_messages: int,
-    ) -> _RedactedContent:
+    ) -> tuple[tuple[Message, ...], Message, int | None]:
+        """Return the messages and the reply without secrets, and the index of the first redacted one. The
+        index is 0 if secrets were found in the tools or token ids, and None if there are none."""
         messages = meta.messages
         own_messages = messages[base_messages:]
         redacted = [self._redactor.redact_message(message) for message in own_messages]
         redacted_reply = self._redactor.redact_message(reply.message)
         pairs = zip((*own_messages, reply.message), (*redacted, redacted_reply), strict=True)
         position = next((i for i, (a, b) in enumerate(pairs, base_messages) if a is not b), None)
-        tools = self.redact_tools(meta)
         if placement.first_redacted_message is not None:
             position = placement.first_redacted_message
         if tools is not meta.request.tools or self._has_secret_in_prompt_ids(meta, placement):
@@ -279,7 +271,7 @@ class Recorder:
             position = first_position
         if position is not None:
             messages = (*messages[:base_messages], *redacted)
-        return _RedactedContent(messages, tools, redacted_reply, position)
+        return messages, redacted_reply, position
 
     def _pack_digests(self, meta: RequestMeta, start: int, chain: HashChain | None, reply: Message) -> bytes:
         if chain is not None:

@@ -67,7 +67,7 @@ class SessionResolver:
         self._max_first_requests = 4 * limit
         self._external_ids: OrderedDict[tuple[str, str], str] = OrderedDict()
         self._first_requests: OrderedDict[tuple[str, bytes, str | None], str] = OrderedDict()
-        self._index = SessionIndex(context.hasher, self._max_entries)
+        self.index = SessionIndex(context.hasher, self._max_entries)
 
     async def resolve(
         self, caller: Caller, hints: SessionHints, chain: HashChain | None, messages: Sequence[Message]
@@ -139,19 +139,6 @@ class SessionResolver:
             is_forbidden = True
         return None, is_forbidden
 
-    def index_call(
-        self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None
-    ) -> None:
-        """Index a recorded call, so that later calls can find its session. ``chain`` includes the reply."""
-        agent_id, session_id = state.session.agent_id, state.session.session_id
-        if chain is not None and state.is_matched_by_content:
-            self._index.add_tail(agent_id, chain.canonical[-1], session_id)
-            self._index.add_reply(agent_id, chain.canonical[-2], call.reply, session_id)
-        if state.session.channel is Channel.LIVE:
-            self._index.add_tool_calls(agent_id, call.reply, session_id)
-        if prompt is not None and state.is_matched_by_content:
-            self._index.add_text(agent_id, prompt + call.reply["content"], session_id)
-
     async def _get_or_create_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
         if self._redactor.redact_text(external_id) != external_id:
             # The id contains a secret. Replace it with a hash, so that different sessions keep different ids.
@@ -194,7 +181,7 @@ class SessionResolver:
         mention one of its tool calls, for example after a handoff to an agent with different instructions;
         a message starts with one of its replies.
         """
-        index, ids = self._index, latest_tool_call_ids(messages)
+        index, ids = self.index, latest_tool_call_ids(messages)
         states = await self._find_open([index.find_by_call_ids(agent_id, ids)]) if ids else []
         if len(states) == 1:
             return states[0]
@@ -243,23 +230,39 @@ class SessionIndex:
         """Create an index with at most ``limit`` entries in each table."""
         self._hasher = hasher
         self._limit = limit
+        # The keys of all tables start with the agent's id.
         self._tails: SessionTable[tuple[str, bytes]] = OrderedDict()
+        """By the hash of a call's messages and reply."""
         self._tool_calls: SessionTable[tuple[str, str]] = OrderedDict()
         self._replies: SessionTable[tuple[str, bytes, int, bytes]] = OrderedDict()
+        """By the hash of the messages before a reply, and the length and hash of the reply's text."""
         self._reply_lengths: OrderedDict[tuple[str, bytes], int] = OrderedDict()
         self._texts: SessionTable[tuple[str, int, bytes]] = OrderedDict()
+        """By the length and hash of a text prompt together with its reply."""
         self._text_lengths: OrderedDict[str, OrderedDict[int, None]] = OrderedDict()
 
-    def add_tail(self, agent_id: str, key: bytes, session_id: str) -> None:
-        """Add a recorded call by the hash of its messages and reply."""
-        self._add(self._tails, (agent_id, key), session_id)
+    def add_call(self, state: SessionState, call: Call, chain: HashChain | None, prompt: str | None) -> None:
+        """Add a recorded call. ``chain`` includes its reply, and ``prompt`` is its text prompt, if any."""
+        agent_id, session_id = state.session.agent_id, state.session.session_id
+        text, canonical = call.reply["content"], () if chain is None else chain.canonical
+        if canonical and state.is_matched_by_content:
+            self._add(self._tails, (agent_id, canonical[-1]), session_id)
+            if reply := text.strip():
+                key = (agent_id, canonical[-2])
+                put_bounded(self._reply_lengths, key, len(reply), self._limit)
+                self._add(self._replies, (*key, len(reply), self._hasher.hash_text(reply)), session_id)
+        if state.session.channel is Channel.LIVE:
+            for call_id in map(normalize_call_id, tool_call_ids(call.reply)):
+                self._add(self._tool_calls, (agent_id, call_id), session_id)
+        if prompt is not None and state.is_matched_by_content:
+            text = prompt + text
+            self._add(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id)
+            lengths = self._text_lengths.setdefault(agent_id, OrderedDict())
+            put_bounded(self._text_lengths, agent_id, lengths, self._limit)
+            put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
     def find_by_tails(self, agent_id: str, keys: Sequence[bytes]) -> Iterator[tuple[str, ...]]:
         return (self._tails[agent_id, key] for key in keys if (agent_id, key) in self._tails)
-
-    def add_tool_calls(self, agent_id: str, reply: Message, session_id: str) -> None:
-        for call_id in map(normalize_call_id, tool_call_ids(reply)):
-            self._add(self._tool_calls, (agent_id, call_id), session_id)
 
     def find_by_call_ids(self, agent_id: str, ids: Iterable[str]) -> tuple[str, ...]:
         """Return the sessions that made the tool call with the first known id. If there are as many as the
@@ -278,12 +281,6 @@ class SessionIndex:
                 if session_ids := self._tool_calls.get((agent_id, call_id)):
                     yield session_ids
 
-    def add_reply(self, agent_id: str, key: bytes, reply: Message, session_id: str) -> None:
-        """Add a reply by the hash of the messages that precede it."""
-        if text := reply["content"].strip():
-            put_bounded(self._reply_lengths, (agent_id, key), len(text), self._limit)
-            self._add(self._replies, (agent_id, key, len(text), self._hasher.hash_text(text)), session_id)
-
     def find_by_replies(
         self, agent_id: str, chain: HashChain, messages: Sequence[Message]
     ) -> Iterator[tuple[str, ...]]:
@@ -296,13 +293,6 @@ class SessionIndex:
                 continue
             text = messages[count]["content"].strip()[:length]
             yield self._replies.get((agent_id, key, length, self._hasher.hash_text(text)), ())
-
-    def add_text(self, agent_id: str, text: str, session_id: str) -> None:
-        """Add a text prompt together with its reply."""
-        self._add(self._texts, (agent_id, len(text), self._hasher.hash_text(text)), session_id)
-        lengths = self._text_lengths.setdefault(agent_id, OrderedDict())
-        put_bounded(self._text_lengths, agent_id, lengths, self._limit)
-        put_bounded(lengths, len(text), None, _MAX_TEXT_LENGTHS)
 
     def find_by_text(self, agent_id: str, prompt: str) -> Iterator[tuple[str, ...]]:
         """Yield sessions whose recorded prompt and reply are a prefix of ``prompt``, longest first."""

@@ -7,6 +7,7 @@ import logging
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -74,23 +75,21 @@ def error_response(dialect: Dialect, failure: Exception) -> Response:
     return Response(dialect.format_error(error), error.status, headers, JSON)
 
 
+@dataclass(slots=True, eq=False)
 class Responder:
     """Sends the response to one call, and cancels the call when the client disconnects.
 
     The headers of a stream are sent with its first part, so that an earlier failure can still set the status.
     """
 
-    def __init__(
-        self, call: ModelCall, scope: Scope, receive: Receive, send: Send, *, read_timeout: float
-    ) -> None:
-        """Create a responder. The client must read the end of a stream within ``read_timeout`` seconds."""
-        self._call = call
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._read_timeout = read_timeout
-        self._writer: StreamWriter | None = None
-        self._has_started = False
+    _call: ModelCall
+    _scope: Scope
+    _receive: Receive
+    _send: Send
+    _read_timeout: float
+    """The time within which the client must read the end of a stream, in seconds."""
+    _writer: StreamWriter | None = None
+    _has_started: bool = False
 
     async def run(self, execute: Callable[[ModelCall, Responder], Awaitable[None]]) -> None:
         """Execute the call. Cancel it if the client disconnects, and send an error if it fails."""
@@ -110,9 +109,8 @@ class Responder:
         """Send the rest of the response. The caller must record the call first."""
         call = self._call
         if not call.request.stream:
-            body = result.raw or call.dialect.format_response(
-                call.meta.request_id, call.request, result.choices
-            )
+            request_id = call.meta.request_id
+            body = result.raw or call.dialect.format_response(request_id, call.request, result.choices)
             await self._send_complete(result.content_type or JSON, body)
         elif result.raw:
             await self._start(result.content_type or JSON)

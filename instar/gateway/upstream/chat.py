@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from instar.gateway.dialects.base import ModelRequest, ReplyChoice
+from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.dialects.common import format_tool_call
-from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, build_choices, parse_error
+from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
 from instar.types import Json, Message
-from instar.wire.openai import (
-    ChatLogprobs,
-    ChatReplyMessage,
-    ChatReplyToolCall,
-    ChatResponse,
-    ChatResponseChoice,
-    ChatResponseChoiceWithTokens,
-    ChatResponseWithTokens,
-    ChatUsage,
-)
+from instar.wire import openai as wire
 
 _LENGTH_REASONS = ("length", "max_tokens")
-_decode = msgspec.json.Decoder(ChatResponse).decode
-_decode_with_tokens = msgspec.json.Decoder(ChatResponseWithTokens).decode
+_decode = msgspec.json.Decoder(wire.ChatResponse).decode
+_decode_with_tokens = msgspec.json.Decoder(wire.ChatResponseWithTokens).decode
 
 
-def _parse_usage(usage: ChatUsage) -> TokenUsage:
-    details = usage.prompt_tokens_details
-    cached = details.cached_tokens if details else None
-    return TokenUsage(usage.prompt_tokens or 0, usage.completion_tokens or 0, cached)
-
-
-def _parse_logprobs(logprobs: ChatLogprobs | None) -> Sequence[float | None]:
-    if logprobs is None:
-        return ()
-    return logprobs.token_logprobs or [token.logprob for token in logprobs.content or ()]
-
-
-def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
+def _add_message(draft: ReplyDraft, message: wire.ChatReplyMessage) -> None:
     if reasoning := message.reasoning_content or message.reasoning:
         draft.add_reasoning(reasoning)
     content = message.content
@@ -50,7 +27,7 @@ def _add_message(draft: ReplyDraft, message: ChatReplyMessage) -> None:
         _add_call(draft, call)
 
 
-def _add_call(draft: ReplyDraft, call: ChatReplyToolCall) -> None:
+def _add_call(draft: ReplyDraft, call: wire.ChatReplyToolCall) -> None:
     # If a provider omits the index, a piece with an id starts a call, and other pieces continue it.
     index = call.index
     if index is None:
@@ -68,7 +45,6 @@ class ChatReader(ReplyReader):
         self._decode = _decode_with_tokens if has_token_ids else _decode
         self._drafts_by_index: dict[int, ReplyDraft] = {}
         self._open_choice_count = n
-        self._prompt_ids: list[int] | None = None
 
     def read(self, body: bytes) -> None:
         self.feed(body)
@@ -83,14 +59,16 @@ class ChatReader(ReplyReader):
         if chunk.error:
             raise parse_error(data)
         self.set_response_id(chunk.id)
-        if chunk.usage:
-            self.usage = _parse_usage(chunk.usage)
-        if isinstance(chunk, ChatResponseWithTokens) and chunk.prompt_token_ids is not None:
-            self._prompt_ids = chunk.prompt_token_ids
+        if usage := chunk.usage:
+            self.usage = TokenUsage.build(
+                usage.prompt_tokens, usage.completion_tokens, usage.prompt_tokens_details
+            )
+        if isinstance(chunk, wire.ChatResponseWithTokens) and chunk.prompt_token_ids is not None:
+            self.prompt_ids = chunk.prompt_token_ids
         for choice in chunk.choices or ():
             self._add_choice(choice)
 
-    def _add_choice(self, choice: ChatResponseChoice) -> None:
+    def _add_choice(self, choice: wire.ChatResponseChoice) -> None:
         draft = self._drafts_by_index.get(choice.index)
         if draft is None:
             draft = self._drafts_by_index[choice.index] = ReplyDraft(choice.index, self.deltas)
@@ -100,11 +78,13 @@ class ChatReader(ReplyReader):
             draft.add_text(choice.text)
         if isinstance(choice.stop_reason, str):
             draft.stop_string = choice.stop_reason
-        if isinstance(choice, ChatResponseChoiceWithTokens):
+        if isinstance(choice, wire.ChatResponseChoiceWithTokens):
             if choice.prompt_token_ids is not None:
-                self._prompt_ids = choice.prompt_token_ids
+                self.prompt_ids = choice.prompt_token_ids
             if choice.token_ids is not None:
-                draft.add_tokens(choice.token_ids, _parse_logprobs(choice.logprobs))
+                logprobs = choice.logprobs or wire.ChatLogprobs()
+                values = logprobs.token_logprobs or [token.logprob for token in logprobs.content or ()]
+                draft.add_tokens(choice.token_ids, values)
         if choice.finish_reason is not None and draft.finish_reason is None:
             draft.finish_reason = "length" if choice.finish_reason in _LENGTH_REASONS else "stop"
             self._open_choice_count -= 1
@@ -119,11 +99,8 @@ class ChatReader(ReplyReader):
     def drafts(self) -> list[ReplyDraft]:
         return [self._drafts_by_index[index] for index in sorted(self._drafts_by_index)]
 
-    def choices(self) -> list[ReplyChoice]:
-        return build_choices(self.drafts, self.usage, self._prompt_ids)
 
-
-def build_chat_request(request: ModelRequest, model: str, *, max_tokens_field: str = "max_tokens") -> Json:
+def build_chat_request(request: ModelRequest, model: str, max_tokens_field: str) -> Json:
     """Return a chat completions body. ``max_tokens_field`` is the provider's name for ``max_tokens``."""
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:

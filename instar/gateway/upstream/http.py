@@ -21,7 +21,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from instar.config import UpstreamEngineConfig
-from instar.errors import ConfigError
+from instar.errors import ConfigError, EngineUnavailable
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream import chat, messages, rewrite
@@ -30,7 +30,6 @@ from instar.gateway.upstream.http_response import (
     HttpUpstreamResponse,
     interrupted_error,
     read_error,
-    unreachable_error,
 )
 
 if TYPE_CHECKING:
@@ -152,7 +151,8 @@ class HttpUpstream:
                 # The provider probably closed an idle connection, so send the request again.
                 return await self._send(url, body, headers)
         except (aiohttp.ClientError, OSError) as error:
-            raise unreachable_error(error) from error
+            reason = str(error) or type(error).__name__
+            raise EngineUnavailable(f"the provider cannot be reached: {reason}") from error
 
     def _send(self, url: URL, body: bytes, headers: CIMultiDict[str]) -> Awaitable[HttpResponse]:
         if self._plain_client is not None:
@@ -170,9 +170,9 @@ class HttpUpstream:
     def _choose_dialect(self, dialect: str) -> str:
         if dialect in self._dialects:
             return dialect
-        for other in self._dialects:
-            if other in _TRANSLATION_TARGETS and dialect != "completions":
-                return other
+        targets = [other for other in self._dialects if other in _TRANSLATION_TARGETS]
+        if targets and dialect != "completions":
+            return targets[0]
         supported = ", ".join(self._dialects)
         message = f"The provider of this model does not support '{dialect}'; it supports: {supported}."
         raise bad_request(message, "model")
@@ -186,18 +186,15 @@ class HttpUpstream:
         model = self._config.model or request.model
         if target == "messages":
             return msgspec.json.encode(messages.build_messages_request(request, model))
-        chat_request = chat.build_chat_request(request, model, max_tokens_field=self._max_tokens_field)
-        return msgspec.json.encode(chat_request)
+        return msgspec.json.encode(chat.build_chat_request(request, model, self._max_tokens_field))
 
     def _build_fixed_headers(self, dialect: str) -> CIMultiDict[str]:
-        headers = CIMultiDict(
-            {"content-type": "application/json", "accept": "*/*", "accept-encoding": "identity"}
-        )
+        headers = CIMultiDict({"accept": "*/*", "accept-encoding": "identity"})
+        headers["content-type"] = "application/json"
         if dialect == "messages":
             headers["anthropic-version"] = _ANTHROPIC_VERSION
         if self._key is not None:
-            name, value = _build_auth_header(dialect, self._key)
-            headers[name] = value
+            headers.update(_build_auth_header(dialect, self._key))
         headers.update(self._config.headers)
         return headers
 
@@ -259,19 +256,17 @@ def _create_plain_client(base: URL) -> PlainClient | None:
     )
 
 
-def _build_auth_header(dialect: str, key: str) -> tuple[str, str]:
-    return ("x-api-key", key) if dialect == "messages" else ("authorization", f"Bearer {key}")
+def _build_auth_header(dialect: str, key: str) -> dict[str, str]:
+    return {"x-api-key": key} if dialect == "messages" else {"authorization": f"Bearer {key}"}
 
 
 def _forward_key(dialect: str, client_headers: Mapping[str, str], headers: CIMultiDict[str]) -> None:
     """Add the agent's own key to the headers, under the name that the provider expects."""
     # A Bearer token from an Anthropic client belongs to a subscription and is forwarded unchanged.
     authorization, key = client_headers.get("authorization"), client_headers.get("x-api-key")
-    is_anthropic_client = "anthropic-version" in client_headers
     if key is not None:
-        name, value = _build_auth_header(dialect, key)
-        headers[name] = value
-    if authorization is not None and dialect == "messages" and not is_anthropic_client:
+        headers.update(_build_auth_header(dialect, key))
+    if authorization is not None and dialect == "messages" and "anthropic-version" not in client_headers:
         headers["x-api-key"] = authorization.removeprefix("Bearer ")
     elif authorization is not None:
         headers["authorization"] = authorization

@@ -51,12 +51,15 @@ class HttpUpstreamResponse:
         self._request = request
         self._is_translated = is_translated
         self._added_fields = added_fields or AddedFields(has_token_ids=False, has_logprobs=False)
-        self._reader = _create_reader(
-            dialect,
-            request.n,
-            emit_deltas=is_translated and request.stream,
-            has_token_ids=added_fields is not None,
-        )
+        emit_deltas = is_translated and request.stream
+        self._reader: ReplyReader
+        if dialect == "messages":
+            self._reader = messages.MessagesReader(emit_deltas=emit_deltas)
+        elif dialect == "responses":
+            self._reader = responses.ResponsesReader(emit_deltas=emit_deltas)
+        else:
+            has_token_ids = added_fields is not None
+            self._reader = chat.ChatReader(request.n, emit_deltas=emit_deltas, has_token_ids=has_token_ids)
         self._splitter = EventSplitter()
         self._held_events: list[bytes] = []
         self._failure: UpstreamError | None = None
@@ -141,14 +144,6 @@ class HttpUpstreamResponse:
         return UpstreamChunk(raw, deltas, reader.choices(), content_type, response_id)
 
 
-def _create_reader(dialect: str, n: int, *, emit_deltas: bool, has_token_ids: bool) -> ReplyReader:
-    if dialect == "messages":
-        return messages.MessagesReader(emit_deltas=emit_deltas)
-    if dialect == "responses":
-        return responses.ResponsesReader(emit_deltas=emit_deltas)
-    return chat.ChatReader(n, emit_deltas=emit_deltas, has_token_ids=has_token_ids)
-
-
 async def _read_more(response: HttpResponse, reader: ReplyReader) -> bytes:
     """Return the next bytes, or ``b""`` at the end of the stream. After the last event, wait only briefly,
     because some providers keep the connection open."""
@@ -174,10 +169,6 @@ async def read_error(response: HttpResponse) -> UpstreamError:
     seconds = parse_retry_after(response.headers.get("Retry-After"))
     retry_after = None if seconds is None else math.ceil(seconds)
     return parse_error(raw, max(response.status, 400), retry_after, response.headers.get("Content-Type"))
-
-
-def unreachable_error(error: Exception) -> EngineUnavailable:
-    return EngineUnavailable(f"the provider cannot be reached: {str(error) or type(error).__name__}")
 
 
 def interrupted_error(error: Exception) -> EngineUnavailable:

@@ -12,23 +12,17 @@ from instar.gateway.base import bad_request
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
 from instar.types import Json, Message
-from instar.wire.anthropic import (
-    MessagesDelta,
-    MessagesEvent,
-    MessagesReplyBlock,
-    MessagesResponse,
-    MessagesUsage,
-)
+from instar.wire import anthropic as wire
 
 DEFAULT_MAX_TOKENS = 8192
 """Sent if the agent sets no token limit, because the API requires one."""
 
 _LENGTH_REASONS = ("max_tokens", "model_context_window_exceeded")
-_decode = msgspec.json.Decoder(MessagesResponse).decode
-_decode_event = msgspec.json.Decoder(MessagesEvent).decode
+_decode = msgspec.json.Decoder(wire.MessagesResponse).decode
+_decode_event = msgspec.json.Decoder(wire.MessagesEvent).decode
 
 
-def _update_usage(usage: TokenUsage, reported: MessagesUsage | None) -> None:
+def _update_usage(usage: TokenUsage, reported: wire.MessagesUsage | None) -> None:
     # A stream may send the counts several times; the last ones are final.
     if reported is None:
         return
@@ -70,7 +64,10 @@ class MessagesReader(ReplyReader):
         elif event.type == "content_block_delta" and event.delta:
             self._add_delta(event.index, event.delta)
         elif event.type == "content_block_stop" and event.index in self._calls:
-            self._close_call(self._calls[event.index])
+            # The provider sends no arguments, or an empty string, for a call without arguments.
+            call_index = self._calls[event.index]
+            if not any(self._draft.calls[call_index].argument_pieces):
+                self._draft.add_arguments(call_index, "{}")
         elif event.type == "message_stop":
             self.is_exhausted = True
         elif event.type == "message_delta":
@@ -83,7 +80,7 @@ class MessagesReader(ReplyReader):
         self._draft.finish_reason = "length" if reason in _LENGTH_REASONS else "stop"
         self._draft.stop_string = sequence
 
-    def _begin_block(self, index: int, block: MessagesReplyBlock) -> None:
+    def _begin_block(self, index: int, block: wire.MessagesReplyBlock) -> None:
         if block.type == "tool_use":
             self._calls[index] = self._draft.open_call(block.id or "", block.name or "")
         elif block.type == "text":
@@ -91,18 +88,13 @@ class MessagesReader(ReplyReader):
         elif block.type == "thinking":
             self._draft.add_reasoning(block.thinking or "")
 
-    def _add_delta(self, index: int, delta: MessagesDelta) -> None:
+    def _add_delta(self, index: int, delta: wire.MessagesDelta) -> None:
         if delta.type == "text_delta":
             self._draft.add_text(delta.text)
         elif delta.type == "thinking_delta":
             self._draft.add_reasoning(delta.thinking)
         elif delta.type == "input_json_delta" and index in self._calls:
             self._draft.add_arguments(self._calls[index], delta.partial_json)
-
-    def _close_call(self, call_index: int) -> None:
-        # The provider sends no arguments, or an empty string, for a call without arguments.
-        if not any(self._draft.calls[call_index].argument_pieces):
-            self._draft.add_arguments(call_index, "{}")
 
     @property
     def drafts(self) -> list[ReplyDraft]:

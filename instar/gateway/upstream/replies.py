@@ -15,6 +15,7 @@ from instar.gateway.dialects.base import ReplyChoice
 from instar.gateway.upstream.base import UpstreamError
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import FinishReason, Message, ToolCall
+from instar.wire.openai import CachedTokens
 
 IndexedDeltas = list[tuple[int, ReplyDelta]]
 MAX_RESPONSE_ID_LENGTH = 512
@@ -79,10 +80,11 @@ class ReplyDraft:
         message = Message(role="assistant", content="".join(self.text_pieces))
         if reasoning := "".join(self.reasoning_pieces):
             message["reasoning"] = reasoning
-        for call in self.calls:
-            arguments = "".join(call.argument_pieces)
-            tool_call = ToolCall(id=call.id, name=call.name, arguments=arguments)
-            message.setdefault("tool_calls", []).append(tool_call)
+        if self.calls:
+            message["tool_calls"] = [
+                ToolCall(id=call.id, name=call.name, arguments="".join(call.argument_pieces))
+                for call in self.calls
+            ]
         return message
 
 
@@ -93,9 +95,13 @@ class TokenUsage:
     """The number of sampled tokens, summed over all replies. Providers do not report it per reply."""
     cached: int | None = None
 
+    @classmethod
+    def build(cls, prompt: int | None, sampled: int | None, details: CachedTokens | None) -> TokenUsage:
+        return cls(prompt or 0, sampled or 0, details.cached_tokens if details else None)
+
 
 def build_choices(
-    drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None = None
+    drafts: Sequence[ReplyDraft], usage: TokenUsage, prompt_ids: Sequence[int] | None
 ) -> list[ReplyChoice]:
     """Return the replies. Without token ids, the provider's token count is split evenly among them."""
     prompt = None if prompt_ids is None else np.asarray(prompt_ids, np.int32)
@@ -134,6 +140,7 @@ class ReplyReader(ABC):
     def __init__(self, *, emit_deltas: bool) -> None:
         self.deltas: IndexedDeltas | None = [] if emit_deltas else None
         self.usage = TokenUsage()
+        self.prompt_ids: list[int] | None = None
         self.has_seen_end = False
         """True once an event has announced the end of the response. More events may follow."""
         self.is_exhausted = False
@@ -160,7 +167,7 @@ class ReplyReader(ABC):
     def drafts(self) -> list[ReplyDraft]: ...
 
     def choices(self) -> list[ReplyChoice]:
-        return build_choices(self.drafts, self.usage)
+        return build_choices(self.drafts, self.usage, self.prompt_ids)
 
     def take_deltas(self) -> IndexedDeltas:
         """Return the deltas that were added since the last call."""

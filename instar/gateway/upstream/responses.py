@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
-from instar.wire.openai import ResponsesEvent, ResponsesOutputItem, ResponsesResponse, ResponsesUsage
+from instar.wire.openai import ResponsesEvent, ResponsesOutputItem, ResponsesResponse
 
 _decode = msgspec.json.Decoder(ResponsesResponse).decode
 _decode_event = msgspec.json.Decoder(ResponsesEvent).decode
@@ -21,20 +21,17 @@ _ARGUMENT_EVENTS = frozenset(
 )
 
 
-def _format_arguments(item: ResponsesOutputItem) -> str:
-    # A custom tool takes text instead of JSON. The text is recorded as the JSON argument ``input``.
-    if item.type == "custom_tool_call":
-        return msgspec.json.encode({"input": item.input}).decode()
-    return str(item.arguments)
-
-
 def _add_item(draft: ReplyDraft, item: ResponsesOutputItem) -> None:
     if item.type == "message":
         draft.add_text("".join(part.text or part.refusal for part in item.content or ()))
     elif item.type == "reasoning":
         draft.add_reasoning("".join(part.text for part in item.content or item.summary or ()))
     elif item.type in _CALL_TYPES:
-        draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), _format_arguments(item))
+        arguments = str(item.arguments)
+        if item.type == "custom_tool_call":
+            # A custom tool takes text instead of JSON. The text is recorded as the JSON argument ``input``.
+            arguments = msgspec.json.encode({"input": item.input}).decode()
+        draft.add_arguments(draft.open_call(item.call_id or "", item.name or ""), arguments)
 
 
 def _build_draft(response: ResponsesResponse, output: list[ResponsesOutputItem]) -> ReplyDraft:
@@ -48,13 +45,6 @@ def _build_draft(response: ResponsesResponse, output: list[ResponsesOutputItem])
     elif response.status == "incomplete" and (details is None or details.reason == "max_output_tokens"):
         draft.finish_reason = "length"
     return draft
-
-
-def _parse_usage(usage: ResponsesUsage | None) -> TokenUsage:
-    if usage is None:
-        return TokenUsage()
-    details = usage.input_tokens_details
-    return TokenUsage(usage.input_tokens, usage.output_tokens, details.cached_tokens if details else None)
 
 
 class ResponsesReader(ReplyReader):
@@ -99,7 +89,8 @@ class ResponsesReader(ReplyReader):
     def _end(self, response: ResponsesResponse) -> None:
         self.has_seen_end = self.is_exhausted = True
         self.set_response_id(response.id)
-        self.usage = _parse_usage(response.usage)
+        if usage := response.usage:
+            self.usage = TokenUsage.build(usage.input_tokens, usage.output_tokens, usage.input_tokens_details)
         self._final_draft = _build_draft(response, response.output or self._finished_items)
 
     @property

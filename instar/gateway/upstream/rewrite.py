@@ -32,10 +32,11 @@ class AddedFields:
 
 
 def set_fields(body: bytes, changes: Mapping[str, Any]) -> bytes:
-    fields = _decode(body)
-    for name, value in changes.items():
-        fields[name] = msgspec.Raw(_encode(value))
-    return _encode(fields)
+    return _merge(_decode(body), changes)
+
+
+def _merge(fields: Fields, changes: Mapping[str, Any]) -> bytes:
+    return _encode(fields | {name: msgspec.Raw(_encode(value)) for name, value in changes.items()})
 
 
 def override_sampling(body: bytes, dialect: str, settings: Mapping[str, Any]) -> bytes:
@@ -63,9 +64,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
     additions["return_token_ids"] = True
     if not wants_logprobs:
         additions["logprobs"] = True if dialect == "chat" else 0
-    for name, value in additions.items():
-        fields[name] = msgspec.Raw(_encode(value))
-    return _encode(fields), added
+    return _merge(fields, additions), added
 
 
 def strip_added_fields(body: bytes, added: AddedFields) -> bytes:
