@@ -5,13 +5,13 @@ The rows contain text, which TRL renders and tokenizes. Only the importable form
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from instar.datasets.columns import dump_canonical_json
+from instar.datasets.manifest import ContentHash
 from instar.store.base import SessionRecord
 from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, RewardSource, SessionStatus, Tool
 
@@ -29,17 +29,14 @@ class ConversationWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, TextIO] = {}
-        self._hashes: dict[str, Any] = {}
+        self._hash = ContentHash()
 
     def add(self, **rows: Rows) -> None:
         for name, new_rows in rows.items():
             for row in new_rows:
                 if name not in self._files:
                     self._files[name] = (self._folder / FILE_NAMES[name]).open("w", encoding="utf-8")
-                    self._hashes[name] = hashlib.sha256()
-                line = dump_canonical_json(row) + "\n"
-                self._files[name].write(line)
-                self._hashes[name].update(line.encode())
+                self._files[name].write(self._hash.add_line(name, dump_canonical_json(row)) + "\n")
 
     def close(self) -> None:
         for file in self._files.values():
@@ -47,8 +44,7 @@ class ConversationWriter:
 
     @property
     def digest(self) -> str:
-        text = "".join(f"{name} {self._hashes[name].hexdigest()}\n" for name in sorted(self._hashes))
-        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+        return self._hash.hexdigest(*sorted(self._files))
 
 
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
