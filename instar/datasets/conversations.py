@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from instar.datasets.columns import dump_canonical_json
 from instar.datasets.manifest import ContentHash
+from instar.record.base import to_template_message
 from instar.store.base import SessionRecord
 from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, RewardSource, SessionStatus, Tool
 
@@ -57,7 +58,7 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
     has_min_reward = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
     if has_min_reward and _is_usable(record):
         for call in _find_last_calls(record.calls):
-            messages = _convert_messages([*call.messages, call.reply])
+            messages = [to_template_message(message) for message in (*call.messages, call.reply)]
             rows["messages"].append({"messages": messages, **_convert_tools(call.tools)})
         for call in record.calls:
             if _is_complete(call):
@@ -67,8 +68,8 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
 
 def _make_completion(call: Call, reply: Message) -> Json:
     return {
-        "prompt": _convert_messages(call.messages),
-        "completion": _convert_messages([reply]),
+        "prompt": list(map(to_template_message, call.messages)),
+        "completion": [to_template_message(reply)],
         **_convert_tools(call.tools),
     }
 
@@ -117,9 +118,9 @@ def _make_pair(chosen: Call, rejected: Call) -> Json | None:
     if any(messages[split]["role"] != "assistant" for messages in (chosen_messages, rejected_messages)):
         return None
     return {
-        "prompt": _convert_messages(chosen_messages[:split]),
-        "chosen": _convert_messages(chosen_messages[split:]),
-        "rejected": _convert_messages(rejected_messages[split:]),
+        "prompt": list(map(to_template_message, chosen_messages[:split])),
+        "chosen": list(map(to_template_message, chosen_messages[split:])),
+        "rejected": list(map(to_template_message, rejected_messages[split:])),
         **_convert_tools(chosen.tools),
     }
 
@@ -148,33 +149,3 @@ def _convert_tools(tools: Sequence[Tool]) -> Json:
     if not tools:
         return {}
     return {"tools": json.dumps([{"type": "function", "function": dict(tool)} for tool in tools])}
-
-
-def _convert_messages(messages: Sequence[Message]) -> list[Json]:
-    return [_convert_message(message) for message in messages]
-
-
-def _convert_message(message: Message) -> Json:
-    converted: Json = {"role": message["role"], "content": message["content"]}
-    trl_names = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
-    for name, trl_name in trl_names.items():
-        if name in message:
-            converted[trl_name] = message[name]
-    if "tool_calls" in message:
-        converted["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": _parse_arguments(call["arguments"])},
-            }
-            for call in message["tool_calls"]
-        ]
-    return converted
-
-
-def _parse_arguments(text: str) -> Any:
-    """Parse a tool call's arguments, because chat templates expect objects. Keep text that is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

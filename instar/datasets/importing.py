@@ -87,11 +87,15 @@ async def import_sessions(
     while records := list(islice(sessions, SESSIONS_PER_TRANSACTION)):
         new_records: list[SessionRecord] = []
         for imported in records:
-            record = _move_to_run(imported, run_id)
-            if await store.session(record.session.session_id) is None:
+            record = replace(
+                imported,
+                session=replace(imported.session, run_id=run_id),
+                calls=tuple(replace(call, run_id=run_id) for call in imported.calls),
+            )
+            if (session := await store.session(record.session.session_id)) is None:
                 new_records.append(record)
             else:
-                await _require_same_session(store, record)
+                await _require_same_session(store, session.run_id, record)
                 unchanged += 1
         await store.put_records([], new_records)
         done += len(records)
@@ -100,21 +104,9 @@ async def import_sessions(
     return ImportResult(groups=added_groups, sessions=done - unchanged, unchanged=unchanged)
 
 
-def _move_to_run(record: SessionRecord, run_id: str) -> SessionRecord:
-    if record.session.run_id == run_id:
-        return record
-    return replace(
-        record,
-        session=replace(record.session, run_id=run_id),
-        calls=tuple(replace(call, run_id=run_id) for call in record.calls),
-    )
-
-
-async def _require_same_session(store: Store, record: SessionRecord) -> None:
+async def _require_same_session(store: Store, stored_run_id: str, record: SessionRecord) -> None:
     session_id = record.session.session_id
-    session = await store.session(session_id)
-    assert session is not None
-    (stored,) = [stored async for stored in read_records(store, session.run_id, [session_id])]
+    (stored,) = [stored async for stored in read_records(store, stored_run_id, [session_id])]
     (stored_row, stored_calls), (row, calls) = encode_record(stored), encode_record(record)
     _require_same(f"session {session_id}", stored_row, row, "sessions")
     for stored_call, call in zip(stored_calls, calls, strict=True):
@@ -122,15 +114,13 @@ async def _require_same_session(store: Store, record: SessionRecord) -> None:
 
 
 def _require_same(name: str, stored: ExportRow, imported: ExportRow, table: TableName) -> None:
-    columns = TABLES[table]
-    if encode_line(columns, stored) == encode_line(columns, imported):
-        return
     differing = [
         column
-        for column, column_type in columns.items()
+        for column, column_type in TABLES[table].items()
         if encode_line({column: column_type}, stored) != encode_line({column: column_type}, imported)
     ]
-    raise ConflictError(
-        f"{name} is already in the store with different values in these columns: {', '.join(differing)}. "
-        "Import the data into a run with a different store"
-    )
+    if differing:
+        raise ConflictError(
+            f"{name} is already in the store with different values in these columns: {', '.join(differing)}. "
+            "Import the data into a run with a different store"
+        )

@@ -56,7 +56,12 @@ async def import_for_training(
     prefix = group_id_prefix(run_id, label)
     existing_ids = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
     groups = _read_training_groups(folder, manifest, prefix, run_id)
-    sizes = _count_trainable_sessions(folder, manifest)
+    sizes = Counter(
+        _get_group_key(row["group_id"], row["session_id"], row["channel"])
+        for row in read_rows(folder, manifest.format, "sessions")
+        if row["status"] in TRAINABLE_STATUSES
+    )
+    """The number of trainable sessions in each group, by group key."""
     new_keys = {key for key, group in groups.items() if group.group_id not in existing_ids and sizes[key]}
     pending: dict[str, list[SessionRecord]] = {}
     added = 0
@@ -79,15 +84,6 @@ def _get_group_key(group_id: str | None, session_id: str, channel: str) -> str:
     """Return the key of the session's group. A session without a group has a key of its own. A live session
     is never part of a group, even if it has a group id."""
     return f"session {session_id}" if group_id is None or channel == Channel.LIVE else group_id
-
-
-def _count_trainable_sessions(folder: Path, manifest: DatasetManifest) -> Counter[str]:
-    """Count the trainable sessions of each group, by group key."""
-    return Counter(
-        _get_group_key(row["group_id"], row["session_id"], row["channel"])
-        for row in read_rows(folder, manifest.format, "sessions")
-        if row["status"] in TRAINABLE_STATUSES
-    )
 
 
 def _read_training_groups(

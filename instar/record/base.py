@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config import ModelConfig
-from instar.types import Ids, Link, Message, Tool
+from instar.record.hashing import parse_arguments
+from instar.types import Ids, Json, Link, Message, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +140,24 @@ class Placement:
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
     """The index of the base call's first redacted message if the request shares it, else None."""
+
+
+def to_template_message(message: Message) -> Json:
+    """Return a message in the format that chat templates and the `renderers` library expect."""
+    out: Json = {"role": message["role"], "content": message["content"]}
+    if reasoning := message.get("reasoning"):
+        out["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": parse_arguments(call)},
+            }
+            for call in calls
+        ]
+    if "tool_call_id" in message:
+        out["tool_call_id"] = message["tool_call_id"]
+    if "name" in message:
+        out["name"] = message["name"]
+    return out

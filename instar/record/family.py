@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
-from instar.record.base import ReplyDelta, StreamParser
+from instar.record.base import ReplyDelta, StreamParser, to_template_message
 from instar.record.bridge import PROBE_TOOL
-from instar.record.render import TokenizerRenderer, to_template_message
+from instar.record.render import TokenizerRenderer
 from instar.record.stream import (
     Detokenizer,
     StopStringFilter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -14,6 +14,8 @@ from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
 """The maximum number of opening braces in a text at which parsing is attempted."""
+MAX_TEXT_CHARS = 500
+"""The maximum length of a text from a judge that is stored. The rest is cut off."""
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
 
 
@@ -21,24 +23,28 @@ class UnparseableAnswer(Exception):
     """The reply contains no valid answer to the question."""
 
 
-class ScoreAnswer(msgspec.Struct):
-    score: float
+class JudgeAnswer(msgspec.Struct, kw_only=True):
     reasons: str = ""
 
+    def __post_init__(self) -> None:
+        self.reasons = self.reasons[:MAX_TEXT_CHARS]
 
-class StepScoreAnswer(msgspec.Struct):
+
+class ScoreAnswer(JudgeAnswer):
+    score: float
+
+
+class StepScoreAnswer(JudgeAnswer):
     step: int
     score: float
-    reasons: str = ""
 
 
 class StepScoresAnswer(msgspec.Struct):
     steps: list[StepScoreAnswer]
 
 
-class ComparisonAnswer(msgspec.Struct):
+class ComparisonAnswer(JudgeAnswer):
     winner: Literal["A", "B", "tie"]
-    reasons: str = ""
 
 
 Signal = Literal[
@@ -46,10 +52,9 @@ Signal = Literal[
 ]
 
 
-class StepSignalAnswer(msgspec.Struct):
+class StepSignalAnswer(JudgeAnswer):
     step: int
     signal: Signal
-    reasons: str = ""
 
 
 class StepSignalsAnswer(msgspec.Struct):
@@ -105,7 +110,3 @@ def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
     if not low <= score <= high:
         raise UnparseableAnswer(f"the score {score:g} is not between {low:g} and {high:g}")
     return (score - low) / (high - low)
-
-
-def truncate(text: Any, max_chars: int = 500) -> str:
-    return str(text)[:max_chars]

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import JUDGE_AGENT, Scorer, ScoringContext, Transcript
-from instar.rewards.judge.answers import UnparseableAnswer, find_candidate_answers, truncate
+from instar.rewards.judge.answers import MAX_TEXT_CHARS, UnparseableAnswer, find_candidate_answers
 from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply, RunModelEndpoint
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
@@ -198,7 +198,7 @@ class Judge(Scorer):
                 answer = _find_answer(reply, user, parse)
             except UnparseableAnswer as error:
                 # The unusable reply was paid for and counts towards the budget, so it gets its own key.
-                unusable = {"unusable": truncate(reply.text), "session": session_id}
+                unusable = {"unusable": reply.text[:MAX_TEXT_CHARS], "session": session_id}
                 await store.put_judgment(hash_json([key.hex(), new_id("unusable")]), run_id, unusable, cost)
                 raise ScoreError(str(error), retryable=True) from error
             judgment: Json = {"answer": answer, "cost": cost, "session": session_id}

@@ -16,6 +16,7 @@ UNARY_OPS = (
     *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
     *("int", "float", "complex", "round", "index", "reversed"),
 )
+MEMBER_OPS = ("setattr", "delattr", "setitem", "delitem")
 LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
@@ -33,23 +34,10 @@ class RemoteObject:
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        value = self._peer.request("getattr", [self, name])
-        return set_label(value, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._peer.request("setattr", [self, name, value])
-
-    def __delattr__(self, name: str) -> None:
-        self._peer.request("delattr", [self, name])
+        return set_label(self._peer.request("getattr", [self, name]), name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._peer.request("getitem", [self, key])
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._peer.request("setitem", [self, key, value])
-
-    def __delitem__(self, key: Any) -> None:
-        self._peer.request("delitem", [self, key])
 
     def __contains__(self, item: Any) -> bool:
         if can_send_operands(self, item):
@@ -199,7 +187,7 @@ def add_special_methods() -> None:
 
         return call
 
-    def make_unary_method(function: str) -> Callable[..., Any]:
+    def make_forwarding_method(function: str) -> Callable[..., Any]:
         def call(self: RemoteObject, *args: Any) -> Any:
             return self._peer.request(function, [self, *args])
 
@@ -210,8 +198,8 @@ def add_special_methods() -> None:
         setattr(RemoteObject, f"__r{name}__", make_binary_method(name, function, is_reflected=True))
     for name in ("lt", "le", "gt", "ge"):
         setattr(RemoteObject, f"__{name}__", make_binary_method(name, name))
-    for name in UNARY_OPS:
-        setattr(RemoteObject, f"__{name}__", make_unary_method(name))
+    for name in (*UNARY_OPS, *MEMBER_OPS):
+        setattr(RemoteObject, f"__{name}__", make_forwarding_method(name))
     for proxy_type in PROXY_TYPES.values():
         proxy_type.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
 
