@@ -70,9 +70,8 @@ class Gsm8kSingleTurnAgent(OpenAIAgent):
 
 
 class Gsm8kToolAgent(OpenAIAgent):
-    """An agent that calculates, checks its answer, and tries again if the answer is wrong. It returns the
-    number of turns and the reward, which is 1 if the first check succeeds, halves with every failed check,
-    and is 0 if no check succeeds."""
+    """An agent that calculates, checks its answer, and tries again if it is wrong. It returns the number of
+    turns and the reward: 1 if the first check succeeds, half after every failed check, 0 without success."""
 
     async def __call__(
         self,

@@ -133,11 +133,9 @@ def _find_drift(
     floor: float,
 ) -> Iterator[Problem]:
     """Yield a problem if the mean of ``values`` (one per session) grows by at least ``min_ratio`` from the
-    first to the last quarter of the versions. Means below ``floor`` count as ``floor``.
-
-    The problem lists the last quarter's sessions with a value above the first quarter's mean. Nothing is
-    reported if there is only one version, or if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions.
-    """
+    first to the last quarter of the versions. Means below ``floor`` count as ``floor``. The problem lists the
+    last quarter's sessions with a value above the first quarter's mean. Nothing is reported if there is only
+    one version, or if a quarter has fewer than MIN_SESSIONS_FOR_MEAN sessions."""
     versions = sorted({summary.version for summary in sessions})
     quarter = max(1, len(versions) // 4)
     pairs = list(zip(sessions, values, strict=True))

@@ -1,7 +1,5 @@
-"""Converts sessions to conversations for SFT and DPO, in the format that TRL reads.
-
-The rows contain text, which TRL renders and tokenizes. Only the importable formats contain sampled tokens.
-"""
+"""Converts sessions to conversations for SFT and DPO, in the format that TRL reads. The rows contain text,
+which TRL renders and tokenizes. Only the importable formats contain sampled tokens."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ class ConversationWriter:
 
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
     """Return two types of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
-
     Only completed sessions with a reward of at least ``min_reward`` are included; None means any reward above
-    0. Human corrections are added to ``completions`` whatever the reward. Untrainable sessions have no rows.
-    """
+    0. Human corrections are added to ``completions`` whatever the reward. Untrainable sessions have none."""
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     has_min_reward = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
     if has_min_reward and _is_usable(record):
@@ -87,11 +83,9 @@ def _make_correction_rows(record: SessionRecord) -> Rows:
 
 
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc.
-
-    The rewards in a pair must differ by more than ``margin``. The conversations must have the same tools and
-    first differ in a reply. Only completed, trainable sessions with one complete conversation are used.
-    """
+    """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc. The
+    rewards in a pair must differ by more than ``margin``. The conversations must have the same tools and
+    first differ in a reply. Only completed, trainable sessions with one complete conversation are used."""
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
         last_calls = _find_last_calls(record.calls)
@@ -138,8 +132,7 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each conversation, because it has all messages. Skip calls whose reply is not
-    complete."""
+    """Return the last call of each conversation, which has all its messages, if the reply is complete."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 

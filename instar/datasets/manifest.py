@@ -24,8 +24,7 @@ IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """Describes exported data. It contains no timestamps or paths, so two exports of the same data by the
-    same version of Instar are identical."""
+    """Describes exported data, without timestamps and paths, so that exports of the same data are equal."""
 
     format: Format
     run: str

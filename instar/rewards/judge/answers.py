@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Literal, NoReturn, TypeVar
+from typing import Generic, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -17,6 +17,9 @@ MAX_PARSE_ATTEMPTS = 200
 MAX_TEXT_CHARS = 500
 """The maximum length of a text from a judge that is stored. The rest is cut off."""
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
+
+
+T = TypeVar("T")
 
 
 class UnparseableAnswer(Exception):
@@ -39,10 +42,6 @@ class StepScoreAnswer(JudgeAnswer):
     score: float
 
 
-class StepScoresAnswer(msgspec.Struct):
-    steps: list[StepScoreAnswer]
-
-
 class ComparisonAnswer(JudgeAnswer):
     winner: Literal["A", "B", "tie"]
 
@@ -57,11 +56,8 @@ class StepSignalAnswer(JudgeAnswer):
     signal: Signal
 
 
-class StepSignalsAnswer(msgspec.Struct):
-    steps: list[StepSignalAnswer]
-
-
-T = TypeVar("T")
+class StepsAnswer(msgspec.Struct, Generic[T]):
+    steps: list[T]
 
 
 def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:

@@ -98,7 +98,7 @@ class ProcessJudge(StepJudge[float]):
     def parse_answers(self, json_answer: Json) -> StepAnswers[float]:
         return {
             answer.step: (scale_to_unit(answer.score, self.config.scale), answer.reasons)
-            for answer in convert_answer(json_answer, answers.StepScoresAnswer).steps
+            for answer in convert_answer(json_answer, answers.StepsAnswer[answers.StepScoreAnswer]).steps
         }
 
     def combine_votes(self, votes: Sequence[float], reasons: Sequence[str]) -> tuple[float, Json]:
@@ -111,7 +111,7 @@ class FollowupJudge(StepJudge[str]):
     include_followup = True
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
-        steps = convert_answer(json_answer, answers.StepSignalsAnswer).steps
+        steps = convert_answer(json_answer, answers.StepsAnswer[answers.StepSignalAnswer]).steps
         return {answer.step: (str(answer.signal), answer.reasons) for answer in steps}
 
     def combine_votes(self, votes: Sequence[str], reasons: Sequence[str]) -> tuple[float, Json] | None:

@@ -15,6 +15,7 @@ from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
+PromptParts = list[JudgePromptPart]
 Verdict = tuple[Literal["A", "B", "tie"], str]
 """The winner and the reasons."""
 PRIOR_DRAWS = 0.5
@@ -51,12 +52,7 @@ class PairwiseJudge(GroupScorer, Judge):
         return [self._create_reward(sessions, i, value, comparisons) for i, value in enumerate(win_rates)]
 
     async def _compare(
-        self,
-        task: Task,
-        sessions: Sequence[Transcript],
-        rendered: Sequence[list[JudgePromptPart]],
-        a: int,
-        b: int,
+        self, task: Task, sessions: Sequence[Transcript], rendered: Sequence[PromptParts], a: int, b: int
     ) -> PairComparison:
         if rendered[a] == rendered[b]:
             votes = self.config.votes

@@ -21,13 +21,11 @@ LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
 class RemoteObject:
-    """A proxy for an object in the other process.
-
-    If the peer is guarded, the other process runs an answer, which must not learn the value that a result is
-    compared with: it could return an object that equals everything. So a proxy never equals data, and other
-    operators with data raise TypeError, unless the tests created the object by calling a class with a
-    capitalized name. If the object's class extends a built-in type, operators use the built-in value.
-    """
+    """A proxy for an object in the other process. If the peer is guarded, the other process runs an answer,
+    which must not learn the value that a result is compared with: it could return an object that equals
+    everything. So a proxy never equals data, and other operators with data raise TypeError, unless the tests
+    created the object by calling a class with a capitalized name. If the object's class extends a built-in
+    type, operators use the built-in value."""
 
     def __init__(self, peer: Any, handle: int) -> None:
         for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):

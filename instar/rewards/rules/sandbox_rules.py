@@ -83,20 +83,17 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
 
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
-        script = 'command -v "$0" || { echo "$0 was not found"; exit 1; }'
-        await self.require_program("sh", "-c", script, self._find_program(), setting="reward.command")
-
-    def _find_program(self) -> str:
-        """Return the program that must exist in the sandbox: the command, or the script's interpreter."""
-        if self.script is None:
-            return self.command[0]
-        first_line = self.files[self.script].partition("\n")[0]
-        if not first_line.startswith("#!") or not first_line[2:].split():
-            raise ConfigError(
-                f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use the "
-                f"command [sh, {self.script}]"
-            )
-        return first_line[2:].split()[0]
+        program = self.command[0]
+        if self.script is not None:
+            first_line = self.files[self.script].partition("\n")[0]
+            if not first_line.startswith("#!") or not first_line[2:].split():
+                raise ConfigError(
+                    f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use "
+                    f"the command [sh, {self.script}]"
+                )
+            program = first_line[2:].split()[0]
+        find_program = 'command -v "$0" || { echo "$0 was not found"; exit 1; }'
+        await self.require_program("sh", "-c", find_program, program, setting="reward.command")
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         config = self.config

@@ -161,8 +161,7 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, and kill its remaining processes. Return the exceeded
-    limit, if any, and the output."""
+    """Wait until the job exits or exceeds a limit, kill its processes, and return the limit and output."""
     output = bytearray()
     output_full = asyncio.Event()
     exit_task = asyncio.create_task(process.wait())
