@@ -52,9 +52,6 @@ CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
 """The tables that are imported. The content hash covers these tables."""
 
 
-# --- canonical lines ----------------------------------------------------------------------------
-
-
 _encode_unicode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
 _encode_ascii = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 

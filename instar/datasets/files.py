@@ -103,9 +103,6 @@ class HfWriter(ParquetWriter):
 WRITERS: dict[Format, type[TableWriter]] = {"jsonl": JsonlWriter, "parquet": ParquetWriter, "hf": HfWriter}
 
 
-# --- reading ------------------------------------------------------------------------------------
-
-
 def read_rows(folder: Path, format: Format, table: TableName) -> Iterator[ExportRow]:
     if format == "jsonl":
         return _read_jsonl(folder / f"{table}.jsonl", table)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -20,22 +20,8 @@ from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetMan
 from instar.datasets.records import decode_group, decode_record, encode_group, encode_record
 from instar.errors import ConflictError, DataError
 from instar.store.base import SessionRecord, Store
-from instar.types import (
-    Call,
-    CallStatus,
-    Channel,
-    Feedback,
-    Group,
-    GroupStatus,
-    Reward,
-    Score,
-    Session,
-    SessionStatus,
-    Tag,
-    Task,
-)
+from instar.types import CallStatus, Channel, Group, GroupStatus, SessionStatus, Task
 
-T = TypeVar("T", Session, Call, Reward, Score, Tag, Feedback)
 SESSIONS_PER_TRANSACTION = 32
 TRAINABLE_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 
@@ -224,8 +210,8 @@ def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionR
     session_id = f"{session.session_id}.{suffix}"
     origin = {"dataset": label, "run_id": session.run_id, "session_id": session.session_id}
 
-    def convert(item: T, *id_fields: str, **changes: Any) -> T:
-        """Return a copy with the new session id, and with new ids in ``id_fields``."""
+    def convert(item: Any, *id_fields: str, **changes: Any) -> Any:
+        """Return a copy of a dataclass with the new session id, and with new ids in ``id_fields``."""
         ids = {name: getattr(item, name) for name in id_fields}
         new_ids = {name: None if value is None else f"{value}.{suffix}" for name, value in ids.items()}
         return replace(item, session_id=session_id, **new_ids, **changes)

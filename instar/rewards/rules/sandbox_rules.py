@@ -16,13 +16,8 @@ from instar.config import CommandRewardConfig, TestsRewardConfig
 from instar.errors import ConfigError
 from instar.models import usable_cores
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.rules.answers import (
-    MAX_DETAIL_CHARS,
-    AnswerRule,
-    SandboxedConfig,
-    extract_answer,
-    get_expected_answers,
-)
+from instar.rewards.rules import answers
+from instar.rewards.rules.answers import MAX_DETAIL_CHARS, AnswerRule, extract_answer
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.types import Reward, Task
@@ -37,7 +32,7 @@ RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PAC
 }
 TESTS_EXTRA_SECONDS = 10.0
 """Tests get this much more time than the answer, so that a slow answer is stopped first."""
-ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
+ConfigT = TypeVar("ConfigT", bound=answers.SandboxedConfig)
 
 
 class SandboxedRule(AnswerRule[ConfigT]):
@@ -115,7 +110,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not task.data:
             return []
-        tests = get_expected_answers(task, self.config.tests)
+        tests = answers.get_expected_answers(task, self.config.tests)
         code = extract_answer(transcript.final_text, part=self.config.part) or ""
         key = secrets.token_hex(16)
         if self.config.isolate:
