@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from instar.agents.openai_agent import OpenAIAgent
+from instar.agents.openai_agent import OpenAIAgent, make_turns
 from instar.rollout.base import AgentSession
 from instar.types import Json
 
@@ -24,20 +24,16 @@ class SingleCallAgent(OpenAIAgent):
     ) -> None:
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         for question, answer in examples or []:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        messages += _get_task_messages(task)
+            messages += make_turns(question, answer)
+        match task:
+            case {"messages": list() as task_messages}:
+                messages += task_messages
+            case {"question": str() as text} | {"prompt": str() as text}:
+                messages += make_turns(text)
+            case _:
+                raise ValueError("the task must have a list 'messages', or a string 'question' or 'prompt'")
         tools = {"tools": task["tools"]} if task.get("tools") else {}
         await self.complete(session, messages, max_tokens=max_tokens, **tools)
 
 
 ask = SingleCallAgent()
-
-
-def _get_task_messages(task: Json) -> list[Any]:
-    match task:
-        case {"messages": list() as messages}:
-            return messages
-        case {"question": str() as text} | {"prompt": str() as text}:
-            return [{"role": "user", "content": text}]
-        case _:
-            raise ValueError("the task must have a list 'messages', or a string 'question' or 'prompt'")

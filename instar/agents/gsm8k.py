@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 from instar.agents.calculator import CALC_TOOL, calculate
-from instar.agents.openai_agent import OpenAIAgent, make_tool, make_tool_call, make_tool_result
+from instar.agents.openai_agent import OpenAIAgent, make_tool, make_tool_call, make_tool_result, make_turns
 from instar.rollout.base import AgentSession
 from instar.rollout.tasksets.gsm8k import ANSWER_MARKER, find_final_number
 from instar.types import Json
@@ -37,7 +36,11 @@ class Gsm8kTextAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
         max_tokens: int = MAX_TEXT_TOKENS,
     ) -> None:
-        messages = [*_make_text_prompt(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        prompt = "Write the calculation, then the answer behind ####."
+        messages: list[Any] = [{"role": "system", "content": prompt}]
+        for question, expression, answer in EXAMPLES[:examples]:
+            messages += make_turns(question, expression, f"= {answer}", f"{ANSWER_MARKER} {answer}")
+        messages += make_turns(task["question"])
         for _ in range(MAX_TURNS):
             text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
             if ANSWER_MARKER in text:
@@ -59,17 +62,16 @@ class Gsm8kSingleTurnAgent(OpenAIAgent):
     ) -> float:
         messages: list[Any] = [{"role": "system", "content": "Write the calculation."}]
         for question, expression, _ in EXAMPLES[:examples]:
-            messages += [{"role": "user", "content": question}, {"role": "assistant", "content": expression}]
-        messages.append({"role": "user", "content": task["question"]})
+            messages += make_turns(question, expression)
+        messages += make_turns(task["question"])
         text = (await self.complete(session, messages, max_tokens=max_tokens)).content or ""
         result = calculate(json.dumps({"expression": text.rstrip("= ")}))
         return float(_is_correct(result, task["final"]))
 
 
 class Gsm8kToolAgent(OpenAIAgent):
-    """An agent that calculates, checks its answer, and tries again if the answer is wrong. It returns the
-    number of turns and the reward, which is 1 if the first check succeeds, halves with every failed check,
-    and is 0 if no check succeeds."""
+    """An agent that calculates, checks its answer, and tries again if it is wrong. It returns the number of
+    turns and the reward: 1 if the first check succeeds, half after every failed check, 0 without success."""
 
     async def __call__(
         self,
@@ -79,7 +81,16 @@ class Gsm8kToolAgent(OpenAIAgent):
         examples: int = len(EXAMPLES),
         max_tokens: int = MAX_CALL_TOKENS,
     ) -> tuple[int, float]:
-        messages = [*_make_tool_prompt(EXAMPLES[:examples]), {"role": "user", "content": task["question"]}]
+        messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then check_answer."}]
+        for number, (question, expression, answer) in enumerate(EXAMPLES[:examples]):
+            messages += [
+                *make_turns(question),
+                make_tool_call(f"calc_{number}", "calc", expression=expression),
+                make_tool_result(f"calc_{number}", answer),
+                make_tool_call(f"check_{number}", "check_answer", answer=answer),
+                make_tool_result(f"check_{number}", CORRECT),
+            ]
+        messages += make_turns(task["question"])
         failed_checks = 0
         for turn in range(1, MAX_TURNS + 1):
             reply = await self.complete(
@@ -118,30 +129,3 @@ def check_answer(arguments: str, expected: str) -> str:
 def _is_correct(answer: str, expected: str) -> bool:
     number = find_final_number(answer)
     return number is not None and abs(number - float(expected)) < 1e-6
-
-
-def _make_text_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
-    messages: list[Any] = [
-        {"role": "system", "content": "Write the calculation, then the answer behind ####."}
-    ]
-    for question, expression, answer in examples:
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": expression},
-            {"role": "user", "content": f"= {answer}"},
-            {"role": "assistant", "content": f"{ANSWER_MARKER} {answer}"},
-        ]
-    return messages
-
-
-def _make_tool_prompt(examples: Sequence[tuple[str, str, str]]) -> list[Any]:
-    messages: list[Any] = [{"role": "system", "content": "Call the calc tool, then check_answer."}]
-    for number, (question, expression, answer) in enumerate(examples):
-        messages += [
-            {"role": "user", "content": question},
-            make_tool_call(f"calc_{number}", "calc", expression=expression),
-            make_tool_result(f"calc_{number}", answer),
-            make_tool_call(f"check_{number}", "check_answer", answer=answer),
-            make_tool_result(f"check_{number}", CORRECT),
-        ]
-    return messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import Any
 
 from openai import AsyncOpenAI
@@ -35,6 +36,14 @@ class OpenAIAgent:
         if self._shared_client is not None:
             await self._shared_client.close()
             self._shared_client = None
+
+
+def make_turns(*texts: str) -> list[Any]:
+    """Return the texts as messages of the user and the assistant in turn, the user's first."""
+    return [
+        {"role": role, "content": text}
+        for role, text in zip(cycle(("user", "assistant")), texts, strict=False)
+    ]
 
 
 def make_tool_call(call_id: str, name: str, **arguments: str) -> Any:

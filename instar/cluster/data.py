@@ -8,9 +8,8 @@ from pathlib import Path
 from instar.async_utils import run_in_daemon_thread
 from instar.config import DataConfig, PostgresStoreConfig, RunConfig
 from instar.config.data import DATASET_PREFIX
-from instar.datasets.importing import verify_content
+from instar.datasets.importing import import_for_training, verify_content
 from instar.datasets.manifest import read_manifest
-from instar.datasets.training_import import import_for_training
 from instar.errors import ConfigError, DataError
 from instar.store.base import DatasetRow, Store
 from instar.store.factory import open_store

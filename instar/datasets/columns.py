@@ -1,9 +1,7 @@
-"""The columns of the exported tables, and rows as lines of canonical JSON.
-
-An export has three content tables: groups, sessions and calls. A session row contains the number of the
-session's calls; call rows are in the same order as their sessions. As in a store, a call row contains only
-the part after its base call, so the size of a session does not depend on the total length of its prompts.
-"""
+"""The columns of the exported tables, and rows as lines of canonical JSON. An export has three content
+tables: groups, sessions and calls. A session row contains the number of the session's calls; call rows are in
+the same order as their sessions. As in a store, a call row contains only the part after its base call, so the
+size of a session does not depend on the total length of its prompts."""
 
 from __future__ import annotations
 
@@ -54,18 +52,13 @@ CONTENT_TABLES: tuple[TableName, ...] = ("groups", "sessions", "calls")
 """The tables that are imported. The content hash covers these tables."""
 
 
-# --- canonical lines ----------------------------------------------------------------------------
-
-
 _encode_unicode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode
 _encode_ascii = json.JSONEncoder(separators=(",", ":"), sort_keys=True).encode
 
 
 def dump_canonical_json(value: Any) -> str:
-    """Return compact JSON with sorted keys, so that equal values give equal text.
-
-    If the value contains lone surrogates, which UTF-8 cannot encode, all non-ASCII characters are escaped.
-    """
+    """Return compact JSON with sorted keys, so that equal values give equal text. If the value contains lone
+    surrogates, which UTF-8 cannot encode, all non-ASCII characters are escaped."""
     text = _encode_unicode(value)
     try:
         text.encode()

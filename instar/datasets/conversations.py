@@ -1,17 +1,16 @@
-"""Converts sessions to conversations for SFT and DPO, in the format that TRL reads.
-
-The rows contain text, which TRL renders and tokenizes. Only the importable formats contain sampled tokens.
-"""
+"""Converts sessions to conversations for SFT and DPO, in the format that TRL reads. The rows contain text,
+which TRL renders and tokenizes. Only the importable formats contain sampled tokens."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from instar.datasets.columns import dump_canonical_json
+from instar.datasets.manifest import ContentHash
+from instar.record.base import to_template_message
 from instar.store.base import SessionRecord
 from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, RewardSource, SessionStatus, Tool
 
@@ -29,17 +28,14 @@ class ConversationWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[str, TextIO] = {}
-        self._hashes: dict[str, Any] = {}
+        self._hash = ContentHash()
 
     def add(self, **rows: Rows) -> None:
         for name, new_rows in rows.items():
             for row in new_rows:
                 if name not in self._files:
                     self._files[name] = (self._folder / FILE_NAMES[name]).open("w", encoding="utf-8")
-                    self._hashes[name] = hashlib.sha256()
-                line = dump_canonical_json(row) + "\n"
-                self._files[name].write(line)
-                self._hashes[name].update(line.encode())
+                self._files[name].write(self._hash.add_line(name, dump_canonical_json(row)) + "\n")
 
     def close(self) -> None:
         for file in self._files.values():
@@ -47,21 +43,18 @@ class ConversationWriter:
 
     @property
     def digest(self) -> str:
-        text = "".join(f"{name} {self._hashes[name].hexdigest()}\n" for name in sorted(self._hashes))
-        return f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+        return self._hash.hexdigest(*sorted(self._files))
 
 
 def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: float | None) -> dict[str, Rows]:
     """Return two types of rows: ``messages`` has one row per conversation, ``completions`` one per reply.
-
     Only completed sessions with a reward of at least ``min_reward`` are included; None means any reward above
-    0. Human corrections are added to ``completions`` whatever the reward. Untrainable sessions have no rows.
-    """
+    0. Human corrections are added to ``completions`` whatever the reward. Untrainable sessions have none."""
     rows: dict[str, Rows] = {"messages": [], "completions": _make_correction_rows(record)}
     has_min_reward = reward is not None and (reward > 0 if min_reward is None else reward >= min_reward)
     if has_min_reward and _is_usable(record):
         for call in _find_last_calls(record.calls):
-            messages = _convert_messages([*call.messages, call.reply])
+            messages = [to_template_message(message) for message in (*call.messages, call.reply)]
             rows["messages"].append({"messages": messages, **_convert_tools(call.tools)})
         for call in record.calls:
             if _is_complete(call):
@@ -71,8 +64,8 @@ def build_sft_rows(record: SessionRecord, reward: float | None, min_reward: floa
 
 def _make_completion(call: Call, reply: Message) -> Json:
     return {
-        "prompt": _convert_messages(call.messages),
-        "completion": _convert_messages([reply]),
+        "prompt": list(map(to_template_message, call.messages)),
+        "completion": [to_template_message(reply)],
         **_convert_tools(call.tools),
     }
 
@@ -90,11 +83,9 @@ def _make_correction_rows(record: SessionRecord) -> Rows:
 
 
 def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: float) -> Rows:
-    """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc.
-
-    The rewards in a pair must differ by more than ``margin``. The conversations must have the same tools and
-    first differ in a reply. Only completed, trainable sessions with one complete conversation are used.
-    """
+    """Pair the sessions of a group: the best with the worst, the second best with the second worst, etc. The
+    rewards in a pair must differ by more than ``margin``. The conversations must have the same tools and
+    first differ in a reply. Only completed, trainable sessions with one complete conversation are used."""
     candidates: list[tuple[float, Call]] = []
     for record, reward in group:
         last_calls = _find_last_calls(record.calls)
@@ -121,9 +112,9 @@ def _make_pair(chosen: Call, rejected: Call) -> Json | None:
     if any(messages[split]["role"] != "assistant" for messages in (chosen_messages, rejected_messages)):
         return None
     return {
-        "prompt": _convert_messages(chosen_messages[:split]),
-        "chosen": _convert_messages(chosen_messages[split:]),
-        "rejected": _convert_messages(rejected_messages[split:]),
+        "prompt": list(map(to_template_message, chosen_messages[:split])),
+        "chosen": list(map(to_template_message, chosen_messages[split:])),
+        "rejected": list(map(to_template_message, rejected_messages[split:])),
         **_convert_tools(chosen.tools),
     }
 
@@ -141,8 +132,7 @@ def _is_complete(call: Call) -> bool:
 
 
 def _find_last_calls(calls: Sequence[Call]) -> list[Call]:
-    """Return the last call of each conversation, because it has all messages. Skip calls whose reply is not
-    complete."""
+    """Return the last call of each conversation, which has all its messages, if the reply is complete."""
     extended_ids = {call.parent_id for call in calls if call.link == "extends"}
     return [call for call in calls if call.call_id not in extended_ids and _is_complete(call)]
 
@@ -152,33 +142,3 @@ def _convert_tools(tools: Sequence[Tool]) -> Json:
     if not tools:
         return {}
     return {"tools": json.dumps([{"type": "function", "function": dict(tool)} for tool in tools])}
-
-
-def _convert_messages(messages: Sequence[Message]) -> list[Json]:
-    return [_convert_message(message) for message in messages]
-
-
-def _convert_message(message: Message) -> Json:
-    converted: Json = {"role": message["role"], "content": message["content"]}
-    trl_names = {"reasoning": "reasoning_content", "tool_call_id": "tool_call_id", "name": "name"}
-    for name, trl_name in trl_names.items():
-        if name in message:
-            converted[trl_name] = message[name]
-    if "tool_calls" in message:
-        converted["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": _parse_arguments(call["arguments"])},
-            }
-            for call in message["tool_calls"]
-        ]
-    return converted
-
-
-def _parse_arguments(text: str) -> Any:
-    """Parse a tool call's arguments, because chat templates expect objects. Keep text that is not JSON."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text

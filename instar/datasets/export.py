@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,9 @@ from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, 
 
 SESSIONS_PER_PAGE = 256
 EVERYTHING = SessionFilter()
+SESSION_FIELDS = ("session_id", "group_id", "task_id", "policy_id")
+SAMPLE_FIELDS = ("sample_key", "token_ids", "mask", "logprobs", "behavior_logprobs", "versions")
+"""The columns of the table `samples` that are fields of the session and of the sample."""
 
 ProgressCallback = Callable[[int, int], object]
 """Called with the number of processed sessions (in a `dpo` export: groups) and their total number."""
@@ -148,7 +151,7 @@ class _Export:
     async def write_tables(self, folder: Path) -> str:
         """Write the tables and return the hash of the content tables."""
         digest = ContentHash()
-        with WRITERS[self.options.format](folder, self.options.tables) as writer:
+        with closing(WRITERS[self.options.format](folder, self.options.tables)) as writer:
 
             def add(table: TableName, row: ExportRow) -> None:
                 writer.add(table, row, digest.add(table, row))
@@ -196,9 +199,16 @@ class _Export:
         else:
             await self._write_pairs(writer)
         writer.close()
-        if not self.counts["rows"]:
-            raise _no_rows_error(self.options)
-        return writer.digest
+        if self.counts["rows"]:
+            return writer.digest
+        if self.options.format == "sft":
+            minimum = self.options.min_reward
+            required = "above 0" if minimum is None else f"of at least {minimum:g}"
+            problem = f"no completed session has a reward {required}; lower the minimum"
+        else:
+            problem = "no group has two completed sessions with the same prompt whose rewards differ by more "
+            problem += f"than {self.options.margin:g}"
+        raise DataError(f"nothing to export: {problem}")
 
     async def _write_pairs(self, writer: ConversationWriter) -> None:
         sessions_by_group: dict[str, list[str]] = {}
@@ -213,16 +223,6 @@ class _Export:
             self.counts["rows"] += len(pairs)
             if self.progress is not None:
                 self.progress(number, len(sessions_by_group))
-
-
-def _no_rows_error(options: ExportOptions) -> DataError:
-    if options.format == "sft":
-        minimum = "above 0" if options.min_reward is None else f"of at least {options.min_reward:g}"
-        return DataError(f"nothing to export: no completed session has a reward {minimum}; lower the minimum")
-    return DataError(
-        "nothing to export: no group has two completed sessions with the same prompt whose rewards differ by "
-        f"more than {options.margin:g}"
-    )
 
 
 async def read_records(
@@ -289,18 +289,10 @@ def build_sample_rows(record: SessionRecord, hooks: ExportHooks) -> Iterator[Exp
     for sample in hooks.build_samples(session, record.calls):
         leaf = by_id[sample.spans[-1].call_id]
         yield {
-            "sample_key": sample.sample_key,
-            "session_id": session.session_id,
-            "group_id": session.group_id,
-            "task_id": session.task_id,
-            "policy_id": session.policy_id,
+            **{name: getattr(session, name) for name in SESSION_FIELDS},
+            **{name: getattr(sample, name) for name in SAMPLE_FIELDS},
             "messages": [*leaf.messages, leaf.reply],
             "tools": list(leaf.tools),
-            "token_ids": sample.token_ids,
-            "mask": sample.mask,
-            "logprobs": sample.logprobs,
-            "behavior_logprobs": sample.behavior_logprobs,
-            "versions": sample.versions,
             "reward": hooks.combine_rewards(record),
             "rewards": row["rewards"],
         }

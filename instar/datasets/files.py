@@ -8,8 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any
 
 from instar.datasets.columns import (
     TABLES,
@@ -30,44 +29,31 @@ class TableWriter(ABC):
     def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         self.folder = folder
         self.tables = tuple(tables)
+        self._exit_stack = ExitStack()
 
     @abstractmethod
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
         """Write a row. ``line`` is the row as canonical JSON."""
 
-    @abstractmethod
-    def finish(self) -> None: ...
+    def finish(self) -> None:
+        """Complete the files and close them."""
+        self.close()
 
-    @abstractmethod
     def close(self) -> None:
         """Close the files. They are incomplete if `finish` was not called."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._exit_stack.close()
 
 
 class JsonlWriter(TableWriter):
     def __init__(self, folder: Path, tables: Sequence[TableName]) -> None:
         super().__init__(folder, tables)
-        self._exit_stack = ExitStack()
-        self._files: dict[TableName, TextIO] = {
+        self._files = {
             name: self._exit_stack.enter_context((folder / f"{name}.jsonl").open("w", encoding="utf-8"))
             for name in tables
         }
 
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
         self._files[table].write(line + "\n")
-
-    def finish(self) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._exit_stack.close()
 
 
 class ParquetWriter(TableWriter):
@@ -77,14 +63,15 @@ class ParquetWriter(TableWriter):
         self._pending: dict[TableName, list[ExportRow]] = {name: [] for name in tables}
         self._schemas = {name: _make_schema(TABLES[name]) for name in tables}
         self._writers = {
-            name: pq.ParquetWriter(folder / f"{name}.parquet", self._schemas[name], compression="zstd")
-            for name in tables
+            name: self._exit_stack.enter_context(
+                pq.ParquetWriter(folder / f"{name}.parquet", schema, compression="zstd")
+            )
+            for name, schema in self._schemas.items()
         }
 
     def add(self, table: TableName, row: ExportRow, line: str) -> None:
-        pending = self._pending[table]
-        pending.append(row)
-        if len(pending) >= ROWS_PER_BATCH:
+        self._pending[table].append(row)
+        if len(self._pending[table]) >= ROWS_PER_BATCH:
             self._write_pending(table)
 
     def _write_pending(self, table: TableName) -> None:
@@ -95,11 +82,7 @@ class ParquetWriter(TableWriter):
     def finish(self) -> None:
         for table in self.tables:
             self._write_pending(table)
-        self.close()
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
+        super().finish()
 
 
 class HfWriter(ParquetWriter):
@@ -118,9 +101,6 @@ class HfWriter(ParquetWriter):
 
 
 WRITERS: dict[Format, type[TableWriter]] = {"jsonl": JsonlWriter, "parquet": ParquetWriter, "hf": HfWriter}
-
-
-# --- reading ------------------------------------------------------------------------------------
 
 
 def read_rows(folder: Path, format: Format, table: TableName) -> Iterator[ExportRow]:

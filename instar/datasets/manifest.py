@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from instar.datasets.columns import TABLES, ExportRow, TableName, encode_line
 from instar.errors import DataError
@@ -23,8 +24,7 @@ IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """Describes exported data. It contains no timestamps or paths, so two exports of the same data by the
-    same version of Instar are identical."""
+    """Describes exported data, without timestamps and paths, so that exports of the same data are equal."""
 
     format: Format
     run: str
@@ -73,15 +73,17 @@ class ContentHash:
     """Hashes the rows of each table in order. The hash does not depend on the file format."""
 
     def __init__(self) -> None:
-        self._tables = {name: hashlib.sha256() for name in TABLES}
+        self._tables = defaultdict[str, Any](hashlib.sha256)
 
     def add(self, table: TableName, row: ExportRow) -> str:
         """Add a row and return its canonical line."""
-        line = encode_line(TABLES[table], row)
+        return self.add_line(table, encode_line(TABLES[table], row))
+
+    def add_line(self, table: str, line: str) -> str:
         self._tables[table].update(line.encode() + b"\n")
         return line
 
-    def hexdigest(self, *tables: TableName) -> str:
+    def hexdigest(self, *tables: str) -> str:
         """Return the hash of the tables as ``sha256:…``."""
         digest = hashlib.sha256()
         for name in tables:

@@ -18,6 +18,8 @@ from instar.store.base import SessionRecord
 from instar.types import Call, Feedback, Group, Message, Reward, Score, Session, Tag, Task, Tool
 
 T = TypeVar("T", Group, Session, Call, Reward, Score, Tag, Feedback)
+ANNOTATION_TYPES: dict[str, Any] = {"rewards": Reward, "scores": Score, "tags": Tag, "feedback": Feedback}
+"""The types of the annotations in a session row, by column."""
 
 
 def _encode_fields(item: Group | Session | Call) -> ExportRow:
@@ -65,10 +67,7 @@ def encode_record(record: SessionRecord) -> tuple[ExportRow, list[ExportRow]]:
     """Return the session row and the call rows. Raises DataError if a call's base is not in the session."""
     row = _encode_fields(record.session) | {
         "calls": len(record.calls),
-        "rewards": [_encode_annotation(reward) for reward in record.rewards],
-        "scores": [_encode_annotation(score) for score in record.scores],
-        "tags": [_encode_annotation(tag) for tag in record.tags],
-        "feedback": [_encode_annotation(feedback) for feedback in record.feedback],
+        **{name: list(map(_encode_annotation, getattr(record, name))) for name in ANNOTATION_TYPES},
     }
     calls_by_id = {call.call_id: call for call in record.calls}
     return row, [_encode_call(call, calls_by_id) for call in record.calls]
@@ -106,18 +105,11 @@ def decode_record(row: ExportRow, call_rows: Sequence[ExportRow]) -> SessionReco
             )
         call = _decode_call(call_row, calls_by_id)
         calls_by_id[call.call_id] = call
-
-    def decode_annotations(cls: type[T], name: str) -> tuple[T, ...]:
-        return tuple(_decode_fields(cls, values, session_id=session_id) for values in row[name])
-
-    return SessionRecord(
-        session=_decode_fields(Session, row),
-        calls=tuple(calls_by_id.values()),
-        rewards=decode_annotations(Reward, "rewards"),
-        scores=decode_annotations(Score, "scores"),
-        tags=decode_annotations(Tag, "tags"),
-        feedback=decode_annotations(Feedback, "feedback"),
-    )
+    annotations: dict[str, Any] = {
+        name: tuple(_decode_fields(cls, values, session_id=session_id) for values in row[name])
+        for name, cls in ANNOTATION_TYPES.items()
+    }
+    return SessionRecord(_decode_fields(Session, row), tuple(calls_by_id.values()), **annotations)
 
 
 def _decode_call(row: ExportRow, calls_by_id: Mapping[str, Call]) -> Call:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from instar.agents.calculator import CALC_TOOL, calculate
-from instar.agents.openai_agent import OpenAIAgent, make_tool_call, make_tool_result
+from instar.agents.openai_agent import OpenAIAgent, make_tool_call, make_tool_result, make_turns
 from instar.rollout.base import AgentSession
 from instar.types import Json
 
@@ -34,7 +34,7 @@ class CalculatorAgent(OpenAIAgent):
         """Solve one problem after ``examples`` worked examples. The tool "random" returns random numbers, to
         show that the problems cannot be solved without the calculator."""
         run_tool = calculate if tool == "calc" else _make_random_tool(session.session_id)
-        messages: list[Any] = [*make_prompt(examples), {"role": "user", "content": task["question"]}]
+        messages: list[Any] = [*make_prompt(examples), *make_turns(task["question"])]
         for turn in range(MAX_TURNS):
             max_tokens = MAX_ANSWER_TOKENS if turn else MAX_CALL_TOKENS
             reply = await self.complete(session, messages, tools=[CALC_TOOL], max_tokens=max_tokens)
@@ -54,7 +54,7 @@ def make_prompt(examples: int = len(EXAMPLES)) -> list[Any]:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     for number, (question, expression, answer) in enumerate(EXAMPLES[:examples]):
         messages += [
-            {"role": "user", "content": question},
+            *make_turns(question),
             make_tool_call(f"call_{number}", "calc", expression=expression),
             make_tool_result(f"call_{number}", answer),
             {"role": "assistant", "content": answer},

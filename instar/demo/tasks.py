@@ -7,19 +7,8 @@ from dataclasses import replace
 from itertools import cycle
 
 from instar.rewards.base import Transcript
-from instar.rollout.tasksets.word_problems import (
-    NUMBER,
-    PEOPLE,
-    THINGS,
-    ProblemMaker,
-    WordProblem,
-    generate_problems,
-    make_boxes,
-    make_compare,
-    make_packs,
-    make_share,
-    parse_number,
-)
+from instar.rollout.tasksets import word_problems
+from instar.rollout.tasksets.word_problems import PEOPLE, THINGS, ProblemMaker, WordProblem
 from instar.types import Json
 
 
@@ -33,16 +22,16 @@ def heldout_tasks(seed: int = 0, size: int = 128) -> list[Json]:
 
 def score(task: Json, transcript: Transcript) -> float:
     """Return 1 if the last number in the final reply is the answer, else 0."""
-    numbers = NUMBER.findall(transcript.final_text)
-    return float(bool(numbers) and parse_number(numbers[-1]) == float(task["answer"]))
+    numbers = word_problems.NUMBER.findall(transcript.final_text)
+    return float(bool(numbers) and word_problems.parse_number(numbers[-1]) == float(task["answer"]))
 
 
 def _generate(seed: int, size: int, *, held_out: bool) -> list[Json]:
     """Return ``size`` distinct problems. Every fourth one is a plain calculation; the kinds rotate."""
     rng = random.Random(f"instar-demo/{seed}/{held_out}")
-    plain, word_problems = cycle(PLAIN_MAKERS), cycle(WORD_PROBLEM_MAKERS)
-    makers = [next(word_problems if index % 4 else plain) for index in range(size)]
-    problems = generate_problems(rng, makers, held_out=held_out)
+    plain, worded = cycle(PLAIN_MAKERS), cycle(WORD_PROBLEM_MAKERS)
+    makers = [next(worded if index % 4 else plain) for index in range(size)]
+    problems = word_problems.generate_problems(rng, makers, held_out=held_out)
     return [{"question": p.question, "answer": p.result, "kind": p.kind} for p in problems]
 
 
@@ -76,15 +65,15 @@ def _make_left(rng: random.Random) -> WordProblem:
 
 
 def _make_two_step(rng: random.Random) -> WordProblem:
-    return replace(make_packs(rng), kind="two_step")
+    return replace(word_problems.make_packs(rng), kind="two_step")
 
 
 PLAIN_MAKERS: tuple[ProblemMaker, ...] = (_make_plus, _make_minus, _make_times)
 WORD_PROBLEM_MAKERS: tuple[ProblemMaker, ...] = (
-    make_boxes,
+    word_problems.make_boxes,
     _make_more,
     _make_left,
-    make_compare,
-    make_share,
+    word_problems.make_compare,
+    word_problems.make_share,
     _make_two_step,
 )

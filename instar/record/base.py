@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from instar.config import ModelConfig
-from instar.types import Ids, Link, Message, Tool
+from instar.record.hashing import parse_arguments
+from instar.types import Ids, Json, Link, Message, Tool
 
 Messages = Sequence[Message]
 Tools = Sequence[Tool]
@@ -138,3 +139,20 @@ class Placement:
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
     """The index of the base call's first redacted message if the request shares it, else None."""
+
+
+def to_template_message(message: Message) -> Json:
+    """Return a message in the format that chat templates and the `renderers` library expect."""
+    out: Json = {"role": message["role"], "content": message["content"]}
+    if reasoning := message.get("reasoning"):
+        out["reasoning_content"] = reasoning
+    if calls := message.get("tool_calls"):
+        out["tool_calls"] = [
+            {
+                "id": call["id"],
+                "type": "function",
+                "function": {"name": call["name"], "arguments": parse_arguments(call)},
+            }
+            for call in calls
+        ]
+    return out | {name: value for name, value in message.items() if name in ("tool_call_id", "name")}

@@ -21,9 +21,9 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
-from instar.record.base import Messages, ReplyDelta, StreamParser, Tools
+from instar.record.base import Messages, ReplyDelta, StreamParser, Tools, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION
-from instar.record.render import TokenizerRenderer, to_template_message
+from instar.record.render import TokenizerRenderer
 from instar.record.stream import (
     Detokenizer,
     StopStringFilter,

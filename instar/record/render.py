@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, cast
 from instar.config import ModelConfig
 from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
-from instar.record.base import Messages, Renderer, StreamParser, Tools
+from instar.record.base import Messages, Renderer, StreamParser, Tools, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
-from instar.record.hashing import parse_arguments
 from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
-from instar.types import Json, Message, ToolCall
+from instar.types import Message, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -67,23 +66,6 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
     return TemplateRenderer(tokenizer, eos_ids, model.tool_format)
-
-
-def to_template_message(message: Message) -> Json:
-    """Return a message in the format that chat templates and the `renderers` library expect."""
-    out: Json = {"role": message["role"], "content": message["content"]}
-    if reasoning := message.get("reasoning"):
-        out["reasoning_content"] = reasoning
-    if calls := message.get("tool_calls"):
-        out["tool_calls"] = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": parse_arguments(call)},
-            }
-            for call in calls
-        ]
-    return out | {name: value for name, value in message.items() if name in ("tool_call_id", "name")}
 
 
 class CachingEncoder:

@@ -31,10 +31,8 @@ def create_scorers(config: RunConfig, taskset: TextScorerSource | None = None) -
                 "remove one of them"
             )
     known = {*(source.value for source in RewardSource), *names}
-    combine = config.scoring.combine
-    settings = {"prefer": combine.prefer, "weights": combine.weights, "veto": combine.veto}
-    for setting, combined_names in settings.items():
-        for name in combined_names:
+    for setting in ("prefer", "weights", "veto"):
+        for name in getattr(config.scoring.combine, setting):
             if name not in known:
                 raise ConfigError(
                     f"scoring.combine.{setting}: unknown scorer {name!r}; "

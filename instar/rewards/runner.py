@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from instar.config import ScoringConfig
@@ -112,12 +113,9 @@ class ScoringRunner:
         result = await score_sessions(
             scorer, task, session_ids, load, self.config, memory_slot=memory_slot, attempt_slot=attempt_slot
         )
-        try:
-            is_new = await self.store.record_scores(result.scores, result.rewards)
-        except ConflictError:  # another process recorded the same score at the same time
-            is_new = False
-        if is_new:
-            self.counts.add(result)
+        with suppress(ConflictError):  # another process recorded the same score at the same time
+            if await self.store.record_scores(result.scores, result.rewards):
+                self.counts.add(result)
         for session_id in session_ids:
             self._group_queue.mark_scored(session_id, scorer.name)
 

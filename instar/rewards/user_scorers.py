@@ -64,9 +64,8 @@ class RuleReward(Scorer):
         elif text_scorer is None:
             raise ConfigError("reward.function is required, because no task set provides a scorer")
         elif isinstance(text_scorer, WorkerTextScorer):
-            check_name, check_args = text_scorer.check_name, text_scorer.check_args
             self.workers = CheckWorkerPool(
-                check_name, check_args, requires_sandbox=text_scorer.requires_sandbox
+                text_scorer.check_name, text_scorer.check_args, requires_sandbox=text_scorer.requires_sandbox
             )
             self.concurrency_limit = self.workers.concurrency_limit
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from statistics import correlation
 from typing import Any
 
 from instar.store.base import Store
@@ -102,10 +102,7 @@ def _divide(total: float, count: int) -> float | None:
 
 
 def _compute_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    if len(pairs) < 2:
+    columns = list(zip(*pairs, strict=True))
+    if len(pairs) < 2 or any(max(values) - min(values) < 1e-12 for values in columns):
         return None
-    means = [sum(pair[i] for pair in pairs) / len(pairs) for i in (0, 1)]
-    norms = [math.sqrt(sum((pair[i] - means[i]) ** 2 for pair in pairs)) for i in (0, 1)]
-    if min(norms) < 1e-12:
-        return None
-    return sum((a - means[0]) * (b - means[1]) for a, b in pairs) / (norms[0] * norms[1])
+    return correlation(*columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Literal, NoReturn, TypeVar
+from typing import Generic, Literal, NoReturn, TypeVar
 
 import msgspec
 
@@ -14,31 +14,36 @@ from instar.types import Json
 
 MAX_PARSE_ATTEMPTS = 200
 """The maximum number of opening braces in a text at which parsing is attempted."""
+MAX_TEXT_CHARS = 500
+"""The maximum length of a text from a judge that is stored. The rest is cut off."""
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
+
+
+T = TypeVar("T")
 
 
 class UnparseableAnswer(Exception):
     """The reply contains no valid answer to the question."""
 
 
-class ScoreAnswer(msgspec.Struct):
-    score: float
+class JudgeAnswer(msgspec.Struct, kw_only=True):
     reasons: str = ""
 
+    def __post_init__(self) -> None:
+        self.reasons = self.reasons[:MAX_TEXT_CHARS]
 
-class StepScoreAnswer(msgspec.Struct):
+
+class ScoreAnswer(JudgeAnswer):
+    score: float
+
+
+class StepScoreAnswer(JudgeAnswer):
     step: int
     score: float
-    reasons: str = ""
 
 
-class StepScoresAnswer(msgspec.Struct):
-    steps: list[StepScoreAnswer]
-
-
-class ComparisonAnswer(msgspec.Struct):
+class ComparisonAnswer(JudgeAnswer):
     winner: Literal["A", "B", "tie"]
-    reasons: str = ""
 
 
 Signal = Literal[
@@ -46,17 +51,13 @@ Signal = Literal[
 ]
 
 
-class StepSignalAnswer(msgspec.Struct):
+class StepSignalAnswer(JudgeAnswer):
     step: int
     signal: Signal
-    reasons: str = ""
 
 
-class StepSignalsAnswer(msgspec.Struct):
-    steps: list[StepSignalAnswer]
-
-
-T = TypeVar("T")
+class StepsAnswer(msgspec.Struct, Generic[T]):
+    steps: list[T]
 
 
 def find_candidate_answers(reply: JudgeReply, question: str = "") -> Iterator[Json]:
@@ -105,7 +106,3 @@ def scale_to_unit(score: float, scale: tuple[float, float]) -> float:
     if not low <= score <= high:
         raise UnparseableAnswer(f"the score {score:g} is not between {low:g} and {high:g}")
     return (score - low) / (high - low)
-
-
-def truncate(text: Any, max_chars: int = 500) -> str:
-    return str(text)[:max_chars]

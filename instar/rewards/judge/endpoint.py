@@ -64,6 +64,7 @@ class JudgeEndpoint(ABC):
         await self._http.close()
 
     async def _post_json(self, url: URL, headers: Mapping[str, str], body: Json) -> bytes:
+        headers = {"content-type": "application/json", **headers}
         data = json.dumps(body).encode()
         try:
             response = await self._http.post(url, data, headers=headers, max_bytes=MAX_RESPONSE_BYTES)
@@ -142,11 +143,11 @@ def _parse_messages_response(raw: bytes) -> JudgeReply:
     )
 
 
-def _decode(raw: bytes, response_type: type[T]) -> T:
+def _decode(raw: bytes, response_type: type[T], problem: str = "the judge returned an invalid response") -> T:
     try:
         return msgspec.json.decode(raw, type=response_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ScoreError(f"the judge returned an invalid response: {error}", retryable=True) from error
+        raise ScoreError(f"{problem}: {error}", retryable=True) from error
 
 
 class HttpJudgeEndpoint(JudgeEndpoint):
@@ -159,14 +160,11 @@ class HttpJudgeEndpoint(JudgeEndpoint):
             )
         super().__init__(config.timeout, key)
         self._url = _build_url(config)
-        self._headers = {"content-type": "application/json"}
-        if config.dialect == "messages":
-            self._headers["anthropic-version"] = ANTHROPIC_VERSION
-        if key is not None and config.dialect == "messages":
-            self._headers["x-api-key"] = key
-        elif key is not None:
-            self._headers["authorization"] = f"Bearer {key}"
-        self._headers.update(config.headers)
+        self._is_anthropic = config.dialect == "messages"
+        self._headers = {"anthropic-version": ANTHROPIC_VERSION} if self._is_anthropic else {}
+        if key is not None:
+            self._headers |= {"x-api-key": key} if self._is_anthropic else _build_headers(key)
+        self._headers |= config.headers
         self._sends_schema = config.structured != "text"
 
     async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
@@ -185,8 +183,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
     async def _request_reply(self, system: str, user: str, schema: Json | None) -> JudgeReply:
         body = _build_request(self._config, system, user, schema)
         raw = await self._post_json(self._url, self._headers, body)
-        is_anthropic = self._config.dialect == "messages"
-        return (_parse_messages_response if is_anthropic else _parse_chat_response)(raw)
+        return (_parse_messages_response if self._is_anthropic else _parse_chat_response)(raw)
 
 
 def _build_url(config: JudgeRewardConfig) -> URL:
@@ -238,11 +235,8 @@ class RunModelEndpoint(JudgeEndpoint):
         body = msgspec.to_builtins(OpenSession(metadata={"judge": self._config.name or self._config.rubric}))
         root = self._context.base_url.rstrip("/").removesuffix("/v1")
         raw = await self._post_json(URL(f"{root}/sessions"), _build_headers(self._context.api_key), body)
-        try:
-            return msgspec.json.decode(raw, type=OpenedSession)
-        except msgspec.DecodeError as error:
-            raise ScoreError(f"the gateway returned an invalid session: {error}", retryable=True) from error
+        return _decode(raw, OpenedSession, "the gateway returned an invalid session")
 
 
 def _build_headers(key: str) -> dict[str, str]:
-    return {"content-type": "application/json", "authorization": f"Bearer {key}"}
+    return {"authorization": f"Bearer {key}"}

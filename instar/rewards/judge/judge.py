@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 from instar.config.judge import BudgetConfig, JudgeRewardConfig
 from instar.errors import ScoreError
 from instar.rewards.base import JUDGE_AGENT, Scorer, ScoringContext, Transcript
-from instar.rewards.judge.answers import UnparseableAnswer, find_candidate_answers, truncate
+from instar.rewards.judge.answers import MAX_TEXT_CHARS, UnparseableAnswer, find_candidate_answers
 from instar.rewards.judge.endpoint import HttpJudgeEndpoint, JudgeEndpoint, JudgeReply, RunModelEndpoint
 from instar.rewards.judge.rubric import JudgePromptPart, Rubric, hash_json
 from instar.rewards.judge.session_steps import render_task
@@ -117,15 +117,12 @@ class Judge(Scorer):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not transcript.calls:
             raise ScoreError("the session has no calls, so it cannot be judged")
-        return [] if await self._is_judge_session(transcript) else await self.judge(task, transcript)
-
-    async def _is_judge_session(self, transcript: Transcript) -> bool:
-        """True if the run's own model is the judge in this session. Agents can also send the judge's model
-        name, but only the judge tags its sessions as untrainable."""
-        if self._context is None or all(call.model != JUDGE_AGENT for call in transcript.calls):
-            return False
-        tags = await self._context.store.tags([transcript.session_id])
-        return any(tag.name == UNTRAINABLE for tag in tags[transcript.session_id])
+        if self._context is not None and any(call.model == JUDGE_AGENT for call in transcript.calls):
+            # Agents can also send the judge's model name, but only judges tag their sessions as untrainable.
+            tags = await self._context.store.tags([transcript.session_id])
+            if any(tag.name == UNTRAINABLE for tag in tags[transcript.session_id]):
+                return []  # the run's own model is the judge in this session
+        return await self.judge(task, transcript)
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
         raise NotImplementedError
@@ -156,29 +153,19 @@ class Judge(Scorer):
         low, high = self.config.scale
         fields |= {"low": f"{low:g}", "high": f"{high:g}"}
         hashed_parts = [[part.label, part.text] for part in parts]
-        keys = [
-            hash_json([self._answer_settings, fields, hashed_parts, number])
-            for number in range(self.config.votes)
-        ]
-        return await gather_all([self._get_vote(key, parts, fields, parse, session_id) for key in keys])
-
-    async def _get_vote(
-        self,
-        key: bytes,
-        parts: Sequence[JudgePromptPart],
-        fields: dict[str, str],
-        parse: ParseAnswer[T],
-        session_id: str,
-    ) -> JudgeVote[T]:
         assert self._context is not None
-        lock = self._locks.get(key) or asyncio.Lock()
-        self._locks[key] = lock
-        async with lock:
-            if (stored := await self._context.store.judgment(key)) is None:
-                stored = await self._request_judgment(
-                    key, *self.rubric.render(parts, fields), parse, session_id
-                )
-        return JudgeVote(parse(stored["answer"]), stored["cost"] if stored["session"] == session_id else 0.0)
+        store = self._context.store
+
+        async def get_vote(number: int) -> JudgeVote[T]:
+            key = hash_json([self._answer_settings, fields, hashed_parts, number])
+            async with self._locks.setdefault(key, asyncio.Lock()):
+                if (stored := await store.judgment(key)) is None:
+                    prompt = self.rubric.render(parts, fields)
+                    stored = await self._request_judgment(key, *prompt, parse, session_id)
+            cost = stored["cost"] if stored["session"] == session_id else 0.0
+            return JudgeVote(parse(stored["answer"]), cost)
+
+        return await gather_all([get_vote(number) for number in range(self.config.votes)])
 
     async def _request_judgment(
         self, key: bytes, system: str, user: str, parse: ParseAnswer[T], session_id: str
@@ -198,7 +185,7 @@ class Judge(Scorer):
                 answer = _find_answer(reply, user, parse)
             except UnparseableAnswer as error:
                 # The unusable reply was paid for and counts towards the budget, so it gets its own key.
-                unusable = {"unusable": truncate(reply.text), "session": session_id}
+                unusable = {"unusable": reply.text[:MAX_TEXT_CHARS], "session": session_id}
                 await store.put_judgment(hash_json([key.hex(), new_id("unusable")]), run_id, unusable, cost)
                 raise ScoreError(str(error), retryable=True) from error
             judgment: Json = {"answer": answer, "cost": cost, "session": session_id}

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from instar.config.judge import JudgeRewardConfig
 from instar.rewards.base import Transcript
 from instar.rewards.judge import answers, session_steps
-from instar.rewards.judge.answers import convert_answer, scale_to_unit, truncate
+from instar.rewards.judge.answers import convert_answer, scale_to_unit
 from instar.rewards.judge.judge import Judge, gather_all
 from instar.rewards.judge.pairwise import PairwiseJudge
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
@@ -37,7 +37,7 @@ class OutcomeJudge(Judge):
 
     def _parse_answer(self, json_answer: Json) -> tuple[float, str]:
         answer = convert_answer(json_answer, answers.ScoreAnswer)
-        return scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons)
+        return scale_to_unit(answer.score, self.config.scale), answer.reasons
 
 
 class StepJudge(Judge, Generic[T]):
@@ -97,8 +97,8 @@ class ProcessJudge(StepJudge[float]):
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[float]:
         return {
-            answer.step: (scale_to_unit(answer.score, self.config.scale), truncate(answer.reasons))
-            for answer in convert_answer(json_answer, answers.StepScoresAnswer).steps
+            answer.step: (scale_to_unit(answer.score, self.config.scale), answer.reasons)
+            for answer in convert_answer(json_answer, answers.StepsAnswer[answers.StepScoreAnswer]).steps
         }
 
     def combine_votes(self, votes: Sequence[float], reasons: Sequence[str]) -> tuple[float, Json]:
@@ -111,8 +111,8 @@ class FollowupJudge(StepJudge[str]):
     include_followup = True
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
-        steps = convert_answer(json_answer, answers.StepSignalsAnswer).steps
-        return {answer.step: (str(answer.signal), truncate(answer.reasons)) for answer in steps}
+        steps = convert_answer(json_answer, answers.StepsAnswer[answers.StepSignalAnswer]).steps
+        return {answer.step: (str(answer.signal), answer.reasons) for answer in steps}
 
     def combine_votes(self, votes: Sequence[str], reasons: Sequence[str]) -> tuple[float, Json] | None:
         (signal, count), *others = Counter(votes).most_common()

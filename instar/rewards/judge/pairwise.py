@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -10,12 +9,13 @@ from statistics import fmean
 from typing import Literal
 
 from instar.rewards.base import GroupScorer, Transcript
-from instar.rewards.judge.answers import ComparisonAnswer, convert_answer, truncate
+from instar.rewards.judge.answers import ComparisonAnswer, convert_answer
 from instar.rewards.judge.judge import Judge, JudgeVote, gather_all
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import render_conversation
 from instar.types import Json, Reward, Task
 
+PromptParts = list[JudgePromptPart]
 Verdict = tuple[Literal["A", "B", "tie"], str]
 """The winner and the reasons."""
 PRIOR_DRAWS = 0.5
@@ -52,12 +52,7 @@ class PairwiseJudge(GroupScorer, Judge):
         return [self._create_reward(sessions, i, value, comparisons) for i, value in enumerate(win_rates)]
 
     async def _compare(
-        self,
-        task: Task,
-        sessions: Sequence[Transcript],
-        rendered: Sequence[list[JudgePromptPart]],
-        a: int,
-        b: int,
+        self, task: Task, sessions: Sequence[Transcript], rendered: Sequence[PromptParts], a: int, b: int
     ) -> PairComparison:
         if rendered[a] == rendered[b]:
             votes = self.config.votes
@@ -84,16 +79,11 @@ class PairwiseJudge(GroupScorer, Judge):
         own = [comparison for comparison in comparisons if index in (comparison.first, comparison.second)]
         pairs: list[Json] = []
         for comparison in own:
-            is_first = comparison.first == index
-            opponent = comparison.second if is_first else comparison.first
-            points = comparison.points if is_first else 1 - comparison.points
-            pairs.append(
-                {
-                    "session": sessions[opponent].session_id,
-                    "points": round(points, 6),
-                    "reasons": comparison.reasons,
-                }
-            )
+            opponent, points = comparison.second, comparison.points
+            if opponent == index:
+                opponent, points = comparison.first, 1 - points
+            opponent_id = sessions[opponent].session_id
+            pairs.append({"session": opponent_id, "points": round(points, 6), "reasons": comparison.reasons})
         detail: Json = {
             "pairs": pairs,
             "orders": sum(comparison.vote_count for comparison in own),
@@ -105,7 +95,7 @@ class PairwiseJudge(GroupScorer, Judge):
 
 def _parse_answer(json_answer: Json) -> Verdict:
     answer = convert_answer(json_answer, ComparisonAnswer)
-    return answer.winner, truncate(answer.reasons)
+    return answer.winner, answer.reasons
 
 
 def _combine_orders(
@@ -139,20 +129,17 @@ def compute_expected_win_rates(size: int, comparisons: Sequence[PairComparison])
     """Return each session's mean probability of winning against the other sessions, in the Bradley-Terry
     model. If all pairs were compared, this is the fraction of points won, shrunk slightly towards 0.5."""
     points = [PRIOR_DRAWS / 2] * size
-    opponents: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    opponents: list[list[int]] = [[] for _ in range(size)]
     for comparison in comparisons:
         points[comparison.first] += comparison.points
         points[comparison.second] += 1 - comparison.points
-        opponents[comparison.first][comparison.second] += 1
-        opponents[comparison.second][comparison.first] += 1
+        opponents[comparison.first].append(comparison.second)
+        opponents[comparison.second].append(comparison.first)
     strength = [1.0] * size
     for _ in range(FIT_ITERATIONS):
         strength = [
             points[i]
-            / (
-                PRIOR_DRAWS / (strength[i] + 1)
-                + sum(count / (strength[i] + strength[j]) for j, count in opponents[i].items())
-            )
+            / (PRIOR_DRAWS / (strength[i] + 1) + sum(1 / (strength[i] + strength[j]) for j in opponents[i]))
             for i in range(size)
         ]
     return [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.types import Call, CallStatus, Link, Message, Task
@@ -58,10 +59,8 @@ def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
     if call.link is Link.EXTENDS:
         return call.messages[len(parent.messages) + 1 :]
     earlier = (*parent.messages, parent.reply)
-    shared = 0
-    while shared < min(len(earlier), len(call.messages)) and earlier[shared] == call.messages[shared]:
-        shared += 1
-    return call.messages[shared:]
+    pairs = zip(earlier, call.messages, strict=False)
+    return call.messages[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
 def _render_following(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from instar.config import rules
@@ -90,14 +91,13 @@ class WorkerRule(AnswerRule[WorkerConfigT]):
     async def close(self) -> None:
         await self.workers.close()
 
-    def normalize(self, answer: str) -> str:
-        return answer
-
-    async def check_answer(self, transcript: Transcript, part: str, **request: Any) -> list[Reward]:
+    async def check_answer(
+        self, transcript: Transcript, part: str, normalize: Callable[[str], str] = str, **request: Any
+    ) -> list[Reward]:
         answer = extract_answer(transcript.final_text, part=part, after=self.config.after)
         if answer is None:
             return self.build_rewards(transcript, 0.0, reason=NO_ANSWER)
-        answer = self.normalize(answer)
+        answer = normalize(answer)
         result = await self.workers.run_check(self.config.seconds, answer=answer, **request)
         return self.build_rewards(
             transcript, result["ok"], answer=result.get("answer", answer), reason=result.get("reason")
@@ -107,21 +107,15 @@ class WorkerRule(AnswerRule[WorkerConfigT]):
 class MathReward(WorkerRule[rules.MathRewardConfig]):
     check_name = "math"
 
-    def normalize(self, answer: str) -> str:
-        return answers.simplify_characters(answer)
-
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not task.data:
             return []
         expected = get_expected_answers(task, self.config.expected, self.config.expected_after)
-        return await self.check_answer(transcript, "whole", expected=expected)
+        return await self.check_answer(transcript, "whole", answers.simplify_characters, expected=expected)
 
 
 class JsonSchemaReward(WorkerRule[rules.JsonSchemaRewardConfig]):
     check_name = "json_schema"
-
-    def normalize(self, answer: str) -> str:
-        return answer.removeprefix("\ufeff")
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         schema = self.config.against
@@ -129,7 +123,9 @@ class JsonSchemaReward(WorkerRule[rules.JsonSchemaRewardConfig]):
             if not task.data:
                 return []
             schema = get_task_field(task, self.config.expected)
-        return await self.check_answer(transcript, self.config.part, schema=schema)
+        return await self.check_answer(
+            transcript, self.config.part, lambda answer: answer.removeprefix("\ufeff"), schema=schema
+        )
 
 
 class RegexReward(WorkerRule[rules.RegexRewardConfig]):

@@ -27,14 +27,6 @@ class AnswerPeer(Peer):
         return text
 
 
-def execute_answer(file: str) -> types.ModuleType:
-    module = types.ModuleType(Path(file).stem)
-    sys.modules[module.__name__] = module
-    source = Path(file).read_text(encoding="utf-8")
-    exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
-    return module
-
-
 def encode_global(peer: Peer, name: str, value: Any) -> Any:
     """Encode a global of the answer. Modules become ``["module", name]``, and objects from the standard
     library ``["library", module]``, because the tests import their own copies."""
@@ -50,7 +42,10 @@ def main(descriptor: str, file: str) -> None:
     peer = AnswerPeer(int(descriptor))
     message: dict[str, Any] = {}
     try:
-        module = execute_answer(file)
+        module = types.ModuleType(Path(file).stem)
+        sys.modules[module.__name__] = module
+        source = Path(file).read_text(encoding="utf-8")
+        exec(compile(source, file, "exec", dont_inherit=True), module.__dict__)
         message["names"] = {
             name: encode_global(peer, name, value)
             for name, value in vars(module).items()

@@ -16,40 +16,26 @@ UNARY_OPS = (
     *("neg", "pos", "invert", "abs", "len", "iter", "str", "repr", "hash", "bool"),
     *("int", "float", "complex", "round", "index", "reversed"),
 )
+MEMBER_OPS = ("setattr", "delattr", "setitem", "delitem")
 LOCAL_FIELDS = ("_peer", "_handle", "_label", "_is_constructed", "_data")
 
 
 class RemoteObject:
-    """A proxy for an object in the other process.
-
-    If the peer is guarded, the other process runs an answer, which must not learn the value that a result is
-    compared with: it could return an object that equals everything. So a proxy never equals data, and other
-    operators with data raise TypeError, unless the tests created the object by calling a class with a
-    capitalized name. If the object's class extends a built-in type, operators use the built-in value.
-    """
+    """A proxy for an object in the other process. If the peer is guarded, the other process runs an answer,
+    which must not learn the value that a result is compared with: it could return an object that equals
+    everything. So a proxy never equals data, and other operators with data raise TypeError, unless the tests
+    created the object by calling a class with a capitalized name. If the object's class extends a built-in
+    type, operators use the built-in value."""
 
     def __init__(self, peer: Any, handle: int) -> None:
         for name, value in zip(LOCAL_FIELDS, (peer, handle, "", False, None), strict=True):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        value = self._peer.request("getattr", [self, name])
-        return set_label(value, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._peer.request("setattr", [self, name, value])
-
-    def __delattr__(self, name: str) -> None:
-        self._peer.request("delattr", [self, name])
+        return set_label(self._peer.request("getattr", [self, name]), name)
 
     def __getitem__(self, key: Any) -> Any:
         return self._peer.request("getitem", [self, key])
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._peer.request("setitem", [self, key, value])
-
-    def __delitem__(self, key: Any) -> None:
-        self._peer.request("delitem", [self, key])
 
     def __contains__(self, item: Any) -> bool:
         if can_send_operands(self, item):
@@ -199,7 +185,7 @@ def add_special_methods() -> None:
 
         return call
 
-    def make_unary_method(function: str) -> Callable[..., Any]:
+    def make_forwarding_method(function: str) -> Callable[..., Any]:
         def call(self: RemoteObject, *args: Any) -> Any:
             return self._peer.request(function, [self, *args])
 
@@ -210,8 +196,8 @@ def add_special_methods() -> None:
         setattr(RemoteObject, f"__r{name}__", make_binary_method(name, function, is_reflected=True))
     for name in ("lt", "le", "gt", "ge"):
         setattr(RemoteObject, f"__{name}__", make_binary_method(name, name))
-    for name in UNARY_OPS:
-        setattr(RemoteObject, f"__{name}__", make_unary_method(name))
+    for name in (*UNARY_OPS, *MEMBER_OPS):
+        setattr(RemoteObject, f"__{name}__", make_forwarding_method(name))
     for proxy_type in PROXY_TYPES.values():
         proxy_type.__doc__ = property(lambda self: self.__getattr__("__doc__"))  # pyright: ignore
 

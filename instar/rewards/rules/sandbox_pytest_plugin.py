@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import unittest
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +69,8 @@ def _connect_to_answer() -> Any:
 
     descriptor, answer_file, tests_file = json.loads(Path("channel").read_text(encoding="utf-8"))
     tests = Path(tests_file)
-    try:
+    with suppress(SyntaxError):  # pytest reports it
         tree = rewrite_call_statements(ast.parse(tests.read_text(encoding="utf-8")))
-    except SyntaxError:  # pytest reports it
-        pass
-    else:
         tests.write_text(ast.unparse(tree), encoding="utf-8")
     return Answer(descriptor, Path(answer_file).stem, tests.stem)
 

@@ -16,16 +16,13 @@ import operator
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from instar.rewards.rules import sandbox_proxies as proxies
 
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_PLAIN_INT_BITS = 64
-
-
-def _encode_latin1(text: str) -> bytes:
-    return text.encode("latin-1")
 
 
 CONTAINERS: dict[str, type[Any]] = {
@@ -36,7 +33,8 @@ CONTAINERS: dict[str, type[Any]] = {
 VALUES: dict[str, tuple[type[Any], Callable[[Any], list[Any]], Callable[..., Any]]] = {
     "tuple": (tuple, list, lambda *items: items),
     "frozenset": (frozenset, list, lambda *items: frozenset(items)),
-    "bytes": (bytes, lambda v: [v.decode("latin-1")], _encode_latin1),
+    "bytes": (bytes, lambda v: [v.decode("latin-1")], partial(str.encode, encoding="latin-1")),
+    "int": (int, lambda v: [hex(v)], partial(int, base=16)),
     "complex": (complex, lambda v: [v.real, v.imag], complex),
     "range": (range, lambda v: [v.start, v.stop, v.step], range),
     "slice": (slice, lambda v: [v.start, v.stop, v.step], slice),
@@ -229,8 +227,8 @@ class Encoder:
         cls: type[Any] = type(value)
         if cls in (bool, str, float, type(None)):
             return value
-        if cls is int:
-            return value if value.bit_length() <= MAX_PLAIN_INT_BITS else ["int", hex(value)]
+        if cls is int and value.bit_length() <= MAX_PLAIN_INT_BITS:
+            return value
         if id(value) in self.positions:
             return ["same", self.positions[id(value)]]
         if CONTAINERS.get(cls.__name__) is cls:
@@ -313,9 +311,6 @@ class Decoder:
             for item in items:
                 add(self.decode(item))
         return container
-
-    def _decode_int(self, text: str) -> int:
-        return int(text, 16)
 
     def _decode_same(self, index: int) -> Any:
         return self.containers[index]

@@ -16,13 +16,8 @@ from instar.config import CommandRewardConfig, TestsRewardConfig
 from instar.errors import ConfigError
 from instar.models import usable_cores
 from instar.rewards.base import ScoringContext, Transcript
-from instar.rewards.rules.answers import (
-    MAX_DETAIL_CHARS,
-    AnswerRule,
-    SandboxedConfig,
-    extract_answer,
-    get_expected_answers,
-)
+from instar.rewards.rules import answers
+from instar.rewards.rules.answers import MAX_DETAIL_CHARS, AnswerRule, extract_answer
 from instar.rewards.sandbox.base import Sandbox, SandboxJob, SandboxLimits, SandboxResult
 from instar.rewards.sandbox.factory import create_sandbox
 from instar.types import Reward, Task
@@ -37,7 +32,7 @@ RPC_FILES = {str(folder / "__init__.py"): "" for folder in (PACKAGE_FOLDER, *PAC
 }
 TESTS_EXTRA_SECONDS = 10.0
 """Tests get this much more time than the answer, so that a slow answer is stopped first."""
-ConfigT = TypeVar("ConfigT", bound=SandboxedConfig)
+ConfigT = TypeVar("ConfigT", bound=answers.SandboxedConfig)
 
 
 class SandboxedRule(AnswerRule[ConfigT]):
@@ -83,20 +78,17 @@ class CommandReward(SandboxedRule[CommandRewardConfig]):
 
     async def start(self, context: ScoringContext) -> None:
         await super().start(context)
-        script = 'command -v "$0" || { echo "$0 was not found"; exit 1; }'
-        await self.require_program("sh", "-c", script, self._find_program(), setting="reward.command")
-
-    def _find_program(self) -> str:
-        """Return the program that must exist in the sandbox: the command, or the script's interpreter."""
-        if self.script is None:
-            return self.command[0]
-        first_line = self.files[self.script].partition("\n")[0]
-        if not first_line.startswith("#!") or not first_line[2:].split():
-            raise ConfigError(
-                f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use the "
-                f"command [sh, {self.script}]"
-            )
-        return first_line[2:].split()[0]
+        program = self.command[0]
+        if self.script is not None:
+            first_line = self.files[self.script].partition("\n")[0]
+            if not first_line.startswith("#!") or not first_line[2:].split():
+                raise ConfigError(
+                    f"reward.command: {self.script} has no shebang line; add one, such as #!/bin/sh, or use "
+                    f"the command [sh, {self.script}]"
+                )
+            program = first_line[2:].split()[0]
+        find_program = 'command -v "$0" || { echo "$0 was not found"; exit 1; }'
+        await self.require_program("sh", "-c", find_program, program, setting="reward.command")
 
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         config = self.config
@@ -118,7 +110,7 @@ class TestsReward(SandboxedRule[TestsRewardConfig]):
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         if not task.data:
             return []
-        tests = get_expected_answers(task, self.config.tests)
+        tests = answers.get_expected_answers(task, self.config.tests)
         code = extract_answer(transcript.final_text, part=self.config.part) or ""
         key = secrets.token_hex(16)
         if self.config.isolate:

@@ -23,7 +23,11 @@ def main(file: str, descriptor: str | None = None) -> None:
     tests: list[str] = json.loads(_read_and_delete("tests.json"))
     report_fd = os.dup(1)
     counts = {"passed": 0, "total": 0}
-    answer = None if descriptor is None else _connect(file, int(descriptor))
+    answer: Any = None
+    if descriptor is not None:
+        from instar.rewards.rules.sandbox_client import Answer  # available only in this case
+
+        answer = Answer(int(descriptor), Path(file).stem, "tests")
     names = _load_answer(file) if answer is None else answer.names
     for number, test in enumerate(tests, 1):
         passed, total = _run_test(test, f"test {number}", names, answer)
@@ -34,12 +38,6 @@ def main(file: str, descriptor: str | None = None) -> None:
     sys.stdout.flush()
     os.write(report_fd, f"\n{key} {json.dumps(counts)}\n".encode())
     os._exit(0)
-
-
-def _connect(file: str, descriptor: int) -> Any:
-    from instar.rewards.rules.sandbox_client import Answer  # not available if the answer runs in this process
-
-    return Answer(descriptor, Path(file).stem, "tests")
 
 
 def _read_and_delete(name: str) -> str:
@@ -67,14 +65,11 @@ def _run_test(code: str, filename: str, names: dict[str, Any] | None, answer: An
     an answer that could not be loaded, counts as one failed test."""
     if names is None:
         return 0, 1
-    source: str | ast.Module = code
-    if answer is not None:
-        source, names = answer.prepare_test(code)
-    scope = {**(names or {}), "__name__": "tests"}
+    source, visible = (code, names) if answer is None else answer.prepare_test(code)
+    scope = {**visible, "__name__": "tests"}
     if not _try_call(_execute, source, filename, scope):
         return 0, 1
-    names = names or {}
-    defined: dict[str, Any] = {name: value for name, value in scope.items() if value is not names.get(name)}
+    defined: dict[str, Any] = {name: value for name, value in scope.items() if value is not visible.get(name)}
     counts = [
         _run_case(value)
         for value in defined.values()

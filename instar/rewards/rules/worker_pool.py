@@ -50,9 +50,8 @@ class CheckWorkerPool:
         self.idle_workers.append(await self._spawn())
 
     async def run_check(self, seconds: float, **request: Any) -> dict[str, Any]:
-        """Return the worker's result. If the check takes more than ``seconds`` of CPU time or crashes two
-        workers, ``ok`` is False. Raises ScoreError if the task's data, such as the expected answer, is
-        invalid."""
+        """Return the worker's result. ``ok`` is False if the check takes more than ``seconds`` of CPU time or
+        crashes two workers. Raises ScoreError if the task's data, such as a schema, is invalid."""
         # The first worker may die for a different reason. If two workers die, the request must be the cause.
         result = await self._try_check(seconds, request) or await self._try_check(seconds, request)
         if result is None:

@@ -43,6 +43,7 @@ class LandlockSandbox(Sandbox):
         seccomp.check_supported()
 
     async def run(self, job: SandboxJob, limits: SandboxLimits) -> SandboxResult:
+        allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
         uid = supervise.pick_unused_uid()
         folder, lock_fd = _create_locked_folder()
         try:
@@ -51,35 +52,30 @@ class LandlockSandbox(Sandbox):
             if uid is not None:
                 for path in (folder, temporary_folder):
                     os.chown(path, uid, uid)
-            return await supervise.supervise_job(self._build_launch(job, limits, folder, uid), job, limits)
+            launch = supervise.SandboxLaunch(
+                command_prefix=[],
+                launcher_path=str(supervise.LAUNCHER),
+                folder=str(folder),
+                temporary_folder=str(temporary_folder),
+                seccomp=seccomp.build_filter(
+                    allowed_families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
+                ),
+                uid=uid,
+                landlock={
+                    "abi": self.abi,
+                    "read": [str(path) for path in supervise.list_readable_paths(job, limits)],
+                    "write": [str(folder)],
+                    "devices": list(DEVICES),
+                },
+                kill_job=_kill,
+                measure_files=lambda pids: _measure_files(folder, pids),
+            )
+            return await supervise.supervise_job(launch, job, limits)
         finally:
             try:
                 await run_to_completion(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
             finally:
                 os.close(lock_fd)
-
-    def _build_launch(
-        self, job: SandboxJob, limits: SandboxLimits, folder: Path, uid: int | None
-    ) -> supervise.SandboxLaunch:
-        allowed_families = (seccomp.AF_INET, seccomp.AF_INET6, seccomp.AF_NETLINK) if limits.network else ()
-        return supervise.SandboxLaunch(
-            command_prefix=[],
-            launcher_path=str(supervise.LAUNCHER),
-            folder=str(folder),
-            temporary_folder=str(folder / "tmp"),
-            seccomp=seccomp.build_filter(
-                allowed_families, shares_host_processes=True, allow_signals=self.abi >= launcher.SCOPE_ABI
-            ),
-            uid=uid,
-            landlock={
-                "abi": self.abi,
-                "read": [str(path) for path in supervise.list_readable_paths(job, limits)],
-                "write": [str(folder)],
-                "devices": list(DEVICES),
-            },
-            kill_job=_kill,
-            measure_files=lambda pids: _measure_files(folder, pids),
-        )
 
 
 def get_landlock_abi() -> int:

@@ -161,46 +161,30 @@ def _build_settings(
 async def _watch(
     process: asyncio.subprocess.Process, settings: bytes, launch: SandboxLaunch, limits: SandboxLimits
 ) -> tuple[SandboxLimitName | None, bytes]:
-    """Wait until the job exits or exceeds a limit, and kill its remaining processes. Return the exceeded
-    limit, if any, and the output."""
+    """Wait until the job exits or exceeds a limit, kill its processes, and return the limit and output."""
     output = bytearray()
     output_full = asyncio.Event()
+    exit_task = asyncio.create_task(process.wait())
     tasks = [
         asyncio.create_task(_send_settings(process, settings)),
         asyncio.create_task(_read_output(process, output, limits.output_kb * 1024, output_full)),
     ]
-    try:
-        exceeded = await _wait_for_exit_or_limit(process, launch, limits, output_full)
-    finally:
-        await run_to_completion(_kill_and_wait(process, launch, tasks))
-    return exceeded, bytes(output)
-
-
-async def _wait_for_exit_or_limit(
-    process: asyncio.subprocess.Process,
-    launch: SandboxLaunch,
-    limits: SandboxLimits,
-    output_full: asyncio.Event,
-) -> SandboxLimitName | None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + limits.seconds
-    exit_task = asyncio.create_task(process.wait())
+    exceeded: SandboxLimitName | None = None
     try:
-        while not exit_task.done():
-            await asyncio.wait(
-                [exit_task], timeout=min(CHECK_INTERVAL_SECONDS, max(0.0, deadline - loop.time()))
-            )
+        while exceeded is None and not exit_task.done():
+            seconds_left = max(0.0, deadline - loop.time())
+            await asyncio.wait([exit_task], timeout=min(CHECK_INTERVAL_SECONDS, seconds_left))
             if output_full.is_set():
-                return "output"
-            if exit_task.done():
-                break
-            if loop.time() >= deadline:
-                return "time"
-            if exceeded := _find_exceeded_limit(process.pid, launch, limits):
-                return exceeded
+                exceeded = "output"
+            elif not exit_task.done():
+                is_late = loop.time() >= deadline
+                exceeded = "time" if is_late else _find_exceeded_limit(process.pid, launch, limits)
     finally:
         exit_task.cancel()
-    return None
+        await run_to_completion(_kill_and_wait(process, launch, tasks))
+    return exceeded, bytes(output)
 
 
 def _find_exceeded_limit(pid: int, launch: SandboxLaunch, limits: SandboxLimits) -> SandboxLimitName | None:

@@ -12,8 +12,7 @@ from instar.cli.plan import make_plan
 from instar.config import RunConfig
 from instar.config.data import count_groups
 from instar.data.batcher import Batcher, StepBatch
-from instar.datasets.importing import import_sessions
-from instar.datasets.training_import import import_for_training
+from instar.datasets.importing import import_for_training, import_sessions
 from instar.errors import DataError
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
