@@ -137,12 +137,13 @@ class MessageGraph:
             return None
         node = recorded[-1]
         shared = min(node.count_shared_messages(chain.exact), node.message_count)
-        prompt = EMPTY_IDS
-        if renderer is not None:
-            # The tokens are unknown if the request contained a secret, or a provider rendered the prompt.
-            is_known = node.has_tokens
-            prompt = node.prompt_ids() if is_known else np.asarray(renderer.render(messages, tools), np.int32)
-        base_tokens = len(prompt) if node.is_stored else 0
+        if renderer is None:
+            prompt = EMPTY_IDS
+        elif node.has_tokens:
+            prompt = node.prompt_ids()
+        else:  # The earlier request contained a secret, or a provider rendered its prompt.
+            prompt = np.asarray(renderer.render(messages, tools), np.int32)
+        base_tokens = len(prompt) if node.is_stored and node.has_tokens else 0
         return _create_placement(node, Link.SIBLING, chain.key, prompt, base_tokens, shared)
 
     def _place_extension(

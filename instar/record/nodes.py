@@ -37,7 +37,8 @@ class CallNode:
     """The prompt without the first ``base_tokens`` tokens, which it shares with the base call."""
     sampled: Ids
     reply: Message | None
-    """The reply if it has tool calls, else None. Agents may add arguments to its calls, so compare text."""
+    """The reply if it has tool calls, else None. Digests are not enough to recognize such a reply, because
+    agents may add arguments to its calls."""
     message_count: int
     first_redacted_message: int | None
     """Index of the first redacted message, or None. Tools count as 0, and the reply as ``message_count``."""

@@ -149,6 +149,14 @@ def test_repeated_messages_are_a_sibling(tiny_renderer: TemplateRenderer) -> Non
     assert session.graph.find_recorded(session.place([user("one")]).key) == [root.call_id]
 
 
+def test_prompt_after_an_empty_reply_excludes_the_earlier_reply(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    first = session.add_call([user("a")], [5, 6, 7])
+    empty = session.add_call([user("a")], [], status=CallStatus.ABORTED)
+    assert empty.base_tokens == len(first.prompt_ids)
+    assert session.place([user("a")]).prompt_ids.tolist() == first.prompt_ids.tolist()
+
+
 def test_identical_requests_in_flight_are_siblings(tiny_renderer: TemplateRenderer) -> None:
     graph, chain = MessageGraph(HASHER), HASHER.hash_messages([user("one")])
     first, second = [graph.register(graph.place(chain, [user("one")], (), tiny_renderer)) for _ in range(2)]
