@@ -4,20 +4,23 @@
 
 The capacity is the highest rate of replies that is reached with three different numbers of calls in flight.
 Calls then arrive at half that rate, at three times that rate, whether or not earlier calls have completed,
-and again at half of it. The overload is divided into four phases, and the capacity is measured again after
-each of them, because it falls by up to a quarter while the store grows from empty, and changes with the load
-of other virtual machines on the same hardware. In *engine*, the engine is the bottleneck: it takes 10 ms for
-each of a reply's 32 tokens. In *gateway*, the engine replies immediately, so the gateway's own process is the
-bottleneck. Both are measured with complete and with streamed replies. The gateway has a core to itself; the
-load generator and the engine share the other cores, so that the generator, which sends three times as much
-during the overload, does not take the gateway's CPU time.
+and again at half of it. The overload is divided into eight phases, and the three rates are measured again
+after each of them, because they fall by up to a quarter while the store grows from empty, and change by a
+fifth within seconds with the load of other virtual machines on the same hardware. The highest of several
+noisy rates would be too high, so the peak is the highest of the three means over all measurements.
+
+In *engine*, the engine is the bottleneck: it takes 10 ms for each of a reply's 32 tokens. In *gateway*, the
+engine replies immediately, so the gateway's own process is the bottleneck. Both are measured with complete
+and with streamed replies. The gateway has a core to itself; the load generator and the engine share the other
+cores, so that the generator, which sends three times as much during the overload, does not take the gateway's
+CPU time.
 
 ``reject_ms`` is the 99th percentile of the time to a 429 response, ``peak_share`` the rate of replies during
-the overload divided by the mean of the capacities before and after each phase, and ``recovery_s`` the time
-from the end of the overload to the first second in which all calls succeed and the p95 latency is at most
-twice that before the overload. Each of these is the worst value of all scenarios. Three more are sums:
-``lost`` counts replies that arrived completely but are not in the store, ``no_retry_after`` the 429 responses
-without Retry-After, and ``failed`` all responses other than 200 and 429.
+the overload divided by the peak, and ``recovery_s`` the time from the end of the overload to the first second
+in which all calls succeed and the p95 latency is at most twice that before the overload. Each of these is
+the worst value of all scenarios. Three more are sums: ``lost`` counts replies that arrived completely but are
+not in the store, ``no_retry_after`` the 429 responses without Retry-After, and ``failed`` all responses other
+than 200 and 429.
 
 By default, each overload takes a quarter of the full time. `--full` runs the full time, keeps the metrics of
 finished scenarios in .cache/bench/overload.json and continues an interrupted measurement.
@@ -32,7 +35,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -55,7 +57,7 @@ from rich.table import Table
 FULL_SECONDS, DEFAULT_SECONDS = 120.0, 30.0
 OVERLOAD_FACTOR = 3.0
 """The rate of calls during the overload, as a multiple of the capacity."""
-OVERLOAD_PHASES = 4
+OVERLOAD_PHASES = 8
 NORMAL_FACTOR = 0.5
 """The rate of calls before and after the overload, as a multiple of the capacity."""
 WINDOW_SECONDS = 0.25
@@ -122,54 +124,57 @@ async def apply_load(
     target = gateway.open_target("overload")
     requests = ChatRequests(target, client, gateway.admin_key, stream=scenario.stream)
     load = LoadGenerator(requests.send_next)
-    capacities = [await measure_capacity(load, scenario.max_in_flight, seconds)]
-    before = await load.run_at_rate(NORMAL_FACTOR * capacities[0], max(3.0, seconds / 4))
+    phase_seconds = seconds / OVERLOAD_PHASES
+
+    async def measure_rates() -> tuple[float, ...]:
+        """Return the rate of replies with each of three numbers of calls in flight."""
+        rates: list[float] = []
+        for concurrency in (scenario.max_in_flight // 4, scenario.max_in_flight // 2, scenario.max_in_flight):
+            started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, phase_seconds / 2))
+            rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
+        return tuple(rates)
+
+    measured_rates = [await measure_rates()]
+    normal_rate = NORMAL_FACTOR * max(measured_rates[0])
+    before = await load.run_at_rate(normal_rate, max(3.0, seconds / 4))
     await load.finish()
     load.timer_lags.clear()
     phases: list[Phase] = []
     for number in range(OVERLOAD_PHASES):
         if number:
             await load.finish()
-            capacities.append(await measure_capacity(load, scenario.max_in_flight, seconds / OVERLOAD_PHASES))
-        phases.append(await load.run_at_rate(OVERLOAD_FACTOR * capacities[-1], seconds / OVERLOAD_PHASES))
+            measured_rates.append(await measure_rates())
+        phases.append(await load.run_at_rate(OVERLOAD_FACTOR * max(measured_rates[-1]), phase_seconds))
     timer_lags = [*load.timer_lags]
-    after = await load.run_at_rate(NORMAL_FACTOR * capacities[0], max(6.0, seconds / 4))
+    after = await load.run_at_rate(normal_rate, max(6.0, seconds / 4))
     await load.finish()
-    capacities.append(await measure_capacity(load, scenario.max_in_flight, seconds / OVERLOAD_PHASES))
+    measured_rates.append(await measure_rates())
     client.close()
 
     def list_started_in(*phases: Phase) -> list[Outcome]:
         return [o for o in load.outcomes if any(start <= o.started_at < end for start, end in phases)]
 
-    warm_up = min(1.0, seconds / 4 / OVERLOAD_PHASES)
+    warm_up = min(1.0, phase_seconds / 4)
     rates = [
         count_replies(load.outcomes, start + warm_up, end) / (end - start - warm_up) for start, end in phases
     ]
     reject_ms = [outcome.milliseconds for outcome in list_started_in(*phases) if outcome.status == 429]
     if not reject_ms:
         raise MeasurementError(f"no call was rejected at {OVERLOAD_FACTOR:g} times the capacity")
+    peak = max(map(fmean, zip(*measured_rates, strict=True)))
     normal_ms = percentile([outcome.milliseconds for outcome in list_started_in(before)], 0.95)
     metrics = {
-        "capacity": capacities[0],
-        "capacities": capacities,
+        "capacity": peak,
+        "measured_rates": measured_rates,
         "overload_rates": rates,
         "offered": len(list_started_in(*phases)) / sum(end - start for start, end in phases),
         "reject_ms": percentile(reject_ms, 0.99),
         "reject_median_ms": percentile(reject_ms, 0.5),
-        "peak_share": sum(rates) / sum(map(fmean, pairwise(capacities))),
+        "peak_share": fmean(rates) / peak,
         "recovery_s": measure_recovery(list_started_in(after), after, 2 * normal_ms),
         "client_lag_ms": 1000 * percentile(timer_lags, 0.99),
     }
     return metrics, load.outcomes
-
-
-async def measure_capacity(load: LoadGenerator, max_in_flight: int, seconds: float) -> float:
-    """Return the highest rate of replies with three numbers of calls in flight."""
-    rates: list[float] = []
-    for concurrency in (max_in_flight // 4, max_in_flight // 2, max_in_flight):
-        started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, seconds / 6))
-        rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
-    return max(rates)
 
 
 def measure_recovery(outcomes: list[Outcome], phase: Phase, max_p95_ms: float) -> float:

@@ -10,6 +10,7 @@ request (``cycle``) may be ahead of the one being handled (``_active``).
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import weakref
 from collections.abc import Callable, Sequence
@@ -55,6 +56,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._head_size = 0
         self._is_in_head = True
         self._head_timer: asyncio.TimerHandle | None = None
+        self._rejected_at = -math.inf
+        """The loop's time at the last early rejection."""
         self._active: RequestResponseCycle | None = None
         # The scope of a request refers to its connection weakly. In a cycle of references, every closed
         # connection would wait for the garbage collector, and fragment the memory until then.
@@ -121,7 +124,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         if response is not None:
             self.transport.write(response)
             self._reset_head()
-            self.on_response_complete()  # starts the keep-alive timeout
+            self._rejected_at = self.loop.time()
+            if self.timeout_keep_alive_task is None:
+                self.on_response_complete()  # starts the keep-alive timeout
             return
         was_in_head = self._is_in_head
         super().data_received(data)
@@ -153,6 +158,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._send_rejection()
+
+    def timeout_keep_alive_handler(self) -> None:
+        # A new timer for every early rejection would take a third of its time.
+        remaining = self._rejected_at + self.timeout_keep_alive - self.loop.time()
+        if remaining > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(remaining, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         if self.pipeline and self.pipeline[0][0].more_body:

@@ -181,10 +181,12 @@ class SessionStates:
                     return
 
     def _list_eviction_candidates(self) -> list[str]:
-        """Return the sessions that were unused for longest or, if even these are active, random ones. If more
-        sessions than fit into memory take turns, the one that was unused for longest is used next, so every
-        call would have to load its session."""
+        """Return the sessions that were unused for longest or, if even these are active, the less recently
+        used ones of random pairs. If more sessions than fit into memory take turns, the one that was unused
+        for longest is used next, so every call would have to load its session. Entirely random candidates
+        would include sessions in use, even if their agents have left most of the others."""
         oldest = list(islice(self._states, _MAX_EVICTION_CANDIDATES))
         if time.time() - self._states[oldest[0]].used_at > _ACTIVE_SECONDS:
             return oldest
-        return random.sample(list(self._states), len(oldest))
+        ids, count = list(self._states), len(self._states)
+        return list({ids[min(random.randrange(count), random.randrange(count))]: None for _ in oldest})

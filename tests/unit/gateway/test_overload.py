@@ -186,9 +186,10 @@ async def test_malformed_request_on_a_full_gateway_closes_the_connection(
     writer.close()
 
 
-async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
-    """Otherwise, a client that does not read could make the write buffer grow with every request."""
-    config = uvicorn.Config(_respond_with_nothing, http=LimitedHttpProtocol.with_limits(1 << 20, 60.0))
+def open_rejecting_connection() -> tuple[LimitedHttpProtocol, Mock, ServerState]:
+    config = uvicorn.Config(
+        _respond_with_nothing, http=LimitedHttpProtocol.with_limits(1 << 20, 60.0), timeout_keep_alive=75
+    )
     config.load()
     protocol_class = LimitedHttpProtocol.with_limits(1 << 20, 60.0, lambda _: b"rejected")
     state = ServerState()
@@ -197,6 +198,30 @@ async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
     transport.is_closing.return_value = False
     transport.get_extra_info.return_value = None
     protocol.connection_made(transport)
+    return protocol, transport, state
+
+
+async def test_rejected_connection_stays_open_until_it_is_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    now = loop.time()
+    protocol, transport, _ = open_rejecting_connection()
+    protocol.data_received(PLAIN_REQUEST)
+    monkeypatch.setattr(loop, "time", lambda: now + 70)
+    protocol.data_received(PLAIN_REQUEST)
+    monkeypatch.setattr(loop, "time", lambda: now + 76)
+    protocol.timeout_keep_alive_handler()
+    transport.close.assert_not_called()
+    assert protocol.timeout_keep_alive_task is not None
+    assert protocol.timeout_keep_alive_task.when() == pytest.approx(now + 70 + 75, abs=1)
+    monkeypatch.setattr(loop, "time", lambda: now + 146)
+    protocol.timeout_keep_alive_handler()
+    transport.close.assert_called_once()
+    protocol.connection_lost(None)
+
+
+async def test_connection_with_unread_responses_is_not_rejected_early() -> None:
+    """Otherwise, a client that does not read could make the write buffer grow with every request."""
+    protocol, transport, state = open_rejecting_connection()
     protocol.data_received(PLAIN_REQUEST)
     transport.write.assert_called_once_with(b"rejected")
     protocol.pause_writing()
