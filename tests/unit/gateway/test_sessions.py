@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from itertools import chain, cycle
 from typing import Any
 
 import httpx
@@ -193,47 +195,39 @@ async def test_long_sessions_are_evicted_before_there_are_too_many(start_gateway
         assert (await gateway.calls(session))[-1].link is Link.SIBLING
 
 
-def create_states(gateway: RunningGateway, max_sessions_in_memory: int) -> SessionStates:
+async def count_hits(gateway: RunningGateway, max_in_memory: int, session_ids: Iterable[str]) -> int:
+    """Use the sessions one after another, and return how often one was still in memory."""
     identity = RunIdentity("run", "agent", "policy")
-    config = GatewayConfig(max_sessions_in_memory=max_sessions_in_memory)
+    config = GatewayConfig(max_sessions_in_memory=max_in_memory)
     redactor = Redactor.from_config(config.redact)
-    return SessionStates(
+    states = SessionStates(
         GatewayContext(gateway.store, identity, config, MessageHasher(b""), redactor, SamplingConfig())
     )
+    seen: dict[str, SessionState] = {}
+    hits = 0
+    for session_id in session_ids:
+        state = await states.find(session_id)
+        assert state is not None
+        hits += state is seen.get(session_id)
+        seen[session_id] = state
+        with states.track_call(state):
+            pass
+        assert len(states) <= max_in_memory
+    return hits
 
 
 async def test_sessions_that_agents_have_left_are_evicted_first(gateway: RunningGateway) -> None:
-    states = create_states(gateway, max_sessions_in_memory=40)
-    session_ids = [(await gateway.open_session()).session_id for _ in range(310)]
-    seen: dict[str, SessionState] = {}
-    hits = 0
-    for number, new_id in enumerate(session_ids[10:]):
-        for session_id in (session_ids[number % 10], new_id):  # ten sessions in use, and one that is left
-            state = await states.find(session_id)
-            assert state is not None
-            hits += state is seen.get(session_id)
-            seen[session_id] = state
-            with states.track_call(state):
-                pass
+    used_ids = [(await gateway.open_session()).session_id for _ in range(10)]
+    left_ids = [(await gateway.open_session()).session_id for _ in range(300)]
+    pairs = zip(cycle(used_ids), left_ids, strict=False)
+    hits = await count_hits(gateway, 40, chain.from_iterable(pairs))
     assert hits > 227  # of 300; the mean is 256, and would be 219 if random sessions were evicted
 
 
 async def test_active_sessions_that_do_not_all_fit_are_mostly_in_memory(gateway: RunningGateway) -> None:
     """If the session that was unused for longest were evicted, every call would have to load its session."""
-    states = create_states(gateway, max_sessions_in_memory=20)
     session_ids = [(await gateway.open_session()).session_id for _ in range(24)]
-    seen: dict[str, SessionState] = {}
-    hits = 0
-    for _ in range(10):
-        for session_id in session_ids:
-            state = await states.find(session_id)
-            assert state is not None
-            hits += state is seen.get(session_id)
-            seen[session_id] = state
-            with states.track_call(state):
-                pass
-        assert len(states) <= 20
-    assert hits > 90  # of 240
+    assert await count_hits(gateway, 20, session_ids * 10) > 90  # of 240
 
 
 async def test_sessions_in_flight_are_not_evicted(start_gateway: StartGateway) -> None:
