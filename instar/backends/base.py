@@ -61,6 +61,7 @@ def make_cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
 def make_torch_capabilities(
     lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool | None = None
 ) -> BackendCapabilities:
+    """Describe a torch backend. By default, it can sync live if its adapter can be merged."""
     if can_sync_live is None:
         # An adapter on the output layer cannot be merged if that layer is tied to the input embedding.
         can_sync_live = lora is None or "lm_head" not in lora.targets

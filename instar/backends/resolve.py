@@ -71,7 +71,8 @@ def check_backend_access(config: RunConfig, env: Mapping[str, str]) -> None:
 
 
 def _make_local_backend(settings: dict[str, Any]) -> LocalBackendConfig:
-    """Convert service settings. Raises ConfigError if one without a local equivalent is not its default."""
+    """Convert service settings to local backend settings. Raises ConfigError if a setting without a local
+    equivalent differs from its default."""
     local_settings: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "rank":

@@ -20,7 +20,8 @@ BASE_LAYER_SUFFIX = ".base_layer"
 def iterate_served_weights(model: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in ``dtype``, with the names and shapes of the model's files, and tied weights once.
     An adapter is merged in fp32, because rounding would remove small updates. If the parameters are sharded,
-    every rank must iterate over all weights, and each is valid until the next one is requested."""
+    every rank must iterate over all weights. They are gathered one at a time, and each is valid on every rank
+    until the next one is requested."""
     for name, tensor, layer in _iterate_saved_tensors(model):
         weight = _gather(tensor)
         if layer is not None:

@@ -101,10 +101,12 @@ class Engine(ABC):
     @abstractmethod
     async def load(self, policy: Policy) -> None:
         """Serve this policy. Requests in flight continue under it, or finish under the old policy if
-        ``info.versions_per_token`` is False. Later requests never use keys and values of the old weights."""
+        ``info.versions_per_token`` is False. Later requests never reuse cached keys and values that were
+        computed under the old weights."""
 
     async def upload_files(self, policy: Policy) -> Policy:
-        """Upload the policy's files if the engine cannot read them. Return the policy with the new path."""
+        """Upload the policy's files if the engine cannot read the local folder. Return the policy with the
+        path on the engine's machine."""
         return policy
 
     async def stage(self, transfer: WeightTransfer) -> Json:

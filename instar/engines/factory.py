@@ -26,7 +26,7 @@ def create_engine(config: RunConfig) -> Engine:
     if isinstance(section, VllmEngineConfig):
         section = resolve_vllm_config(section, config)
     elif isinstance(section, LocalEngineConfig) and section.deterministic is None:
-        from instar.engines.local.engine import is_supported  # imports transformers
+        from instar.engines.local.determinism import is_supported  # imports transformers
 
         is_deterministic = config.trainer.mode == "sync" and is_supported(config.model)
         section = section.model_copy(update={"deterministic": is_deterministic})

@@ -88,7 +88,8 @@ class DrainGate:
 
 
 class LeaseFence:
-    """Rejects weights from a replaced trainer. ``lease`` is the highest trainer lease seen so far."""
+    """Rejects weights from a trainer that has been replaced but is still running. ``lease`` is the highest
+    trainer lease seen so far."""
 
     def __init__(self, lease: int = 0) -> None:
         self.lease = lease
@@ -170,7 +171,8 @@ class _ReplyStream:
         self._changed = asyncio.Event()
 
     async def run(self) -> InstarError | None:
-        """Send the reply. Return an error before the first token; send a later one as the last line."""
+        """Send the reply. Return the error if sampling fails before the first token; a later error is sent as
+        the last line."""
         sample_task = self._start_task(self._sample())
         disconnect_task = self._start_task(_wait_for_disconnect(self._receive))
         has_begun = False

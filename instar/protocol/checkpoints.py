@@ -67,7 +67,6 @@ class CheckpointStore:
         # A server that is killed while writing leaves scratch files behind.
         self._scratch_folder = folder / SCRATCH_FOLDER
         shutil.rmtree(self._scratch_folder, ignore_errors=True)
-        self._scratch_folder.mkdir(exist_ok=True)
         self._rename_lock = threading.Lock()
         self._metadata: dict[str, _CheckpointMetadata] = {}
         for file in folder.glob(f"*/*/*/{METADATA_FILE}"):
@@ -101,6 +100,7 @@ class CheckpointStore:
             )
         if ttl is not None and not ttl > 0:
             raise ProtocolError(f"ttl_seconds must be greater than 0, got {ttl:g}")
+        self._scratch_folder.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._scratch_folder, ignore_cleanup_errors=True) as scratch:
             await fill(Path(scratch))
             meta = await asyncio.to_thread(self._move_into_place, Path(scratch), owner, name, info, ttl)
@@ -142,6 +142,18 @@ class CheckpointStore:
             raise ProtocolError(f"checkpoint {path} was not found or has expired", 404)
         return meta.info
 
+    def find_state(self, path: str, owner: str, *, optimizer: bool) -> CheckpointInfo:
+        """Return the checkpoint at a path from which training can resume, with its optimizer state if
+        ``optimizer`` is True. Raises ProtocolError like `find`, and 400 for other checkpoints."""
+        info = self.find(path, owner)
+        if info.kind != "state":
+            raise ProtocolError(
+                f"{path} cannot be loaded because it was saved for sampling only; load a training state"
+            )
+        if optimizer and not info.has_optimizer:
+            raise ProtocolError(f"{path} has no optimizer state; load it without the optimizer")
+        return info
+
     def get_folder(self, info: CheckpointInfo) -> Path:
         return self._folder / info.path.removeprefix("tinker://")
 
@@ -163,6 +175,7 @@ class CheckpointStore:
 
     def _remove(self, info: CheckpointInfo) -> None:
         # Rename the folder before deleting it, so that a partial checkpoint is never visible.
+        self._scratch_folder.mkdir(exist_ok=True)
         with self._rename_lock, tempfile.TemporaryDirectory(dir=self._scratch_folder) as scratch:
             self.get_folder(info).rename(Path(scratch) / "removed")
         del self._metadata[info.path]

@@ -162,13 +162,7 @@ class TrainingModel:
 
     async def load(self, path: str, *, optimizer: bool) -> None:
         self._check_not_closed()
-        info = self._checkpoints.find(path, self.owner)
-        if info.kind != "state":
-            raise ProtocolError(
-                f"{path} cannot be loaded because it was saved for sampling only; load a training state"
-            )
-        if optimizer and not info.has_optimizer:
-            raise ProtocolError(f"{path} has no optimizer state; load it without the optimizer")
+        info = self._checkpoints.find_state(path, self.owner, optimizer=optimizer)
         folder = self._checkpoints.get_folder(info) / STATE_FOLDER
         try:
             with convert_errors():

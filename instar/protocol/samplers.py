@@ -70,14 +70,14 @@ class SamplerPool:
     ) -> list[SampledSequence]:
         """Sample ``count`` sequences with ``adapter`` (None: the base model). ``key`` identifies the policy.
         The first sequence uses the seed in ``params``, if any; the others use seeds derived from it."""
-        ids = _check(lambda: check_request(self.info, prompt, params))
+        ids = _convert_check_errors(lambda: check_request(self.info, prompt, params))
         async with self._borrow_engine(key, adapter) as engine:
             return await map_concurrently(
                 lambda index: self._generate(engine, ids, _with_derived_seed(params, index)), range(count)
             )
 
     async def compute_logprobs(self, key: str, adapter: Path | None, tokens: Sequence[int]) -> Floats:
-        ids = _check(lambda: check_score_request(self.info, tokens))
+        ids = _convert_check_errors(lambda: check_score_request(self.info, tokens))
         async with self._borrow_engine(key, adapter) as engine:
             return await engine.logprobs(ids)
 
@@ -182,7 +182,7 @@ class SamplerPool:
         return engine
 
 
-def _check(check: Callable[[], Ids]) -> Ids:
+def _convert_check_errors(check: Callable[[], Ids]) -> Ids:
     # An error in these checks is the client's fault; later errors are the server's.
     try:
         return check()

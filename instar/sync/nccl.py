@@ -42,8 +42,8 @@ class NcclSync(LiveSync):
     async def _stage(self, policy: Policy, targets: PushTargets) -> None:
         if self._weight_info is None:
             weights = [describe_weight(*weight) async for weight in self._backend.tensors()]
-            names, dtypes, shapes = map(list, zip(*weights, strict=True))
-            self._weight_info = {"names": names, "dtype_names": dtypes, "shapes": shapes}
+            keys = ("names", "dtype_names", "shapes")
+            self._weight_info = {key: [weight[i] for weight in weights] for i, key in enumerate(keys)}
         if self._group is None or self._members != targets.healthy_engines:
             await self._form_group(policy, targets)
         body: Json = {"update": self._weight_info}

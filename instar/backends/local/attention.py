@@ -79,7 +79,8 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
 
 
 def _select_inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
-    """Return the ancestors to copy in front of each node. All descendants copy an ancestor, or none does."""
+    """Return the indices of the ancestors to copy in front of each node. An ancestor is copied for all of its
+    descendants or for none."""
     inline: list[list[int]] = []
     for node in nodes:
         if node.parent is None:

@@ -112,7 +112,8 @@ def pack(sequences: Sequence[Ids]) -> PackedRow:
 
 
 def _make_nodes(lengths: list[int], shared_lengths: list[int]) -> tuple[PackNode, ...]:
-    """Return the nodes for sorted sequences. i - 1 and i share their first ``shared_lengths[i]`` tokens."""
+    """Return the trie's nodes for sorted sequences of these ``lengths``. Sequences i - 1 and i share their
+    first ``shared_lengths[i]`` tokens."""
     parents: list[int | None] = []
     bounds: list[tuple[int, int]] = []
     total = 0

@@ -351,7 +351,8 @@ def _fill_up(values: torch.Tensor) -> torch.Tensor:
 
 
 def split_rows(positions: list[int]) -> list[tuple[int, int]]:
-    """Return blocks of adjacent rows as (start, stop). A new block starts where padding would take longer."""
+    """Return blocks of adjacent rows as (start, stop). A block ends where padding its short rows would take
+    longer than starting another block."""
     spans: list[tuple[int, int]] = []
     start, longest, padding = 0, 0, 0
     for i, position in enumerate(positions):

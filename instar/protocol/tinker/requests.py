@@ -126,13 +126,13 @@ class ForwardBackwardRequest(ModelRequest, kw_only=True):
     pass_input: PassInput = field(name="forward_backward_input")
 
 
-class SamplingParams(SamplingFields, kw_only=True):
+class SamplingOptions(SamplingFields, kw_only=True):
     stop: str | list[str | int] | None = None
 
 
 class SampleRequest(Struct):
     prompt: ModelInput
-    sampling_params: SamplingParams
+    sampling_params: SamplingOptions
     num_samples: int = 1
     sampling_session_id: str | None = None
     seq_id: int | None = None

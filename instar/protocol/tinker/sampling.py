@@ -158,7 +158,7 @@ def _check_request(body: requests.SampleRequest) -> None:
         raise ProtocolError(f"unsupported fields: {', '.join(names)}; remove them from the request")
 
 
-def _to_params(fields: requests.SamplingParams, max_context: int) -> SamplingParams:
+def _to_params(fields: requests.SamplingOptions, max_context: int) -> SamplingParams:
     if fields.stop == []:
         raise ProtocolError(
             "stop must not be empty, because stopping at end-of-text cannot be disabled; omit it, or list a "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from starlette.responses import Response
@@ -62,7 +63,7 @@ class TinkerTrainingRoutes(TinkerRoutes):
         optimizer = (body.optimizer_config or {}).get("type", OPTIMIZER)
         if optimizer != OPTIMIZER:
             raise ProtocolError(f"unknown optimizer_config.type {optimizer!r}; supported: {OPTIMIZER!r}")
-        # Clients derive the same id, and use it without waiting for the response.
+        # Clients derive the same id instead of reading it from the response.
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
         model = await self._service.create_model(body.session_id, owner, base_model, adapter, model_id)
         self._sessions.model_ids[body.session_id].append(model_id)
@@ -162,7 +163,10 @@ class TinkerTrainingRoutes(TinkerRoutes):
         return self._submit(request, "save_weights_for_sampler", body, run)
 
     async def load_weights(self, request: TinkerRequest) -> Response:
-        if parse_json(request.body, dict[str, Any]).get("session_id") is not None:
+        fields = parse_json(request.body, dict[str, Any])
+        if fields.get("session_id") is not None:
+            if fields.get("model_id") is not None:
+                raise ProtocolError("model_id and session_id exclude each other; send only one of them")
             return self._create_from_weights(request)
         body = request.parse(requests.LoadWeightsRequest)
 
@@ -176,13 +180,17 @@ class TinkerTrainingRoutes(TinkerRoutes):
         body = request.parse(requests.CreateFromWeightsRequest)
 
         async def run() -> Json:
-            info = self._service.checkpoints.find(body.path, request.owner)
+            # Check the path first, because creating a model may end an idle session.
+            checkpoints = self._service.checkpoints
+            info = checkpoints.find_state(body.path, request.owner, optimizer=body.optimizer)
             adapter = AdapterSpec(info.rank, **info.extra)
             model = await self._create_model(request.owner, body, body.base_model or info.base_model, adapter)
             try:
                 await model.load(body.path, optimizer=body.optimizer)
-            except BaseException:  # the client gets no id with which it could close the model
-                await self._service.close_model(model.model_id, request.owner)
+            except BaseException:  # including cancellation: clients do not unload a model that failed to load
+                with suppress(ProtocolError):  # the session may have ended, which closes its models
+                    await self._service.close_model(model.model_id, request.owner)
+                self._operations.close_queue(model.model_id)
                 raise
             return {"type": "load_weights", "path": body.path, "model_id": model.model_id}
 

@@ -217,7 +217,8 @@ class WeaverTrainingRoutes(WeaverRoutes):
 
     @contextmanager
     def _consume_rejected_seq_id(self, request: WeaverRequest, model: TrainingModel) -> Generator[None]:
-        """Consume the id of a request that the block rejects. Otherwise later calls would wait for the id."""
+        """Consume the sequence id of a request that is rejected in the block. Otherwise later calls would
+        wait for the id, which clients do not send again."""
         try:
             yield
         except ProtocolError as error:

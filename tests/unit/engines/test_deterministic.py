@@ -13,7 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig, RunConfig
 from instar.engines.factory import create_engine
-from instar.engines.local.engine import LocalEngine, find_obstacle
+from instar.engines.local.determinism import find_obstacle
+from instar.engines.local.engine import LocalEngine
 from instar.errors import ConfigError
 from tests.tiny import make_tiny_model
 from tests.unit.engines.conformance import TOKENIZER, collect, get_ids, get_logprobs

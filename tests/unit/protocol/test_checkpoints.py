@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import time
 from collections.abc import Generator
 from contextlib import closing
@@ -13,7 +14,7 @@ import pytest
 
 from instar.errors import ConfigError
 from instar.protocol.base import CheckpointInfo, ProtocolError
-from instar.protocol.checkpoints import CheckpointStore
+from instar.protocol.checkpoints import SCRATCH_FOLDER, CheckpointStore
 
 STATE = CheckpointInfo(
     "", "state", "model-1", "tiny", 8, 0.0, 0, has_optimizer=True, extra={"train_mlp": True}
@@ -40,6 +41,16 @@ async def write_checkpoint(
         (folder / "adapter" / "file").write_text(content)
 
     return await checkpoints.write(owner, name, STATE, fill, ttl=ttl)
+
+
+async def test_checkpoints_are_written_and_deleted_after_the_scratch_folder_is_removed(
+    checkpoints: CheckpointStore, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "data" / SCRATCH_FOLDER, ignore_errors=True)
+    info = await write_checkpoint(checkpoints, "step-1")
+    shutil.rmtree(tmp_path / "data" / SCRATCH_FOLDER)
+    checkpoints.delete(info.path, "me")
+    assert checkpoints.list_checkpoints("me") == []
 
 
 async def test_checkpoint_store_finds_checkpoints_after_restart(

@@ -11,6 +11,7 @@ from tinker import types
 from tinker.lib.retryable_exception import RetryableException
 
 from instar.config import ModelConfig
+from instar.protocol.base import ServiceLimits
 from tests.sdk_leaks import IGNORE_SDK_LEAKS
 from tests.unit.protocol.serving import serve_in_thread
 from tests.unit.protocol.tinker.conftest import BASE_MODEL, KEY, OTHER_KEY
@@ -129,3 +130,16 @@ def test_lost_result_is_reported_as_retryable(url: str, training_client: tinker.
         lost_future.result(10)
     training_client.forward_backward([make_next_token_datum()], "cross_entropy")
     training_client.optim_step(ADAM).result()
+
+
+def test_load_that_cannot_succeed_ends_no_idle_session(tiny_model: ModelConfig, tmp_path: Path) -> None:
+    limits = ServiceLimits(max_models=1, eviction_idle_seconds=0)
+    options = {"folder": tmp_path, "keys": [KEY], "base_model": BASE_MODEL, "limits": limits}
+    with serve_in_thread("tinker", tiny_model, **options) as url, RawTinkerClient(url, KEY) as raw:
+        model_id = raw.create_model(raw.create_session(), BASE_MODEL)
+        save = raw.submit("save_weights_for_sampler", {"model_id": model_id, "seq_id": 1, "path": "sampler"})
+        path = raw.retrieve_result(save)["path"]
+        ids = {"session_id": raw.create_session(), "model_seq_id": 0}
+        load = raw.submit("load_weights", {**ids, "path": path, "optimizer": False})
+        assert "was saved for sampling only" in raw.retrieve_result(load)["error"]
+        assert raw.post("get_info", {"model_id": model_id}).status_code == 200

@@ -160,6 +160,22 @@ def test_failed_load_creates_no_model(url: str, training_client: tinker.Training
         assert raw.post("get_info", {"model_id": f"{session_id}:train:0"}).status_code == 404
 
 
+def test_load_with_a_model_and_a_session_is_rejected(
+    url: str, training_client: tinker.TrainingClient
+) -> None:
+    path = training_client.save_state("state").result().path
+    with RawTinkerClient(url, KEY) as raw:
+        session_id = raw.create_session()
+        model_id = raw.create_model(session_id, BASE_MODEL)
+        ids = {"model_id": model_id, "seq_id": 1, "session_id": session_id, "model_seq_id": 1}
+        response = raw.post("load_weights", {**ids, "path": path, "optimizer": False})
+        assert response.status_code == 400
+        assert "exclude each other" in response.json()["detail"]
+        # The rejected request has consumed its sequence id, so the next one does not wait for it.
+        request = {"model_id": model_id, "seq_id": 2, "path": path, "optimizer": False}
+        assert raw.retrieve_result(raw.submit("load_weights", request))["type"] == "load_weights"
+
+
 def test_sampling_client_of_unsupported_kind_is_rejected(
     url: str, training_client: tinker.TrainingClient
 ) -> None:
