@@ -71,7 +71,7 @@ class Gsm8kSingleTurnAgent(OpenAIAgent):
 
 class Gsm8kToolAgent(OpenAIAgent):
     """An agent that calculates, checks its answer, and tries again if it is wrong. It returns the number of
-    turns and the reward: 1 if the first check succeeds, half after every failed check, 0 without success."""
+    turns and the reward: 1 if the first check succeeds, halved by every failed check, 0 without success."""
 
     async def __call__(
         self,

@@ -85,10 +85,11 @@ async def load_group_sessions(
     groups = [await store.group(group_id) for group_id in group_ids if group_id is not None]
     complete = [group for group in groups if group and group.status not in UNFINISHED_STATUSES]
     final_sessions: list[Session] = []
-    for group in complete:
-        sessions = (await store.group_sessions([group], config.agent_id))[group.group_id]
-        ended = [session for session in sessions if session.status in FINISHED_STATUSES]
-        final_sessions += select_final_sessions(ended)
+    for start in range(0, len(complete), PAGE_SIZE):
+        page = complete[start : start + PAGE_SIZE]
+        for sessions in (await store.group_sessions(page, config.agent_id)).values():
+            ended = [session for session in sessions if session.status in FINISHED_STATUSES]
+            final_sessions += select_final_sessions(ended)
     return await _summarize_sessions(store, config, final_sessions)
 
 

@@ -175,6 +175,7 @@ def format_record(record: Json) -> str:
 
 def roles_table(endpoints: Sequence[Endpoint]) -> Table:
     table = Table.grid(padding=(0, 2))
-    for endpoint in sorted(endpoints, key=lambda endpoint: ROLE_ORDER.index(endpoint.role)):
+    shown = [endpoint for endpoint in endpoints if endpoint.role in ROLE_ORDER]
+    for endpoint in sorted(shown, key=lambda endpoint: ROLE_ORDER.index(endpoint.role)):
         table.add_row(Text(endpoint.name, style="cyan"), Text(endpoint.doing))
     return table

@@ -31,8 +31,9 @@ def open_dataset_index_in(runs_folder: Path) -> Store:
 
 
 async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> RunConfig:
-    """Return the config with the version and content hash of all exported data filled in: those in
-    ``previous``, the `data` of a resumed run's saved config, or else by default the newest version."""
+    """Return the config with the version and content hash of all exported data filled in. A resumed run keeps
+    those in ``previous``, the `data` of its saved config. Otherwise, datasets without a version get their
+    newest one."""
     if all(section.is_live for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)

@@ -185,7 +185,8 @@ async def evaluate(run: LiveRun, label: str, stop: asyncio.Event) -> None:
 
 
 async def _run_until(stop: asyncio.Event, run: LiveRun, coroutine: Coroutine[Any, Any, T]) -> T | None:
-    """Return the coroutine's result. If ``stop`` is set first, release all roles and return None."""
+    """Return the coroutine's result. If ``stop`` is set first, release all held roles, cancel the coroutine
+    and return None."""
     task, stopped = asyncio.create_task(coroutine), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)

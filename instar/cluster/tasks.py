@@ -31,7 +31,7 @@ async def background_tasks(*coroutines: Coroutine[Any, Any, object]) -> AsyncGen
 
 
 async def run_until_first(*awaitables: Awaitable[object]) -> None:
-    """Wait until one awaitable is done, cancel and await the others, and raise the error of the first."""
+    """Wait until one awaitable is done, cancel and await the others, and raise its error, if any."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

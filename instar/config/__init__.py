@@ -51,6 +51,11 @@ from instar.config.rollout import SamplingConfig as SamplingConfig
 from instar.config.rollout import ScoringConfig as ScoringConfig
 from instar.config.rules import CommandRewardConfig as CommandRewardConfig
 from instar.config.rules import ExactRewardConfig as ExactRewardConfig
+from instar.config.rules import JsonSchemaRewardConfig as JsonSchemaRewardConfig
+from instar.config.rules import MathRewardConfig as MathRewardConfig
+from instar.config.rules import NumericRewardConfig as NumericRewardConfig
+from instar.config.rules import RegexRewardConfig as RegexRewardConfig
+from instar.config.rules import SandboxConfig as SandboxConfig
 from instar.config.rules import TestsRewardConfig as TestsRewardConfig
 from instar.config.run import RunConfig as RunConfig
 from instar.config.simulate import DistributionConfig as DistributionConfig

@@ -156,7 +156,7 @@ def _correlate_with_reward(late: Sequence[tuple[SessionSummary, float]]) -> floa
     """Return the correlation between values and rewards, or None if there are too few rewards or one of the
     two does not vary. A correlation near 1 suggests that the reward favors high values."""
     pairs = np.array([(summary.reward, value) for summary, value in late if summary.reward is not None])
-    if len(pairs) < MIN_SESSIONS_FOR_MEAN or not pairs.std(axis=0).all():
+    if len(pairs) < MIN_SESSIONS_FOR_MEAN or not np.ptp(pairs, axis=0).all():
         return None
     return float(np.corrcoef(pairs, rowvar=False)[0, 1])
 

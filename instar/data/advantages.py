@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ MAX_SAMPLING_WEIGHT = 2.0
 def _skip_missing(estimate: Callable[[KnownRewards], KnownRewards]) -> Callable[[Rewards], Advantages]:
     """Turn a function of known rewards into an estimator that returns None for missing rewards."""
 
+    @wraps(estimate)
     def estimate_known(rewards: Rewards) -> Advantages:
         known = np.array([r for r in rewards if r is not None], np.float64)
         advantages = iter(estimate(known).tolist() if len(known) else ())

@@ -24,7 +24,8 @@ IMPORTABLE_FORMATS: tuple[Format, ...] = ("jsonl", "parquet", "hf")
 
 @dataclass(frozen=True, slots=True)
 class DatasetManifest:
-    """Describes exported data, without timestamps and paths, so that exports of the same data are equal."""
+    """Describes exported data, without timestamps and paths, so that exports of the same data by the same
+    version of Instar are equal."""
 
     format: Format
     run: str

@@ -132,11 +132,13 @@ class EngineSource(Source):
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
             raise bad_request(message, "echo", "unsupported_value")
-        ids = request.prompt
-        assert ids is not None
-        if isinstance(ids, str):
-            encode = partial(self.renderer.encode, ids)
-            ids = await self.tokenize(headers, encode) if len(ids) >= MIN_LARGE_PROMPT else encode()
+        prompt = request.prompt
+        assert prompt is not None
+        if isinstance(prompt, str):
+            encode = partial(self.renderer.encode, prompt)
+            ids = await self.tokenize(headers, encode) if len(prompt) >= MIN_LARGE_PROMPT else encode()
+        else:
+            ids = prompt
         if not len(ids):
             raise invalid_value("The prompt is empty; send at least one token.", "prompt")
         check_token_ids(ids, self.engine.info.vocab_size, "prompt")

@@ -189,4 +189,6 @@ class SessionStates:
         if time.time() - self._states[oldest[0]].used_at > _ACTIVE_SECONDS:
             return oldest
         ids, count = list(self._states), len(self._states)
-        return list({ids[min(random.randrange(count), random.randrange(count))]: None for _ in oldest})
+        older_of_pairs = [ids[min(random.randrange(count), random.randrange(count))] for _ in oldest]
+        # The older sessions may all have a call in flight, so random ones follow.
+        return list(dict.fromkeys([*older_of_pairs, *random.sample(ids, len(oldest))]))

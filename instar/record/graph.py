@@ -217,9 +217,12 @@ class MessageGraph:
     def find_recorded(self, key: bytes, client_key: str | None = None) -> list[str]:
         """Return the call ids of the newest successful request with this key and, if it is not None, this
         idempotency key, ordered by choice index."""
-        nodes = [node for node in self._by_request.get(key, ()) if node.is_ok]
-        calls = nodes if client_key is None else [node for node in nodes if node.client_key == client_key]
-        return [node.call_id for node in calls if node.request_id == calls[-1].request_id]
+        matching = [
+            node
+            for node in self._by_request.get(key, ())
+            if node.is_ok and client_key in (None, node.client_key)
+        ]
+        return [node.call_id for node in matching if node.request_id == matching[-1].request_id]
 
     def has_call(self, call_id: str) -> bool:
         return call_id in self._nodes

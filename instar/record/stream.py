@@ -68,7 +68,10 @@ class StopStringFilter:
         return text[: len(text) - held_length]
 
     def finish(self) -> str:
-        return self._held
+        """Return the text held back. Another call returns nothing: a reply that is complete is finished again
+        if it is recorded because another reply of its request failed."""
+        held, self._held = self._held, ""
+        return held
 
 
 def cut_at_stop(text: str, stop: Sequence[str]) -> str:
@@ -137,7 +140,8 @@ class ReplyScanner:
         else:
             self._add_content(rest)
             if not self.tool_calls:
-                self._emit_text(self._held_space)
+                space, self._held_space = self._held_space, ""
+                self._emit_text(space)
         return self._take_deltas()
 
     def _take_deltas(self) -> list[ReplyDelta]:

@@ -147,10 +147,12 @@ def _split_members(text: str) -> dict[str, str]:
 
 
 def _skip(text: str, position: int, char: str = "") -> int:
-    """Skip ``char`` and the whitespace after it. Raises ValueError if there is another character."""
+    """Skip ``char``, if given, and the whitespace after it. Raises ValueError if ``char`` is missing."""
     if not text.startswith(char, position):
         raise ValueError(f"expected {char!r}")
-    return len(text) - len(text[position + len(char) :].lstrip(" \t\n\r"))
+    match = _WHITESPACE.match(text, position + len(char))
+    assert match is not None  # it matches the empty string
+    return match.end()
 
 
 _CALL_HEAD = re.compile(
@@ -158,6 +160,7 @@ _CALL_HEAD = re.compile(
     r"""[ \t\r\n]*,[ \t\r\n]*"arguments"[ \t\r\n]*:[ \t\r\n]*(?=\{)"""
 )
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|NaN|-?Infinity")
+_WHITESPACE = re.compile(r"[ \t\n\r]*")
 _SCALAR_END = re.compile(r"[ \t\r\n,\]}]")
 _UNESCAPED_TEXT = re.compile(r'[^"\\]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
@@ -298,7 +301,8 @@ class PartialToolCall:
         return self._emit(text[:processed])
 
     def finish(self) -> list[ReplyDelta]:
-        deltas = self._emit(self._held)
+        held, self._held = self._held, ""
+        deltas = self._emit(held)
         self.call["arguments"] = "".join(self._pieces)
         return deltas
 

@@ -149,7 +149,8 @@ class Evaluator:
         await self.store.close_group(group.group_id, status)
 
     async def _wait_for_scores(self, group_ids: set[str]) -> None:
-        """Wait until the groups are scored, or no session was scored for longer than a scorer may take."""
+        """Wait until the groups are scored. Give up with a warning if no session is scored for longer than a
+        scorer may take."""
         settings = self.config.scoring
         max_wait = SCORING_GRACE_SECONDS + (settings.retries + 1) * settings.deadline
         last_counts: dict[str, dict[str, int]] = {}

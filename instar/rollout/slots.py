@@ -147,8 +147,8 @@ class SlotRunner:
     async def _run_session(self, slot: RolloutSlot, session: AgentSession, *, is_last: bool) -> SlotResult:
         task, session_id = slot.group.task, session.session_id
         try:
-            attempt = self.services.agent.run(task, session)
-            result = await run_agent_with_timeout(self.config.timeout, attempt, "the agent")
+            agent_run = self.services.agent.run(task, session)
+            result = await run_agent_with_timeout(self.config.timeout, agent_run, "the agent")
         except Exception as error:  # noqa: BLE001 — an agent is user code and may raise any exception
             reason = describe_error(error)
             if is_transient(error) and not is_last:

@@ -98,7 +98,8 @@ class AddCalls:
         self._session_row: dict[str, Any] | None = None
 
     def prepare(self) -> None:
-        """Do the work that does not need the database, before the transaction begins."""
+        """Do the work that does not need the database. The writer does it before the transaction begins, and
+        `put_records`, whose store is rarely used by others, in it."""
         calls, new_session, key_hash, tail_keys = self._inputs
         self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
         self._session_row = None if new_session is None else encode_session(new_session, key_hash)

@@ -30,7 +30,7 @@ class ReaderPool:
         self._executor = ThreadPoolExecutor(threads, thread_name_prefix="instar-store-reader")
 
     async def submit(self, read: Callable[[], T]) -> T:
-        """Run a function in a thread of the pool. It calls `read` or `read_snapshot`."""
+        """Run a function in a thread of the pool, which has its own connection for `read`."""
         with self._lock:
             if self._is_closed:
                 raise StoreError(f"the store {self._name} is closed")
@@ -46,7 +46,7 @@ class ReaderPool:
         self._connections.clear()
 
     def read_snapshot(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read whose statements all see the same snapshot."""
+        """Run a read whose statements all see the same snapshot. Call this only from a submitted function."""
 
         def fetch_in_transaction(db: Database) -> T:
             db.begin_read()
@@ -58,7 +58,7 @@ class ReaderPool:
         return self.read(fetch_in_transaction)
 
     def read(self, fetch: Callable[[Database], T]) -> T:
-        """Run a read, and retry it if the connection is lost."""
+        """Run a read, and retry it if the connection is lost. Call this only from a submitted function."""
         deadline: float | None = None
         while True:
             db = self._get_connection()

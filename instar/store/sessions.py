@@ -97,7 +97,8 @@ def get_groups(
 
 
 def get_progress_details(db: Database, run_id: str, epoch: int) -> ProgressDetails:
-    """Read all details in one transaction, or a step released in between, and its groups, would be missed."""
+    """Read all details in one transaction. If a step were released between two reads, neither the step nor
+    its groups would be counted."""
     waiting = get_groups(db, run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch)
     return ProgressDetails(get_progress(db, run_id), len(waiting), *count_steps(db, run_id))
 

@@ -107,7 +107,7 @@ class AlarmDetector:
         if len(recent) < WINDOW or recent[0]["step"] <= first[-1]["step"]:
             return
         if not (self._is_solved() or self._is_improving()):
-            yield from _check_signal(first, recent)
+            yield from _check_reward_alarms(first, recent)
         yield from _check_outputs(first, recent)
         yield from _check_logprobs(recent)
 
@@ -135,7 +135,7 @@ class AlarmDetector:
                 )
 
 
-def _check_signal(first: Iterable[Json], recent: Iterable[Json]) -> Iterator[Alarm]:
+def _check_reward_alarms(first: Iterable[Json], recent: Iterable[Json]) -> Iterator[Alarm]:
     """Yield the alarms in `REWARD_ALARMS`."""
     groups = sum(_get_values(recent, "groups"))
     without_signal = sum(_get_values(recent, "zero_signal")) / groups if groups else 0.0

@@ -80,6 +80,7 @@ class MetricsReader:
 
 
 def read_metrics(run_dir: Path) -> list[Json]:
+    """Return all records in order. Skip incomplete lines, also a last line without a newline."""
     return MetricsReader(run_dir).read_new()
 
 

@@ -90,6 +90,7 @@ class CompletionRequestFields(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    """May identify the session."""
     # Fields that are accepted only at their no-op value:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

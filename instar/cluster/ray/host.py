@@ -121,7 +121,8 @@ class RoleHost:
         return PlacedRole(host, str(ray_context.get_node_id()), role.url, role.log, shares_folder)
 
     def _prepare_folder(self, spec: RoleSpec) -> bool:
-        """Return True if the run's folder is the driver's own. Otherwise create it and write the config."""
+        """Set the umask, and return True if the run's folder is the driver's own. Otherwise create it and
+        write the config."""
         os.umask(PRIVATE_UMASK)
         token_file = spec.folder / "driver"
         if token_file.is_file() and token_file.read_text() == spec.driver_token:

@@ -15,7 +15,7 @@ from instar.types import Json
 MAX_PARSE_ATTEMPTS = 200
 """The maximum number of opening braces in a text at which parsing is attempted."""
 MAX_TEXT_CHARS = 500
-"""The maximum length of a text from a judge that is stored. The rest is cut off."""
+"""The maximum length of a judge's reasons in a reward, and of an unusable reply. Judgments are not cut."""
 ONLY_OBJECT = re.compile(r"\s*(?:```\w*)?\s*\{.*\}\s*(?:```)?\s*", re.DOTALL)
 
 

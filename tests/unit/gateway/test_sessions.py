@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable
+from contextlib import ExitStack
 from itertools import chain, cycle
 from typing import Any
 
@@ -195,14 +196,31 @@ async def test_long_sessions_are_evicted_before_there_are_too_many(start_gateway
         assert (await gateway.calls(session))[-1].link is Link.SIBLING
 
 
-async def count_hits(gateway: RunningGateway, max_in_memory: int, session_ids: Iterable[str]) -> int:
-    """Use the sessions one after another, and return how often one was still in memory."""
+def create_states(gateway: RunningGateway, max_in_memory: int) -> SessionStates:
     identity = RunIdentity("run", "agent", "policy")
     config = GatewayConfig(max_sessions_in_memory=max_in_memory)
     redactor = Redactor.from_config(config.redact)
-    states = SessionStates(
+    return SessionStates(
         GatewayContext(gateway.store, identity, config, MessageHasher(b""), redactor, SamplingConfig())
     )
+
+
+async def test_idle_session_is_evicted_although_all_older_ones_are_in_flight(gateway: RunningGateway) -> None:
+    states = create_states(gateway, 4)
+    session_ids = [(await gateway.open_session()).session_id for _ in range(33)]
+    with ExitStack() as calls_in_flight:
+        for session_id in session_ids[:3]:
+            state = await states.find(session_id)
+            assert state is not None
+            calls_in_flight.enter_context(states.track_call(state))
+        for session_id in session_ids[3:]:
+            await states.find(session_id)
+            assert len(states) <= 4
+
+
+async def count_hits(gateway: RunningGateway, max_in_memory: int, session_ids: Iterable[str]) -> int:
+    """Use the sessions one after another, and return how often one was still in memory."""
+    states = create_states(gateway, max_in_memory)
     seen: dict[str, SessionState] = {}
     hits = 0
     for session_id in session_ids:

@@ -111,6 +111,16 @@ def test_stream_holds_back_the_start_of_a_stop_string(tiny_renderer: TemplateRen
     assert parser.message["content"] == "one ENGLAND "
 
 
+@pytest.mark.parametrize("text", ["Plan BE", "spaces  "])
+def test_stream_finished_twice_keeps_its_text(tiny_renderer: TemplateRenderer, text: str) -> None:
+    """A complete reply is finished again if it is recorded because another reply of its request failed."""
+    parser = tiny_renderer.stream(stop=["END"])
+    parser.feed(tiny_renderer.encode(text))
+    parser.finish()
+    assert parser.finish() == []
+    assert parser.message["content"] == text
+
+
 def test_stream_parses_reasoning(tiny_renderer: TemplateRenderer) -> None:
     reply = tiny_renderer.parse(tiny_renderer.encode("<think>\nhm</think>\n\nYes"))
     assert reply == {"role": "assistant", "content": "Yes", "reasoning": "\nhm"}
