@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 import typer
@@ -95,13 +95,15 @@ def _print_table(sessions: Sequence[ListedSession]) -> None:
 
 
 def _listed_json(listed: ListedSession) -> Json:
-    tag_fields = ("name", "value", "reason", "author", "created_at")
+    tags_json = [asdict(tag) for tag in listed.tags]
+    for fields in tags_json:
+        del fields["session_id"]
     return {
         **_session_json(listed.row.session),
         "calls": listed.row.call_count,
         "sampled_tokens": listed.row.sampled_tokens,
         "reward": listed.reward,
-        "tags": [select_fields(tag, *tag_fields) for tag in listed.tags],
+        "tags": tags_json,
         "number": listed.row.seq,
     }
 
