@@ -32,12 +32,11 @@ def _add_check(name: str, tag: str = "") -> Callable[[ProblemFinder], Check]:
     def decorate(find_problems: ProblemFinder) -> Check:
         @wraps(find_problems)
         def check(sessions: Sequence[SessionSummary], thresholds: Thresholds) -> list[CurationFinding]:
-            return [
-                CurationFinding(
-                    name, tag or name, value, reason, tuple(s.session.session_id for s in found), numbers
-                )
-                for value, reason, found, numbers in find_problems(sessions, thresholds)
-            ]
+            findings: list[CurationFinding] = []
+            for value, reason, affected, numbers in find_problems(sessions, thresholds):
+                ids = tuple(summary.session.session_id for summary in affected)
+                findings.append(CurationFinding(name, tag or name, value, reason, ids, numbers))
+            return findings
 
         CHECKS[name] = check
         return check
