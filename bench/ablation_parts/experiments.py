@@ -97,6 +97,24 @@ SIXTH = _repeat_for_seeds(
 )
 """Two updates per step, with the changes of the fifth set."""
 
+LIMITED = Settings(warmup_steps=0, max_kl=0.03)
+SEVENTH = _repeat_for_seeds(
+    (7, 8, 9),
+    LIMITED,
+    replace(LIMITED, epochs=2),
+    replace(LIMITED, epochs=3),
+    replace(LIMITED, epochs=2, max_kl=0.01),
+)
+"""Three groups per step with a limit on the KL of a step, and one to three updates."""
+
+EIGHTH = _repeat_for_seeds(
+    (7, 8, 9),
+    Settings(groups=6, learning_rate=2e-4, max_kl=0.01),
+    replace(LIMITED, groups=6, epochs=2),
+    replace(LIMITED, groups=6, epochs=4),
+)
+"""Six groups per step: the defaults of version 0.1, and several updates with a higher limit on the KL."""
+
 EXPERIMENT_SETS = {
     "first": FIRST,
     "second": SECOND,
@@ -104,4 +122,6 @@ EXPERIMENT_SETS = {
     "fourth": FOURTH,
     "fifth": FIFTH,
     "sixth": SIXTH,
+    "seventh": SEVENTH,
+    "eighth": EIGHTH,
 }

@@ -6,7 +6,6 @@ import os
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -85,7 +84,7 @@ def collect_checkpoints(folder: Path) -> list[Checkpoint]:
     checkpoints: list[Checkpoint] = []
     samples, tokens = 0, 0.0
     steps = read_steps(folder / RUN_FOLDER)
-    head_start = compute_head_start(steps)
+    head_start = compute_head_start(folder, steps[0]["time"] - steps[0]["elapsed"]) if steps else 0.0
     for step in steps:
         sessions = step.get("sessions", 0)
         samples += sessions
@@ -98,16 +97,18 @@ def collect_checkpoints(folder: Path) -> list[Checkpoint]:
     return checkpoints
 
 
-def compute_head_start(steps: Iterable[Json]) -> float:
-    """Return how many seconds before the trainer's clock started the first used session began, or 0 if it
-    began later. `age_seconds_max` is the age of a step's oldest session when the step starts, and `elapsed`
-    and `step_seconds` are read when it ends."""
-    head_starts = [
-        step["age_seconds_max"] - (step["elapsed"] - step["step_seconds"])
-        for step in steps
-        if "age_seconds_max" in step
-    ]
-    return max([0.0, *head_starts])
+def compute_head_start(folder: Path, clock_start: float) -> float:
+    """Return for how many seconds the run sampled before its clock started: from the start of the first
+    training session to the end of the last one that started before the clock, or to the start of the clock.
+    In the remaining time until then, it only waited for the trainer to load the model."""
+    path = folder / RUN_FOLDER / "store.db"
+    with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as database:
+        query = (
+            "SELECT min(created_at), max(coalesce(ended_at, ?)) FROM sessions "
+            "WHERE channel = 'train' AND created_at < ?"
+        )
+        start, end = database.execute(query, (clock_start, clock_start)).fetchone()
+    return 0.0 if start is None else min(end, clock_start) - start
 
 
 def compute_unused_share(folder: Path, used_samples: int) -> float:

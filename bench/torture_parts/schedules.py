@@ -179,7 +179,7 @@ def make_config(scenario: Scenario, folder: Path) -> RunConfig:
             "engine": {"type": "scripted"},
             "trainer": {
                 "groups_per_step": 1,
-                "warmup_steps": 0,
+                "updates_per_step": 1,  # a sample must not be in the weights twice
                 "tensorboard": False,
                 **scenario.trainer_settings,
             },

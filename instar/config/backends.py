@@ -132,7 +132,7 @@ DecayRate = Annotated[float, Field(ge=0, lt=1)]
 class AdamConfig(Section):
     """Settings of the Adam optimizer. All are passed to the backend, so its own defaults never apply."""
 
-    lr: Annotated[float, Field(gt=0, le=10)] = 2e-4
+    lr: Annotated[float, Field(gt=0, le=10)] = 3e-4
     """Learning rate after warm-up, at most 10."""
     beta1: DecayRate = 0.9
     """Decay rate of the first moment, below 1."""
@@ -152,7 +152,7 @@ LossName = Literal["importance_sampling", "ppo", "cispo", "cross_entropy", "dro"
 class LossConfig(Section):
     """The loss, which is a sum over trained tokens. `trainer.advantage.normalize` sets its divisor."""
 
-    name: LossName = "importance_sampling"
+    name: LossName = "ppo"
     """Objective per token. `importance_sampling`: ratio · advantage. `ppo`: the minimum of that and clipped
     ratio · advantage. `cispo`: clipped ratio · advantage · logprob, without a gradient through the ratio.
     `cross_entropy`: advantage · logprob. `dro`: the same, minus a penalty on the squared log ratio."""

@@ -201,7 +201,7 @@ class Trainer:
             return metrics
         loss = scale_loss(settings.loss, batch.divisor)
         adam = schedule_adam(settings, step, self.timer.seconds, self.rewind.lr_scale)
-        count, samples = settings.updates_per_step, (batch.samples, loss, corrections.samples)
+        count, samples = settings.update_count, (batch.samples, loss, corrections.samples)
         result, updates = await apply_updates(self.backend, *samples, adam, count, self.kl_limiter)
         if result.samples is not None:
             if settings.off_policy.proximal == "behavior":

@@ -40,7 +40,7 @@ def make_config(folder: Path, model: Path, *, steps: int, **trainer_settings: An
             "steps": steps,
             "groups_per_step": 2,
             "adam": {"lr": 1e-2},
-            "warmup_steps": 0,
+            "loss": {"name": "importance_sampling"},
             "tensorboard": False,
             **trainer_settings,
         },

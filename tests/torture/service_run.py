@@ -199,7 +199,7 @@ def make_config(
             "steps": STEPS,
             "groups_per_step": 1,
             "adam": {"lr": 1e-2},
-            "warmup_steps": 0,
+            "loss": {"name": "importance_sampling"},
             "tensorboard": False,
         },
     }

@@ -8,6 +8,9 @@ The softmax of every query is combined from blocks of keys, each computed by a d
 Short ancestors are copied in front of their descendants' own blocks instead. Longer ones are never copied,
 and the gradient of their keys is computed in one product. Blocks are combined by their logsumexp. Given the
 combined logsumexp and output, the backward pass is a plain sum of the blocks' gradients.
+
+On a GPU, where the many small kernels of these blocks take longer to launch than to run, a row of up to
+`MAX_BIAS_TOKENS` tokens is computed by one kernel per layer instead, with the tree as an additive mask.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from instar.backends.local.pack import IntArray, PackedRow, PackNode
@@ -31,6 +35,10 @@ MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors with up to this many tokens are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
 """The maximum number of tokens copied in front of one node."""
+MAX_BIAS_TOKENS = 32_768
+"""The length of a row whose mask takes 2 GiB in bf16."""
+BIAS_ALIGNMENT = 8
+"""The kernel copies a mask whose rows do not start at a multiple of this number of values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +65,32 @@ class CrossBlock:
 class TreeAttentionPlan:
     own: list[OwnBlocks]
     cross: list[CrossBlock]
+    bias: Tensor | None = None
+    """0 where a token (row) attends to another (column), else -inf. If set, it replaces the blocks."""
     calls: int = 0
     """The number of `tree_attention` calls with this plan, which must equal the number of layers."""
 
 
-def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
+def make_attention_plan(pack: PackedRow, device: str, dtype: torch.dtype) -> TreeAttentionPlan:
+    """Return the plan for a row. ``dtype`` is that of the queries, keys and values."""
+    if device != "cpu" and len(pack) <= MAX_BIAS_TOKENS:
+        return TreeAttentionPlan([], [], make_tree_bias(pack, device, dtype))
+    return TreeAttentionPlan(*_make_blocks(pack, device))
+
+
+def make_tree_bias(pack: PackedRow, device: str, dtype: torch.dtype) -> Tensor:
+    """Return the mask [T, T] of a row. Because of the depth-first order, a token sees the tokens before it
+    whose node's subtree includes it."""
+    length = len(pack)
+    subtree_ends = np.repeat([node.subtree_end for node in pack.nodes], [len(node) for node in pack.nodes])
+    rows = torch.arange(length, device=device).unsqueeze(1)
+    is_visible = (rows >= rows.T) & (rows < torch.from_numpy(subtree_ends).to(device))
+    aligned_length = -(-length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT
+    bias = torch.zeros(length, aligned_length, dtype=dtype, device=device)[:, :length]
+    return bias.masked_fill_(~is_visible, float("-inf"))
+
+
+def _make_blocks(pack: PackedRow, device: str) -> tuple[list[OwnBlocks], list[CrossBlock]]:
     inline = _select_inline_ancestors(pack.nodes)
     copied = {ancestor for ancestors in inline for ancestor in ancestors}
     cross = [
@@ -75,7 +104,7 @@ def make_attention_plan(pack: PackedRow, device: str) -> TreeAttentionPlan:
         _make_own_blocks([prefixes[i] for i in members], [pack.nodes[i] for i in members], device)
         for members in _group_by_length(lengths)
     ]
-    return TreeAttentionPlan(own, cross)
+    return own, cross
 
 
 def _select_inline_ancestors(nodes: Sequence[PackNode]) -> list[list[int]]:
@@ -236,8 +265,13 @@ def tree_attention(
     tree_plan.calls += 1
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if tree_plan.bias is not None:
+        groups = query.shape[1] // key.shape[1]  # the kernel needs one key head per query head
+        k, v = (x.to(dtype).repeat_interleave(groups, 1) for x in (key, value))
+        out = scaled_dot_product_attention(query.to(dtype), k, v, attn_mask=tree_plan.bias, scale=scale)
+        return out.transpose(1, 2), None
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     out = cast(Tensor, _TreeAttention.apply(q, k, v, tree_plan, scale))
     return out.unsqueeze(0), None
 

@@ -39,13 +39,17 @@ def compute_token_loss(
     weight = tokens.mask * tokens.advantages
     if config.name == "cross_entropy":
         return -(weight * new_logprobs).sum(), LossSums(len(new_logprobs))
-    ratio = torch.exp(new_logprobs - tokens.logprobs)
+    log_ratio = new_logprobs - tokens.logprobs
+    ratio = torch.exp(log_ratio)
     is_clipped = torch.zeros_like(ratio, dtype=torch.bool)
     if config.name == "importance_sampling":
         loss = -(weight * ratio).sum()
     elif config.name == "ppo":
-        clipped_ratio = ratio.clamp(*get_clip_bounds(config))
-        unclipped, clipped = ratio * tokens.advantages, clipped_ratio * tokens.advantages
+        low, high = get_clip_bounds(config)
+        # Above the upper bound, positive advantages have no gradient. An infinite ratio would make it NaN.
+        is_bounded = (tokens.advantages > 0) & (ratio > high)
+        finite_ratio = torch.exp(log_ratio.masked_fill(is_bounded, 0.0)).masked_fill(is_bounded, 2 * high)
+        unclipped, clipped = (x * tokens.advantages for x in (finite_ratio, finite_ratio.clamp(low, high)))
         is_clipped = clipped < unclipped
         loss = -(tokens.mask * torch.minimum(unclipped, clipped)).sum()
     elif config.name == "dro":

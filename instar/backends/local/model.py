@@ -54,7 +54,7 @@ class TrainedModel:
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
         """Return the fp32 logprobs at these row positions, which must not include a sample's first token."""
-        plan = make_attention_plan(packed, self.device)
+        plan = make_attention_plan(packed, self.device, self.dtype)
         with self._autocast():
             hidden_states = self._compute_hidden_states(packed, plan)
             rows = hidden_states[self._to_tensor(packed.previous[positions])]
@@ -82,7 +82,7 @@ class TrainedModel:
     def check_attention(self) -> None:
         """Raise BackendError if a layer has another attention, in which tokens attend to other samples."""
         packed = pack([np.arange(4, dtype=np.int32)])
-        plan = make_attention_plan(packed, self.device)
+        plan = make_attention_plan(packed, self.device, self.dtype)
         with torch.no_grad(), self._autocast():
             self._compute_hidden_states(packed, plan)
         layer_count = self.model.config.num_hidden_layers

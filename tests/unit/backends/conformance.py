@@ -251,8 +251,9 @@ class BackendConformance:
         clean, failed = await start_backend(make_backend), await start_backend(make_backend)
         for backend in (clean, failed):
             await backend.forward_backward(make_tree_samples(), LossConfig())
+        loss = LossConfig(name="importance_sampling")
         with pytest.raises(NonFiniteError, match="bad" if self.names_non_finite_samples else "loss"):
-            await failed.forward_backward([*make_tree_samples(1), non_finite], LossConfig())
+            await failed.forward_backward([*make_tree_samples(1), non_finite], loss)
         for backend in (clean, failed):
             await backend.optim_step(ADAM)
         a, b = await clean.publish(tmp_path / "a"), await failed.publish(tmp_path / "b")

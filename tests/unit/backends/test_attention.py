@@ -5,14 +5,20 @@ import pytest
 import torch
 
 from instar.backends.local import attention
-from instar.backends.local.attention import make_attention_plan, tree_attention
+from instar.backends.local.attention import (
+    TreeAttentionPlan,
+    make_attention_plan,
+    make_tree_bias,
+    tree_attention,
+)
 from instar.backends.local.pack import pack
 from instar.errors import BackendError
 from tests.unit.backends.conformance import make_tree_samples
 from tests.unit.backends.test_pack import make_visibility
 
 
-def test_tree_attention_matches_dense_masked_attention() -> None:
+@pytest.mark.parametrize("has_bias", [False, True], ids=["blocks", "bias"])
+def test_tree_attention_matches_dense_masked_attention(has_bias: bool) -> None:
     packed = pack([sample.token_ids for sample in make_tree_samples()])
     torch.manual_seed(0)
     query, grad = torch.randn(2, 1, 6, len(packed), 8)
@@ -23,7 +29,9 @@ def test_tree_attention_matches_dense_masked_attention() -> None:
         query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True
     )
     expected_grads = torch.autograd.grad(expected, (query, key, value), grad)
-    plan = make_attention_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu", torch.float32)
+    if has_bias:  # as on a GPU
+        plan = TreeAttentionPlan([], [], make_tree_bias(packed, "cpu", torch.float32))
     output, _ = tree_attention(torch.nn.Identity(), query, key, value, None, scaling=0.3, tree_plan=plan)
     actual_grads = torch.autograd.grad(output.transpose(1, 2), (query, key, value), grad)
     assert plan.calls == 1
@@ -55,6 +63,6 @@ def test_tree_attention_rejects_unsupported_arguments() -> None:
 def test_attention_plan_computes_a_shared_prefix_in_one_cross_block() -> None:
     prefix = np.arange(100, dtype=np.int32)
     packed = pack([np.concatenate([prefix, np.array([200 + i] * 20, np.int32)]) for i in range(16)])
-    plan = make_attention_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu", torch.float32)
     assert len(plan.cross) == 1
     assert len(plan.own) == 2

@@ -9,7 +9,7 @@ import pytest
 
 from instar.backends.base import BackendCapabilities
 from instar.backends.factory import apply_capabilities, check_run, create_backend, get_known_capabilities
-from instar.config import ModelConfig, RunConfig
+from instar.config import LossConfig, ModelConfig, RunConfig
 from instar.errors import ConfigError
 
 CAPABILITIES = BackendCapabilities(
@@ -37,7 +37,7 @@ async def test_create_backend_has_known_capabilities(model_folder: Path) -> None
 
 
 def test_create_backend_rejects_unsupported_loss_setting(model_folder: Path) -> None:
-    settings = {"model": {"name": str(model_folder)}, "trainer": {"loss": {"clip_low": 0.5}}}
+    settings = {"model": {"name": str(model_folder)}, "trainer": {"loss": {"name": "dro", "clip_low": 0.5}}}
     with pytest.raises(ConfigError, match="clip_low"):
         create_backend(RunConfig.model_validate(settings))
 
@@ -49,7 +49,7 @@ def test_create_backend_rejects_unsupported_loss_setting(model_folder: Path) -> 
             {"loss": {"name": "cispo"}},
             r"trainer\.loss\.name: .*'cispo'.*cross_entropy, importance_sampling, ppo",
         ),
-        ({"loss": {"clip_high": 2.0}}, r"trainer\.loss\.clip_high.*cispo or ppo"),
+        ({"loss": {"name": "dro", "clip_high": 2.0}}, r"trainer\.loss\.clip_high.*cispo or ppo"),
         (
             {"loss": {"name": "ppo", "beta": 0.1}},
             r"trainer\.loss\.beta: the 'ppo' loss has no beta.*dro",
@@ -88,7 +88,7 @@ def test_apply_capabilities_keeps_supported_settings() -> None:
 def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     config = make_config(loss={"name": "cispo", "clip_high": 3.0}, loss_fallback="ppo")
     adjusted, (warning,) = apply_capabilities(config, CAPABILITIES)
-    assert adjusted.trainer.loss.model_dump(exclude_defaults=True) == {"name": "ppo"}
+    assert adjusted.trainer.loss == LossConfig(name="ppo")
     assert "does not support cispo" in warning
     assert "training with ppo" in warning
 
@@ -100,8 +100,8 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     ("config", "message"),
     [
         (
-            make_config("weaver", loss={"name": "ppo"}),
-            r"trainer\.loss\.name: .*'ppo'.*cross_entropy, importance_sampling",
+            make_config("weaver", loss={"name": "cispo"}),
+            r"trainer\.loss\.name: .*'cispo'.*cross_entropy, importance_sampling",
         ),
         (
             make_config("tinker", {"sampling": {"temperature": 0.7}}),
@@ -109,7 +109,7 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
         ),
         (make_config("tinker", {"sampling": {"top_p": 0.9}}), r"sampling\.top_p: must be 1 .*got 0\.9"),
         (make_config("mint"), r"pip install 'instar\[mint\]'"),
-        (make_config(loss={"clip_low": 0.5}), r"trainer\.loss\.clip_low"),
+        (make_config(loss={"name": "dro", "clip_low": 0.5}), r"trainer\.loss\.clip_low"),
         (
             make_config(loss={"name": "ppo", "clip_low": 0.2, "clip_high": 0.2}),
             r"clip_low < clip_high, got 0\.2 and 0\.2",
@@ -122,10 +122,9 @@ def test_check_run_rejects_invalid_run(config: RunConfig, message: str) -> None:
         check_run(config, ENV)
 
 
-def test_check_run_of_valid_run_returns_notes() -> None:
-    adjusted, notes = check_run(
-        make_config("weaver", loss={"name": "ppo"}, loss_fallback="importance_sampling"), ENV
-    )
+@pytest.mark.parametrize("trainer", [{}, {"loss": {"name": "ppo"}, "loss_fallback": "importance_sampling"}])
+def test_check_run_of_valid_run_returns_notes(trainer: dict[str, Any]) -> None:
+    adjusted, notes = check_run(make_config("weaver", **trainer), ENV)
     assert adjusted.engine.type == "cloud"
     assert notes == [
         "warning: trainer.loss.name: this backend does not support ppo; training with importance_sampling "
@@ -138,5 +137,7 @@ def test_check_run_accepts_top_p_with_greedy_sampling() -> None:
 
 
 def test_check_run_without_training_ignores_trainer_settings() -> None:
-    config = RunConfig.model_validate({"engine": "scripted", "trainer": {"loss": {"clip_low": 0.5}}})
+    config = RunConfig.model_validate(
+        {"engine": "scripted", "trainer": {"loss": {"name": "dro", "clip_low": 0.5}}}
+    )
     assert check_run(config, {}) == (config, [])

@@ -2,8 +2,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from instar.backends.local.attention import MAX_INLINE_ANCESTOR_TOKENS, make_attention_plan
+from instar.backends.local.attention import (
+    BIAS_ALIGNMENT,
+    MAX_INLINE_ANCESTOR_TOKENS,
+    make_attention_plan,
+    make_tree_bias,
+)
 from instar.backends.local.pack import NO_TOKEN, PackedRow, pack, split_micro_batches
 
 
@@ -62,7 +68,7 @@ def test_attention_plan_covers_each_pair_once(seed: int) -> None:
     prefixes = [rng.integers(0, 9, n).astype(np.int32) for n in (3, MAX_INLINE_ANCESTOR_TOKENS, 40)]
     sequences = [np.concatenate([prefix, s]) for prefix in prefixes for s in make_random_sequences(seed)[:12]]
     packed = pack(sequences)
-    plan = make_attention_plan(packed, "cpu")
+    plan = make_attention_plan(packed, "cpu", torch.float32)
     visits = np.zeros((len(packed), len(packed)), int)
     for block in plan.own:
         length = block.rows.shape[1]
@@ -73,6 +79,9 @@ def test_attention_plan_covers_each_pair_once(seed: int) -> None:
     for block in plan.cross:
         visits[block.queries, block.keys] += 1
     assert (visits == make_visibility(packed)).all()
+    bias = make_tree_bias(packed, "cpu", torch.float32)
+    assert ((bias == 0).numpy() == make_visibility(packed)).all()
+    assert bias.stride(0) % BIAS_ALIGNMENT == 0
 
 
 def test_split_micro_batches_keeps_all_sequences_and_stays_within_the_budget() -> None:

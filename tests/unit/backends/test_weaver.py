@@ -245,7 +245,7 @@ async def test_weaver_rejected_calls_keep_session(make_backend: MakeBackend) -> 
         await backend.forward([make_sample("unknown", [4, 999999], 1)])
     non_finite = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     with pytest.raises(NonFiniteError):
-        await backend.forward_backward([non_finite], LossConfig())
+        await backend.forward_backward([non_finite], LossConfig(name="importance_sampling"))
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)
     assert np.isfinite(await train_step(backend))

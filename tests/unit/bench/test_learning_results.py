@@ -129,34 +129,51 @@ def test_busy_share_excludes_idle_time_and_waits_for_disks(bench: ModuleType) ->
 # --- checkpoints and evaluations -----------------------------------------------------------------
 
 
-def test_collect_checkpoints_counts_all_sessions_tokens_and_head_start(
+async def test_collect_checkpoints_counts_all_sessions_tokens_and_head_start(
     bench: ModuleType, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    # The first step started after 3 s with a session that is 4 s old.
-    first = {"elapsed": 5.0, "step_seconds": 2.0, "age_seconds_max": 4.0, "version": 1, "sessions": 24}
-    last = {"elapsed": 9.5, "step_seconds": 1.0, "age_seconds_max": 5.0, "version": 4, "sessions": 16}
+    # The clock started at 100. Two sessions took 1.5 s before that; another one started later.
+    await write_sessions(run, [(96.0, 97.0), (96.5, 97.5), (101.0, 103.0)])
     records = [
-        {"kind": "train", "step": 1, **first, "output_tokens_mean": 10.0},
+        {"kind": "train", "step": 1, "time": 105.0, "elapsed": 5.0, "version": 1, "sessions": 24},
         {"kind": "warning", "step": 1, "text": "ignored"},
         # A step that restores a checkpoint trains on no sessions.
-        {"kind": "train", "step": 2, "elapsed": 6.0, "step_seconds": 1.0, "version": 2},
-        {"kind": "train", "step": 3, **last, "output_tokens_mean": 2.5},
+        {"kind": "train", "step": 2, "time": 106.0, "elapsed": 6.0, "version": 2},
+        {"kind": "train", "step": 3, "time": 109.5, "elapsed": 9.5, "version": 4, "sessions": 16},
     ]
+    records[0]["output_tokens_mean"], records[3]["output_tokens_mean"] = 10.0, 2.5
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     checkpoints = load_part("instar_run").collect_checkpoints(tmp_path)
     assert [(c.step, c.seconds, c.samples, c.tokens) for c in checkpoints] == [
-        (1, 6.0, 24, 240),
-        (2, 7.0, 24, 240),
-        (3, 10.5, 40, 280),
+        (1, 6.5, 24, 240),
+        (2, 7.5, 24, 240),
+        (3, 11.0, 40, 280),
     ]
     assert checkpoints[-1].adapter == "run/policies/v000004"
 
 
-def test_head_start_of_sessions_after_start_of_clock_is_zero(bench: ModuleType) -> None:
-    compute_head_start = load_part("instar_run").compute_head_start
-    assert compute_head_start([{"elapsed": 9.0, "step_seconds": 1.0, "age_seconds_max": 5.0}]) == 0.0
+@pytest.mark.parametrize(
+    ("times", "head_start"),
+    [([(101.0, 102.0)], 0.0), ([(96.0, 103.0)], 4.0), ([(96.0, None)], 4.0)],
+    ids=["later", "ends after start of clock", "still open"],
+)
+async def test_head_start_ends_with_start_of_clock(
+    bench: ModuleType, tmp_path: Path, times: list[tuple[float, float | None]], head_start: float
+) -> None:
+    (tmp_path / "run").mkdir()
+    await write_sessions(tmp_path / "run", times)
+    assert load_part("instar_run").compute_head_start(tmp_path, 100.0) == head_start
+
+
+async def write_sessions(run: Path, times: list[tuple[float, float | None]]) -> None:
+    """Create a store with training sessions that started and ended at these times."""
+    store = SqliteStore(run / "store.db")
+    for number, (created_at, ended_at) in enumerate(times):
+        common = (f"s{number}", "run", "agent", "policy", Channel.TRAIN)
+        await store.open_session(Session(*common, created_at=created_at, ended_at=ended_at))
+    await store.close()
 
 
 async def test_unused_share_counts_training_sessions_in_store(bench: ModuleType, tmp_path: Path) -> None:

@@ -60,10 +60,10 @@ INVALID_CONFIGS = {
     "unsupported loss": (
         f"""
         backend: {{type: weaver, api_key: wv-secret}}
-        trainer: {{loss: {{name: ppo}}}}
+        trainer: {{loss: {{name: cispo}}}}
         rollout: {{agent: {AGENT}, tasks: {{type: python, function: "instar.demo.tasks:train_tasks"}}}}
         """,
-        "trainer.loss.name: this backend does not support 'ppo'; supported: cross_entropy, "
+        "trainer.loss.name: this backend does not support 'cispo'; supported: cross_entropy, "
         "importance_sampling. Choose one of these losses, or set trainer.loss_fallback",
     ),
     "fraction instead of an integer": (
@@ -292,5 +292,5 @@ def test_reference_has_a_table_for_each_type_and_section() -> None:
     page = render_settings()
     for heading in ("`rollout.tasks` with `type: jsonl`", "`engine` with `type: scripted`", "`trainer.adam`"):
         assert f"\n## {heading}\n" in page
-    assert "| `lr` | float | `0.0002` |" in page
+    assert "| `lr` | float | `0.0003` |" in page
     assert "| `tasks` | section | required |" in page

@@ -165,7 +165,8 @@ def make_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
         "groups_per_step": 1,
         "max_staleness": 100,
         "adam": {"lr": 1e-2},
-        "warmup_steps": 0,
+        "updates_per_step": 1,
+        "loss": {"name": "importance_sampling"},
         "tensorboard": False,
     }
     return RunConfig.model_validate(

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from instar.backends.local.backend import LocalBackend
-from instar.config import AdamConfig, LossConfig
+from instar.config import AdamConfig, LossConfig, TrainerConfig
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.trainer.monitor import read_steps
 from instar.trainer.update import MIN_LR_SCALE, KlLimiter, apply_updates
-from instar.types import Floats, Sample
+from instar.types import Floats, Json, Sample
 from tests.tiny import make_tiny_model
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
 from tests.unit.trainer.test_update import make_sample
@@ -87,6 +87,20 @@ async def test_second_update_changes_the_weights_and_measures_the_first(model: P
     assert adapter_after_two != adapter_after_one
     assert len(kls) == 3
     assert min(kls) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({}, 2),
+        ({"loss": {"name": "cispo"}}, 2),
+        ({"loss": {"name": "importance_sampling"}}, 1),
+        ({"updates_per_step": 1}, 1),
+        ({"loss": {"name": "cross_entropy"}, "updates_per_step": 3}, 3),
+    ],
+)
+def test_default_number_of_updates_depends_on_loss(settings: Json, count: int) -> None:
+    assert TrainerConfig.model_validate(settings).update_count == count
 
 
 @pytest.mark.parametrize("updates", [1, 2])
