@@ -35,8 +35,8 @@ MAX_INLINE_ANCESTOR_TOKENS = 16
 """Ancestors with up to this many tokens are copied instead of computed in a separate call."""
 MAX_INLINE_TOKENS = 64
 """The maximum number of tokens copied in front of one node."""
-MAX_BIAS_TOKENS = 32_768
-"""The length of a row whose mask takes 2 GiB in bf16."""
+MAX_BIAS_TOKENS = 16_384
+"""The length of a row whose mask takes 512 MiB in bf16."""
 BIAS_ALIGNMENT = 8
 """The kernel copies a mask whose rows do not start at a multiple of this number of values."""
 
