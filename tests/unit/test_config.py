@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 
 from instar import registry
 from instar.cli.config_errors import find_section_classes, type_values
-from instar.config import RunConfig, TrainerConfig
+from instar.config import AdamConfig, RunConfig, TrainerConfig
 
 ROLLOUT = {
     "tasks": {"type": "jsonl", "path": "tasks.jsonl"},
@@ -156,8 +156,8 @@ def test_config_types_match_the_registry(path: str, kind: str) -> None:
 
 def test_preset_sets_only_settings_that_are_not_given() -> None:
     careful = TrainerConfig.model_validate({"preset": "careful", "adam": {"beta1": 0.8}})
-    assert (careful.groups_per_step, careful.adam.lr, careful.adam.beta1) == (6, 1e-4, 0.8)
-    explicit = TrainerConfig.model_validate({"preset": "careful", "groups_per_step": 2, "adam": {"lr": 1e-3}})
-    assert (explicit.groups_per_step, explicit.adam.lr) == (2, 1e-3)
+    assert (careful.adam.lr, careful.adam.beta1) == (1e-4, 0.8)
     assert TrainerConfig.model_validate(careful.model_dump()) == careful
-    assert TrainerConfig(preset="fast") == TrainerConfig()
+    assert TrainerConfig(preset="careful", adam=AdamConfig(lr=1e-3)).adam.lr == 1e-3
+    assert TrainerConfig(preset="fast").groups_per_step == 3
+    assert TrainerConfig(preset="fast", groups_per_step=2).groups_per_step == 2
