@@ -151,8 +151,8 @@ class Comparison:
             log(f"{label} failed: {error}")
             self.failures.append(label)
             return False
-        folder.save_checkpoints(checkpoints)
         final = checkpoints[-1]
+        folder.save_checkpoints(checkpoints, compute_unused_share(folder.path, final.samples))
         log(f"{label}: {len(checkpoints)} steps, {final.samples} samples, {final.seconds:.0f} s")
         return True
 
@@ -172,6 +172,14 @@ class Comparison:
             for folder in finished.values():
                 folder.remove_other_adapters(set(folder.read_scores()))
 
+    def evaluate_final(self, task: str, contender: str, seed: int) -> None:
+        """Evaluate the last checkpoint of a finished run and the untrained model."""
+        folder, items = self.get_folder(task, contender, seed), self._options.held_out
+        final = folder.read_checkpoints()[-1].step
+        evaluate_run(TASKS[task], self._get_untrained_folder(task), [0], items, f"{task}, untrained", log)
+        evaluate_run(TASKS[task], folder, [final], items, f"{task}, {contender}, seed {seed}", log)
+        folder.remove_other_adapters({final})
+
     def load_curve(self, task: str, contender: str, seed: int) -> Curve | None:
         """Return the curve of a run, or None if it is not finished or not evaluated."""
         folder = self.get_folder(task, contender, seed)
@@ -184,8 +192,7 @@ class Comparison:
             for c in checkpoints
             if c.step in scores
         ]
-        unused_share = compute_unused_share(folder.path, checkpoints[-1].samples)
-        return Curve(seed, [Point(0.0, 0, 0, untrained[0].score), *points], unused_share)
+        return Curve(seed, [Point(0.0, 0, 0, untrained[0].score), *points], folder.read_unused_share())
 
     def load_curves(self, task: str, contender: str) -> list[Curve]:
         curves = (self.load_curve(task, contender, seed) for seed in self._options.seeds)
@@ -233,7 +240,7 @@ def run_sweep(comparison: Comparison, options: argparse.Namespace) -> Json:
         contender = make_sweep_contender(name)
         for seed in options.seeds:
             if comparison.ensure_run("dev", contender, seed, settings):
-                comparison.evaluate_seed("dev", [contender], seed)
+                comparison.evaluate_final("dev", contender, seed)
     results = collect_sweep(comparison, sweep)
     (options.out / "sweep.json").write_text(json.dumps(results, indent=1))
     table = Table("settings", "final score, mean", "by seed", "steps", "samples")

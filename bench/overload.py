@@ -4,10 +4,10 @@
 
 The capacity is the highest rate of replies that is reached with three different numbers of calls in flight.
 Calls then arrive at half that rate, at three times that rate, whether or not earlier calls have completed,
-and again at half of it. The overload is divided into eight phases, and the three rates are measured again
-after each of them, because they fall by up to a quarter while the store grows from empty, and change by a
-fifth within seconds with the load of other virtual machines on the same hardware. The highest of several
-noisy rates would be too high, so the peak is the highest of the three means over all measurements.
+and again at half of it. The overload is divided into phases of five seconds, and the three rates are measured
+again after each of them, because other virtual machines on the same hardware can change the speed by half
+within a minute. The highest of several noisy rates would be too high, so the peak is the highest of the three
+means over all measurements.
 
 In *engine*, the engine is the bottleneck: it takes 10 ms for each of a reply's 32 tokens. In *gateway*, the
 engine replies immediately, so the gateway's own process is the bottleneck; it is limited to 32 calls in
@@ -57,7 +57,8 @@ from rich.table import Table
 FULL_SECONDS, DEFAULT_SECONDS = 120.0, 30.0
 OVERLOAD_FACTOR = 3.0
 """The rate of calls during the overload, as a multiple of the capacity."""
-OVERLOAD_PHASES = 8
+PHASE_SECONDS, RATE_SECONDS = 5.0, 1.0
+"""The duration of one phase of the overload, and of the measurement of one rate between two phases."""
 NORMAL_FACTOR = 0.5
 """The rate of calls before and after the overload, as a multiple of the capacity."""
 WINDOW_SECONDS = 0.25
@@ -124,13 +125,14 @@ async def apply_load(
     target = gateway.open_target("overload")
     requests = ChatRequests(target, client, gateway.admin_key, stream=scenario.stream)
     load = LoadGenerator(requests.send_next)
-    phase_seconds = seconds / OVERLOAD_PHASES
+    phase_count = max(1, round(seconds / PHASE_SECONDS))
+    phase_seconds = seconds / phase_count
 
     async def measure_rates() -> tuple[float, ...]:
         """Return the rate of replies with each of three numbers of calls in flight."""
         rates: list[float] = []
         for concurrency in (scenario.max_in_flight // 4, scenario.max_in_flight // 2, scenario.max_in_flight):
-            started_at, ended_at = await load.run_concurrently(concurrency, max(2.0, phase_seconds / 2))
+            started_at, ended_at = await load.run_concurrently(concurrency, RATE_SECONDS)
             rates.append(count_replies(load.outcomes, started_at, ended_at) / (ended_at - started_at))
         return tuple(rates)
 
@@ -140,7 +142,7 @@ async def apply_load(
     await load.finish()
     load.timer_lags.clear()
     phases: list[Phase] = []
-    for number in range(OVERLOAD_PHASES):
+    for number in range(phase_count):
         if number:
             await load.finish()
             measured_rates.append(await measure_rates())

@@ -1,7 +1,9 @@
 """The files of a run: its checkpoints with the time and samples that they took, and their held-out scores.
 
 Each run has a folder ``<task>/<contender>-<seed>`` with `checkpoints.jsonl`, which exists only if the run has
-finished, `settings.json`, `commit` (the project's git commit), `scores.json`, the adapters and the logs.
+finished, `settings.json`, `commit` (the project's git commit), `unused_share` (see `Curve`), `scores.json`,
+the adapters and the logs. The curves are drawn from these small files alone, so results can be kept without
+the adapters.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ class RunFolder:
         self._checkpoints_path = path / "checkpoints.jsonl"
         self._scores_path = path / "scores.json"
         self._settings_path = path / "settings.json"
+        self._unused_share_path = path / "unused_share"
 
     @property
     def is_finished(self) -> bool:
@@ -71,12 +74,16 @@ class RunFolder:
                 "choose a different --out"
             )
 
-    def save_checkpoints(self, checkpoints: list[Checkpoint]) -> None:
+    def save_checkpoints(self, checkpoints: list[Checkpoint], unused_share: float) -> None:
+        self._unused_share_path.write_text(f"{unused_share}\n")
         lines = [json.dumps(asdict(checkpoint)) + "\n" for checkpoint in checkpoints]
         _write_atomically(self._checkpoints_path, "".join(lines))
 
     def read_checkpoints(self) -> list[Checkpoint]:
         return read_checkpoints(self._checkpoints_path) if self.is_finished else []
+
+    def read_unused_share(self) -> float:
+        return float(self._unused_share_path.read_text())
 
     def read_scores(self) -> dict[int, Score]:
         """Return the scores by step. Step 0 is the untrained model."""

@@ -1,8 +1,7 @@
 """Create a run's backend and reject settings that the backend does not support.
 
 An unsupported loss or setting is an error, because a warning is easy to miss and the run would not train as
-configured. To allow a different loss, set `trainer.loss_fallback`. Only the default loss has a fallback of
-its own.
+configured. To allow a different loss, set `trainer.loss_fallback`. It has a default only if no loss is given.
 """
 
 from __future__ import annotations
@@ -34,8 +33,6 @@ from instar.config import (
 from instar.errors import ConfigError
 from instar.registry import resolve_section
 
-DEFAULT_LOSS_FALLBACK = "importance_sampling"
-"""Replaces the default loss on backends that do not support it. All backends support this one."""
 NEUTRAL_VALUES = {"weight_decay": 0.0, "grad_clip_norm": 0.0}
 """The values that turn an optimizer setting off. The neutral value of any other setting is its default."""
 
@@ -103,8 +100,6 @@ def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> t
     if loss.name in capabilities.losses:
         return loss, []
     supported = ", ".join(sorted(capabilities.losses))
-    if fallback is None and loss == LossConfig():
-        fallback = DEFAULT_LOSS_FALLBACK
     if fallback is None:
         raise ConfigError(
             f"trainer.loss.name: this backend does not support {loss.name!r}; supported: {supported}. "

@@ -71,7 +71,9 @@ def _compute_token_objective(
         return advantages * new_logprobs - 0.5 * beta * (new_logprobs - old_logprobs) ** 2, none_clipped
     clipped_ratio = np.clip(ratio, *get_clip_bounds(loss))
     if loss.name == "ppo":
-        unclipped, clipped = ratio * advantages, clipped_ratio * advantages
+        # An infinite ratio times an advantage of 0 would be NaN.
+        unclipped = np.where(advantages == 0, 0.0, ratio * advantages)
+        clipped = clipped_ratio * advantages
         return np.minimum(unclipped, clipped), clipped < unclipped
     return clipped_ratio * advantages * new_logprobs, clipped_ratio != ratio
 

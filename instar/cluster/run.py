@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from instar.async_utils import gather_or_cancel
 from instar.backends.factory import check_run
@@ -29,6 +29,7 @@ from instar.errors import ConfigError, InstarError
 from instar.rewards.runner import IDLE_STATUS
 from instar.store.base import Run
 from instar.trainer.monitor import read_metrics
+from instar.types import Json
 
 T = TypeVar("T")
 
@@ -57,6 +58,8 @@ async def train(
     if resume and folder.config_file.is_file():
         previous = folder.read_config()
         _check_same_backend(config, previous)
+        for change in describe_changes(previous.trainer.model_dump(), config.trainer.model_dump(), "trainer"):
+            log(f"this run continues with another setting: {change}")
         previous_data = previous.data
     config = await pin_data(config, previous_data)
     async with serve_run(config, resume=resume, live=False, log=log) as run:
@@ -121,6 +124,18 @@ def _check_same_backend(config: RunConfig, previous: RunConfig) -> None:
             f"{config.backend.type}; set backend.type to {previous.backend.type}, or start a new run under a "
             "different `name`"
         )
+
+
+def describe_changes(previous: Mapping[str, Any], current: Mapping[str, Any], path: str) -> list[str]:
+    """Return ``path: old → new`` for every setting that differs. A new version may have other defaults."""
+    changes: list[str] = []
+    for name, value in current.items():
+        old_value, setting = previous.get(name), f"{path}.{name}"
+        if isinstance(old_value, dict) and isinstance(value, dict):
+            changes += describe_changes(cast(Json, old_value), cast(Json, value), setting)
+        elif old_value != value:
+            changes.append(f"{setting}: {old_value} → {value}")
+    return changes
 
 
 async def run_phases(run: LiveRun, stop: asyncio.Event) -> None:

@@ -12,6 +12,8 @@ from instar.config.engines import EngineConfig, LocalEngineConfig
 from instar.config.model import ModelConfig
 
 CLIPPED_LOSSES = ("ppo", "cispo")
+DEFAULT_LOSS_FALLBACK = "importance_sampling"
+"""Replaces the default loss on backends that do not support it."""
 PRESETS: dict[str, dict[str, Any]] = {"fast": {"groups_per_step": 3}, "careful": {"adam": {"lr": 1e-4}}}
 """The settings of each `trainer.preset` that differ from the defaults."""
 
@@ -144,8 +146,8 @@ class TrainerConfig(Section):
     loss: LossConfig = LossConfig()
     loss_fallback: LossName | None = None
     """Loss to use if the backend does not support `loss`. The log and the report then contain a warning.
-    Default: `importance_sampling` in place of the default loss; a run with another unsupported loss does not
-    start."""
+    Default: `importance_sampling` if `loss` is not given; otherwise none, so that a run with an unsupported
+    loss does not start."""
     reference: ReferenceConfig = BaseReferenceConfig()
     """Model that the policy stays close to or learns from, token by token."""
     adam: AdamConfig = AdamConfig()
@@ -156,11 +158,11 @@ class TrainerConfig(Section):
     ratios between the current policy and the one that sampled or, with `off_policy.proximal: recompute`, the
     policy at the start of the step. Default: 2 for losses that clip these ratios (`ppo` and `cispo`), else
     1."""
-    max_kl: Annotated[float, Field(gt=0)] | None = 0.01
-    """Maximum KL divergence per token between the policies before and after an update. The learning rate is
-    lowered while updates exceed it, to at least 1%, and rises again to at most `adam.lr`. The KL is measured
-    by the next update on the same samples, or with one update per step by forward passes over up to 8 of
-    them before and after the update. null: no maximum."""
+    max_kl: Annotated[float, Field(gt=0)] | None = 0.03
+    """Maximum KL divergence per token between the policies before and after a step. The learning rate is
+    lowered while steps exceed it, to at least 1%, and rises again to at most `adam.lr`. The KL is measured by
+    forward passes over up to 8 samples before and after the step. Imitation (`cross_entropy`) is not
+    limited. null: no maximum."""
     warmup_steps: NonNegativeInt = 0
     """Number of initial steps in which the learning rate rises linearly towards `adam.lr`."""
     schedule: Literal["constant", "linear"] = "constant"
@@ -189,8 +191,13 @@ class TrainerConfig(Section):
         settings = cast(dict[str, Any], data)
         preset = PRESETS.get(str(settings.get("preset")), {})
         merged = {**preset, **settings}
-        if "adam" in preset and isinstance(adam := settings.get("adam"), dict):
+        adam = settings.get("adam")
+        if isinstance(adam, AdamConfig):
+            adam = adam.model_dump(exclude_unset=True)
+        if "adam" in preset and isinstance(adam, dict):
             merged["adam"] = {**preset["adam"], **cast(dict[str, Any], adam)}
+        if "loss" not in settings:
+            merged.setdefault("loss_fallback", DEFAULT_LOSS_FALLBACK)
         return merged
 
     @property

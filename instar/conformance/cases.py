@@ -22,6 +22,8 @@ from instar.types import Artifact, Floats, Policy, SamplingParams
 
 ADAM = AdamConfig(lr=0.01, eps=1e-4, weight_decay=0.1, grad_clip_norm=0.5)
 LEARNING_RATES = (0.01, 0.002, 0.03, 0.005, 0.02)
+LOSS = LossConfig(name="importance_sampling")
+"""Supported by all services."""
 LOSSES: tuple[LossName, ...] = ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro")
 PROMPT = make_token_generator(11)(40)
 SAMPLING_PARAMS = SamplingParams(max_tokens=24, seed=5)
@@ -51,7 +53,7 @@ class CaseContext:
         self.record_logprobs(name, await self.backend.forward(make_tree_samples()))
 
     async def train_step(self, batch_seed: int, adam: AdamConfig = ADAM) -> None:
-        await self.backend.forward_backward(make_tree_samples(batch_seed), LossConfig())
+        await self.backend.forward_backward(make_tree_samples(batch_seed), LOSS)
         await self.backend.optim_step(adam)
 
     async def publish(self, name: str) -> Artifact:
@@ -86,7 +88,7 @@ async def record_clipped_loss(context: CaseContext) -> None:
 
 async def record_edge_cases(context: CaseContext) -> None:
     samples = make_edge_samples(context.max_context)
-    result = await context.backend.forward_backward(samples, LossConfig())
+    result = await context.backend.forward_backward(samples, LOSS)
     context.record("edges/loss", result.loss)
     context.record_logprobs("edges/logprobs", result.logprobs)
     await context.backend.optim_step(ADAM)
@@ -96,8 +98,8 @@ async def record_edge_cases(context: CaseContext) -> None:
 async def record_accumulation(context: CaseContext) -> None:
     """Record the result of a step after two backward passes, whose gradients must add up."""
     samples = make_tree_samples()
-    await context.backend.forward_backward(samples[:5], LossConfig())
-    await context.backend.forward_backward(samples[5:], LossConfig())
+    await context.backend.forward_backward(samples[:5], LOSS)
+    await context.backend.forward_backward(samples[5:], LOSS)
     await context.backend.optim_step(ADAM)
     context.record_logprobs("accumulated", await context.backend.forward(samples))
 
@@ -105,7 +107,7 @@ async def record_accumulation(context: CaseContext) -> None:
 async def record_five_steps(context: CaseContext) -> None:
     losses: list[float] = []
     for number, lr in enumerate(LEARNING_RATES):
-        result = await context.backend.forward_backward(make_tree_samples(number), LossConfig())
+        result = await context.backend.forward_backward(make_tree_samples(number), LOSS)
         losses.append(result.loss)
         await context.backend.optim_step(ADAM.model_copy(update={"lr": lr}))
     context.record(f"{FIVE_STEPS}/losses", losses)
@@ -118,7 +120,7 @@ async def record_pipelined_steps(context: CaseContext) -> None:
     tasks: list[asyncio.Future[Any]] = []
     for number, lr in enumerate(LEARNING_RATES):
         for call in (
-            context.backend.forward_backward(make_tree_samples(number), LossConfig()),
+            context.backend.forward_backward(make_tree_samples(number), LOSS),
             context.backend.optim_step(ADAM.model_copy(update={"lr": lr})),
         ):
             tasks.append(asyncio.ensure_future(call))
@@ -191,7 +193,7 @@ async def record_rejections(context: CaseContext) -> None:
     for sample, expected_error in invalid:
         is_rejected = False
         try:
-            await context.backend.forward_backward([sample], LossConfig())
+            await context.backend.forward_backward([sample], LOSS)
         except expected_error:
             is_rejected = True
         context.record(f"rejected/{sample.sample_key}", is_rejected)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from instar.config import LossConfig
 from instar.conformance.batches import make_edge_samples, make_tree_samples
-from instar.conformance.cases import FIVE_STEPS
+from instar.conformance.cases import FIVE_STEPS, LOSS
 from instar.conformance.runner import ConformanceResult
 from instar.types import Floats, Sample
 
@@ -85,7 +85,7 @@ def _compare_losses(actual: BackendRecord, max_context: int, tolerance: float) -
         name: (LossConfig.model_validate({"name": name}), make_tree_samples())
         for name in actual.result.losses
     }
-    batches["edges"] = (LossConfig(), make_edge_samples(max_context))
+    batches["edges"] = (LOSS, make_edge_samples(max_context))
     for name, (loss, samples) in batches.items():
         if name in actual.result.failures or f"{name}/loss" not in actual.arrays:
             continue

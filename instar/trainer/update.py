@@ -18,12 +18,12 @@ from instar.types import Json, Sample
 
 CORRECTION_LOSS = LossConfig(name="cross_entropy")
 MIN_LR_CHANGE, MAX_LR_CHANGE = 0.5, 1.1
-"""The limits of the factor by which one measured KL changes the learning rate."""
+"""The limits of the factor by which the KL of one step changes the learning rate."""
 MIN_LR_SCALE = 0.01
 """The minimum of the learning rate's scale, so that training continues even if the KL does not fall."""
 MIN_KL = 1e-9
 MAX_MEASURED_SAMPLES = 8
-"""The number of samples on which the KL of a step's only update is measured."""
+"""The maximum number of samples on which the KL of a step is measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +87,13 @@ def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: flo
 
 @dataclass
 class KlLimiter:
-    """Lowers the learning rate while updates change the policy by more than `trainer.max_kl`."""
+    """Lowers the learning rate while steps change the policy by more than `trainer.max_kl`."""
 
     max_kl: float | None
     lr_scale: float = 1.0
 
     def adapt(self, kl: float | None) -> None:
-        """Adapt the scale after an update with this KL, which grows with the square of the learning rate."""
+        """Adapt the scale after a step with this KL, which grows with the square of the learning rate."""
         if self.max_kl is not None and kl is not None:
             change = math.sqrt(self.max_kl / max(kl, MIN_KL))
             scale = self.lr_scale * min(max(change, MIN_LR_CHANGE), MAX_LR_CHANGE)
@@ -110,28 +110,25 @@ async def apply_updates(
     limiter: KlLimiter,
 ) -> tuple[UpdateResult, Json]:
     """Update the weights ``count`` times, the first time also with the corrections. ``adam`` does not include
-    the limiter's scale. Return the results of the first update, and the largest KL of an update. If there
-    are several updates, each one measures the KL of the one before it."""
-    # The KL of an only update needs two equal calls, because `forward_backward` may round differently. The
-    # first samples suffice: those of one group share a prompt, which a backend may process only once.
-    measured = samples[:MAX_MEASURED_SAMPLES] if count == 1 and limiter.max_kl is not None else []
+    the limiter's scale. Return the results of the first update, and the KL of all updates together if it is
+    limited."""
+    measured = select_measured(samples) if limiter.max_kl is not None else []
     before = await backend.forward(measured) if measured else []
-    first = await apply_update(backend, samples, loss, corrections, _scale_lr(adam, limiter.lr_scale))
-    if first.samples is None:
+    scaled_adam = _scale_lr(adam, limiter.lr_scale)
+    first = await apply_update(backend, samples, loss, corrections, scaled_adam)
+    for _ in range(count - 1 if samples else 0):
+        await apply_update(backend, samples, loss, [], scaled_adam)
+    if not measured:
         return first, {}
-    logprobs = first.samples.logprobs
-    kls: list[float | None] = []
-    for _ in range(count - 1):
-        result = await backend.forward_backward(samples, loss)
-        kls.append(estimate_kl(samples, logprobs, result.logprobs))
-        limiter.adapt(kls[-1])
-        await backend.optim_step(_scale_lr(adam, limiter.lr_scale))
-        logprobs = result.logprobs
-    if measured:
-        kls.append(estimate_kl(measured, before, await backend.forward(measured)))
-        limiter.adapt(kls[-1])
-    finite_kls = [kl for kl in kls if kl is not None]
-    return first, {"update_kl": max(finite_kls), "kl_lr_scale": limiter.lr_scale} if finite_kls else {}
+    # `forward_backward` may round differently, so its logprobs cannot be compared with those of `forward`.
+    kl = estimate_kl(measured, before, await backend.forward(measured))
+    limiter.adapt(kl)
+    return first, {} if kl is None else {"step_kl": kl, "kl_lr_scale": limiter.lr_scale}
+
+
+def select_measured(samples: Sequence[Sample]) -> list[Sample]:
+    """Return up to MAX_MEASURED_SAMPLES samples, spread evenly over the groups of the step."""
+    return list(samples[:: -(-len(samples) // MAX_MEASURED_SAMPLES) or 1])
 
 
 def _scale_lr(adam: AdamConfig, scale: float) -> AdamConfig:

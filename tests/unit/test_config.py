@@ -159,5 +159,6 @@ def test_preset_sets_only_settings_that_are_not_given() -> None:
     assert (careful.adam.lr, careful.adam.beta1) == (1e-4, 0.8)
     assert TrainerConfig.model_validate(careful.model_dump()) == careful
     assert TrainerConfig(preset="careful", adam=AdamConfig(lr=1e-3)).adam.lr == 1e-3
+    assert TrainerConfig(preset="careful", adam=AdamConfig(beta1=0.8)).adam.lr == 1e-4
     assert TrainerConfig(preset="fast").groups_per_step == 3
     assert TrainerConfig(preset="fast", groups_per_step=2).groups_per_step == 2

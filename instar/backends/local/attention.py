@@ -36,7 +36,7 @@ MAX_INLINE_ANCESTOR_TOKENS = 16
 MAX_INLINE_TOKENS = 64
 """The maximum number of tokens copied in front of one node."""
 MAX_BIAS_TOKENS = 16_384
-"""The length of a row whose mask takes 512 MiB in bf16."""
+"""The length of a row whose mask takes 512 MiB in bf16 and 1 GiB in fp32."""
 BIAS_ALIGNMENT = 8
 """The kernel copies a mask whose rows do not start at a multiple of this number of values."""
 

@@ -46,8 +46,9 @@ def compute_token_loss(
         loss = -(weight * ratio).sum()
     elif config.name == "ppo":
         low, high = get_clip_bounds(config)
-        # Above the upper bound, positive advantages have no gradient. An infinite ratio would make it NaN.
-        is_bounded = (tokens.advantages > 0) & (ratio > high)
+        # Above the upper bound, only negative advantages have a gradient. An infinite ratio would make the
+        # others' NaN.
+        is_bounded = (tokens.advantages >= 0) & (ratio > high)
         finite_ratio = torch.exp(log_ratio.masked_fill(is_bounded, 0.0)).masked_fill(is_bounded, 2 * high)
         unclipped, clipped = (x * tokens.advantages for x in (finite_ratio, finite_ratio.clamp(low, high)))
         is_clipped = clipped < unclipped

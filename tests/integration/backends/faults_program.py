@@ -25,8 +25,9 @@ from pydantic import TypeAdapter
 
 from instar.backends.base import Backend
 from instar.clouds.base import SERVICES
-from instar.config import AdamConfig, BackendConfig, CloudEngineConfig, LossConfig, ModelConfig
+from instar.config import AdamConfig, BackendConfig, CloudEngineConfig, ModelConfig
 from instar.conformance.batches import make_sample
+from instar.conformance.cases import LOSS
 from instar.engines.base import Engine
 from instar.errors import BackendError, EngineError
 from instar.registry import load_object, resolve_section
@@ -90,7 +91,7 @@ class TrainingScenario:
     async def step(self, number: int) -> None:
         # Both calls are sent before the response to the first call arrives.
         calls = (
-            self.backend.forward_backward(make_batch(number), LossConfig()),
+            self.backend.forward_backward(make_batch(number), LOSS),
             self.backend.optim_step(ADAM),
         )
         for result in await asyncio.gather(*calls, return_exceptions=True):

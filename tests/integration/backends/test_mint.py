@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from instar.backends.local.backend import LocalBackend
-from instar.config import LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.config import LocalBackendConfig, LoraConfig, ModelConfig
+from instar.conformance.cases import LOSS
 from instar.types import Floats
 from tests.integration.backends.environments import get_interpreter
 from tests.integration.backends.mint_program import ADAM, STEPS, make_batch
@@ -70,7 +71,7 @@ async def run_local_backend(model: ModelConfig) -> tuple[list[Floats], list[floa
     backend = LocalBackend(model, LocalBackendConfig(threads=1, lora=LoraConfig(rank=8)), seed=5)
     logprobs, losses = await backend.forward(make_batch()), []
     for _ in range(STEPS):
-        losses.append((await backend.forward_backward(make_batch(), LossConfig())).loss)
+        losses.append((await backend.forward_backward(make_batch(), LOSS)).loss)
         await backend.optim_step(ADAM)
     await backend.close()
     return logprobs, losses

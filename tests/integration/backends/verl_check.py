@@ -23,7 +23,7 @@ from safetensors.numpy import load_file
 from instar.backends.verl.backend import VerlBackend
 from instar.config import LossConfig, ModelConfig, RunConfig, VerlBackendConfig
 from instar.conformance.batches import make_sample, make_tree_samples
-from instar.conformance.cases import ADAM, FIVE_STEPS
+from instar.conformance.cases import ADAM, FIVE_STEPS, LOSS
 from instar.conformance.compare import BackendRecord, CheckResult, compare, compute_difference
 from instar.conformance.runner import build_job, run_cases
 from instar.conformance.tiny import make_tiny_model
@@ -98,13 +98,13 @@ async def check_training(checks: CheckReport, backend: VerlBackend, folder: Path
     await backend.start()
     check_listeners(checks)
     for number in range(2):
-        await backend.forward_backward(make_tree_samples(number), LossConfig())
+        await backend.forward_backward(make_tree_samples(number), LOSS)
         await backend.optim_step(ADAM)
     await backend.save_state(folder / "two")
     published: list[dict[str, bytes]] = []
     for name in ("uninterrupted", "resumed"):
         for number in range(2, 5):
-            await backend.forward_backward(make_tree_samples(number), LossConfig())
+            await backend.forward_backward(make_tree_samples(number), LOSS)
             await backend.optim_step(ADAM)
         published.append(read_files(Path((await backend.publish(folder / name)).path)))
         await backend.load_state(folder / "two")
@@ -114,11 +114,9 @@ async def check_training(checks: CheckReport, backend: VerlBackend, folder: Path
     norms: list[float] = []
     for adds_non_finite_loss in (False, True):
         await backend.load_state(folder / "two")
-        await backend.forward_backward(make_tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LOSS)
         if adds_non_finite_loss:
-            error = await catch(
-                NonFiniteError, backend.forward_backward([*make_tree_samples(1), far], LossConfig())
-            )
+            error = await catch(NonFiniteError, backend.forward_backward([*make_tree_samples(1), far], LOSS))
             checks.check("the error for a non-finite loss names the sample", "far" in str(error), str(error))
         norms.append((await backend.optim_step(ADAM)).grad_norm)
     checks.check("a non-finite loss adds nothing to the gradient", norms[0] == norms[1], str(norms))
@@ -170,7 +168,7 @@ async def check_killed_rank(checks: CheckReport, backend: VerlBackend, folder: P
 
 async def train_repeatedly(backend: VerlBackend) -> None:
     for number in range(2000):
-        await backend.forward_backward(make_tree_samples(number), LossConfig())
+        await backend.forward_backward(make_tree_samples(number), LOSS)
 
 
 async def check_close(checks: CheckReport, backend: VerlBackend) -> None:
@@ -199,7 +197,7 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
         try:
             await backend.start()
             for number in range(3):
-                result = await backend.forward_backward(make_tree_samples(number), LossConfig())
+                result = await backend.forward_backward(make_tree_samples(number), LOSS)
                 micro_batches = result.metrics["micro_batches"]
                 # The weights gathered for this forward pass must not be used after the step.
                 await backend.forward(make_tree_samples(number))
@@ -232,7 +230,7 @@ async def check_full_finetuning(checks: CheckReport, model: ModelConfig, folder:
 
 async def check_merged_tensors(checks: CheckReport, backend: VerlBackend, folder: Path, base: Path) -> None:
     """Check that tensors() returns the published adapter merged into the base weights."""
-    await backend.forward_backward(make_tree_samples(0), LossConfig())
+    await backend.forward_backward(make_tree_samples(0), LOSS)
     await backend.optim_step(ADAM)
     live = {name: tensor.numpy() async for name, tensor in backend.tensors()}
     artifact = await backend.publish(folder / "merged")

@@ -22,6 +22,7 @@ from transformers.utils import logging
 from instar.backends.base import Backend
 from instar.config import AdamConfig, LossConfig
 from instar.conformance.batches import make_sample, make_tree_samples
+from instar.conformance.cases import LOSS
 from instar.errors import BackendError, NonFiniteError
 from instar.types import Artifact, Sample
 
@@ -98,7 +99,7 @@ class BackendConformance:
 
         async def make() -> Backend:
             backend = await start_backend(make_backend)
-            await backend.forward_backward(make_tree_samples(5), LossConfig())
+            await backend.forward_backward(make_tree_samples(5), LOSS)
             await backend.optim_step(AdamConfig(lr=0.02))
             return backend
 
@@ -163,7 +164,7 @@ class BackendConformance:
             np.testing.assert_array_equal(
                 before_logprobs, after_logprobs, "the adapter was not enabled again"
             )
-        await backend.forward_backward(samples, LossConfig())
+        await backend.forward_backward(samples, LOSS)
         assert (await backend.optim_step(ADAM)).grad_norm > 0
         await backend.close()
 
@@ -177,9 +178,9 @@ class BackendConformance:
         )
         for step, lr in enumerate([0.01, 0.002, 0.03]):
             samples = make_tree_samples(step)
-            await backend.forward_backward(samples, LossConfig())
+            await backend.forward_backward(samples, LOSS)
             await backend.optim_step(ADAM.model_copy(update={"lr": lr}))
-            reference.accumulate(samples, LossConfig())
+            reference.accumulate(samples, LOSS)
             torch.nn.utils.clip_grad_norm_(reference.parameters.values(), ADAM.grad_clip_norm)
             optimizer.param_groups[0]["lr"] = lr
             optimizer.step()
@@ -194,9 +195,9 @@ class BackendConformance:
     ) -> None:
         samples = make_tree_samples()
         single_call, two_calls = await start_backend(make_backend), await start_backend(make_backend)
-        await single_call.forward_backward(samples, LossConfig())
-        await two_calls.forward_backward(samples[:5], LossConfig())
-        await two_calls.forward_backward(samples[5:], LossConfig())
+        await single_call.forward_backward(samples, LOSS)
+        await two_calls.forward_backward(samples[:5], LOSS)
+        await two_calls.forward_backward(samples[5:], LOSS)
         norms = [(await backend.optim_step(ADAM)).grad_norm for backend in (single_call, two_calls)]
         assert norms[0] == pytest.approx(norms[1], rel=1e-5)
         logprobs = [await backend.forward(samples) for backend in (single_call, two_calls)]
@@ -210,7 +211,7 @@ class BackendConformance:
     ) -> None:
         async def train(backend: Backend, steps: range) -> None:
             for step in steps:
-                await backend.forward_backward(make_tree_samples(step), LossConfig())
+                await backend.forward_backward(make_tree_samples(step), LOSS)
                 await backend.optim_step(ADAM)
 
         uninterrupted, interrupted, resumed = (
@@ -250,8 +251,8 @@ class BackendConformance:
         non_finite = make_sample("bad", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
         clean, failed = await start_backend(make_backend), await start_backend(make_backend)
         for backend in (clean, failed):
-            await backend.forward_backward(make_tree_samples(), LossConfig())
-        loss = LossConfig(name="importance_sampling")
+            await backend.forward_backward(make_tree_samples(), LOSS)
+        loss = LOSS
         with pytest.raises(NonFiniteError, match="bad" if self.names_non_finite_samples else "loss"):
             await failed.forward_backward([*make_tree_samples(1), non_finite], loss)
         for backend in (clean, failed):
@@ -275,7 +276,7 @@ class BackendConformance:
         assert read_files(self.get_adapter_folder(before)) == read_files(self.get_adapter_folder(after))
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
-        await backend.forward_backward(make_tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LOSS)
         assert np.isfinite((await backend.optim_step(ADAM)).grad_norm)
         await backend.close()
 
@@ -287,7 +288,7 @@ class BackendConformance:
         values = np.array([0, 0, -1, np.nan], np.float32)
         with pytest.raises(BackendError, match=r"incomplete.*3"):
             await backend.forward_backward(
-                [make_sample("incomplete", [4, 5, 6, 7], 2, **{field: values})], LossConfig()
+                [make_sample("incomplete", [4, 5, 6, 7], 2, **{field: values})], LOSS
             )
         with pytest.raises(BackendError, match="gradient"):
             await backend.optim_step(ADAM)
@@ -299,7 +300,7 @@ class BackendConformance:
         backend = await start_backend(make_backend)
         sample = make_sample("first", [4, 5], 0)
         with pytest.raises(BackendError, match="first"):
-            await backend.forward_backward([sample], LossConfig())
+            await backend.forward_backward([sample], LOSS)
         with pytest.raises(BackendError, match="999999"):
             await backend.forward([make_sample("unknown", [4, 999999], 1)])
         await backend.close()
@@ -316,7 +317,7 @@ class BackendConformance:
         samples = make_tree_samples()
         before, _, _, after = await asyncio.gather(
             backend.forward(samples),
-            backend.forward_backward(samples, LossConfig()),
+            backend.forward_backward(samples, LOSS),
             backend.optim_step(ADAM),
             backend.forward(samples),
         )

@@ -6,6 +6,7 @@ import torch
 
 from instar.backends.local import attention
 from instar.backends.local.attention import (
+    MAX_BIAS_TOKENS,
     TreeAttentionPlan,
     make_attention_plan,
     make_tree_bias,
@@ -37,6 +38,13 @@ def test_tree_attention_matches_dense_masked_attention(has_bias: bool) -> None:
     assert plan.calls == 1
     for a, b in zip((output.transpose(1, 2), *actual_grads), (expected, *expected_grads), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_plan_for_a_gpu_has_one_mask_unless_the_row_is_too_long() -> None:
+    longest, too_long = (pack([np.zeros(MAX_BIAS_TOKENS + n, np.int32)]) for n in (0, 1))
+    assert make_attention_plan(longest, "meta", torch.bfloat16).bias is not None
+    assert make_attention_plan(too_long, "meta", torch.bfloat16).bias is None
+    assert make_attention_plan(longest, "cpu", torch.bfloat16).bias is None
 
 
 @pytest.mark.parametrize("causal", [False, True])

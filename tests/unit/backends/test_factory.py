@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from instar.backends.base import BackendCapabilities
+from instar.backends.base import BackendCapabilities, make_cloud_capabilities
 from instar.backends.factory import apply_capabilities, check_run, create_backend, get_known_capabilities
 from instar.config import LossConfig, ModelConfig, RunConfig
 from instar.errors import ConfigError
@@ -93,6 +93,16 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     assert "training with ppo" in warning
 
 
+def test_default_loss_has_a_fallback_with_one_update() -> None:
+    config = make_config("weaver")
+    adjusted, (warning,) = apply_capabilities(
+        config, make_cloud_capabilities(frozenset({"importance_sampling", "cross_entropy"}))
+    )
+    assert (adjusted.trainer.loss.name, adjusted.trainer.update_count) == ("importance_sampling", 1)
+    assert "does not support ppo" in warning
+    assert RunConfig.model_validate(config.model_dump()) == config
+
+
 # --- check_run ------------------------------------------------------------------------------------
 
 
@@ -100,8 +110,8 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     ("config", "message"),
     [
         (
-            make_config("weaver", loss={"name": "cispo"}),
-            r"trainer\.loss\.name: .*'cispo'.*cross_entropy, importance_sampling",
+            make_config("weaver", loss={"name": "ppo"}),
+            r"trainer\.loss\.name: .*'ppo'.*cross_entropy, importance_sampling",
         ),
         (
             make_config("tinker", {"sampling": {"temperature": 0.7}}),

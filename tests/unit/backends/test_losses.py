@@ -57,15 +57,15 @@ def test_ppo_matches_formula(low: float | None, high: float | None) -> None:
     assert loss_metrics["clipped"] == pytest.approx((clipped < unclipped).mean())
 
 
-def test_ppo_with_infinite_ratio_has_no_gradient_for_positive_advantages() -> None:
-    new_logprobs = torch.tensor([-1.0, -1.0]).requires_grad_()
-    old_logprobs = torch.tensor([-1000.0, -1.0])
-    tokens = TrainedTokens(torch.ones(2), torch.ones(2), old_logprobs)
+def test_ppo_with_infinite_ratio_has_no_gradient_unless_the_advantage_is_negative() -> None:
+    new_logprobs = torch.tensor([-1.0, -1.0, -1.0]).requires_grad_()
+    old_logprobs = torch.tensor([-1000.0, -1.0, -1000.0])
+    tokens = TrainedTokens(torch.ones(3), torch.tensor([1.0, 1.0, 0.0]), old_logprobs)
     value, sums = compute_token_loss(LossConfig(name="ppo"), new_logprobs, tokens)
     value.backward()
     assert float(value.detach()) == pytest.approx(-2.2)
     assert new_logprobs.grad is not None
-    assert new_logprobs.grad.tolist() == [0.0, -1.0]
+    assert new_logprobs.grad.tolist() == [0.0, -1.0, 0.0]
     assert sums.clipped_count == 1
 
 

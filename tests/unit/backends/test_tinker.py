@@ -19,6 +19,7 @@ from instar.backends.tinker import MintBackend, TinkerBackend
 from instar.clouds.base import CloudError
 from instar.config import LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
 from instar.conformance.batches import make_sample, make_tree_samples
+from instar.conformance.cases import LOSS
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError
 from instar.protocol.base import ServiceLimits
 from instar.types import Artifact
@@ -87,7 +88,7 @@ async def test_tinker_samples_without_trained_tokens_are_handled_locally(
 ) -> None:
     backend = await start_backend(make_backend)
     single_token, untrained = make_sample("single", [7], 1), make_sample("untrained", [7, 8, 9], 3)
-    result = await backend.forward_backward([single_token, untrained], LossConfig())
+    result = await backend.forward_backward([single_token, untrained], LOSS)
     assert result.loss == 0
     assert [len(logprobs) for logprobs in result.logprobs] == [1, 3]
     assert all(np.isnan(logprobs).all() for logprobs in result.logprobs)
@@ -161,7 +162,7 @@ def make_tinker_backend(model: ModelConfig, url: str, **overrides: Any) -> Tinke
 
 async def test_tinker_saved_state_survives_close(make_backend: Callable[[], Backend], tmp_path: Path) -> None:
     first = await start_backend(make_backend)
-    await first.forward_backward(make_tree_samples(), LossConfig())
+    await first.forward_backward(make_tree_samples(), LOSS)
     await first.optim_step(ADAM)
     await first.save_state(tmp_path / "state")
     expected = await first.forward(make_tree_samples())
@@ -178,7 +179,7 @@ async def test_tinker_session_survives_garbage_collection(make_backend: Callable
     gc.collect()
     await asyncio.sleep(0.1)
     gc.collect()
-    assert math.isfinite((await backend.forward_backward(make_tree_samples(), LossConfig())).loss)
+    assert math.isfinite((await backend.forward_backward(make_tree_samples(), LOSS)).loss)
     assert math.isfinite((await backend.reference_logprobs(make_tree_samples()))[0][-1])
     await backend.close()
 
@@ -190,13 +191,13 @@ async def test_tinker_calls_before_start_or_after_cancellation_raise_backend_los
     with pytest.raises(BackendLost, match="start"):
         await backend.forward(make_tree_samples())
     await backend.start()
-    unsent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LossConfig()))
+    unsent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LOSS))
     await asyncio.sleep(0)
     unsent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await unsent_call
     await backend.save_state(tmp_path / "unsent")  # the call was cancelled before it was sent
-    sent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LossConfig()))
+    sent_call = asyncio.create_task(backend.forward_backward(make_tree_samples(), LOSS))
     await asyncio.sleep(0.02)
     sent_call.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -217,7 +218,7 @@ async def test_tinker_restarted_server_raises_backend_lost_until_state_is_loaded
     ):
         backend = make_tinker_backend(model, address, deadline=30)
         await backend.start()
-        await backend.forward_backward(make_tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LOSS)
         await backend.save_state(tmp_path / "state")
         before = await backend.forward(make_tree_samples())
     port = int(address.rsplit(":", 1)[1])
@@ -255,7 +256,7 @@ async def test_tinker_stopped_service_times_out(model: ModelConfig, tmp_path: Pa
     connection = backend._session.connection  # type: ignore[union-attr]
     connection.access = replace(connection.access, call_timeout=1.0)
     pass_error, step_error = await asyncio.gather(
-        backend.forward_backward(make_tree_samples(), LossConfig()),
+        backend.forward_backward(make_tree_samples(), LOSS),
         backend.optim_step(ADAM),
         return_exceptions=True,
     )

@@ -21,11 +21,11 @@ from instar.config import (
     AdamConfig,
     CloudEngineConfig,
     LocalBackendConfig,
-    LossConfig,
     ModelConfig,
     WeaverBackendConfig,
 )
 from instar.conformance.batches import make_sample, make_tree_samples
+from instar.conformance.cases import LOSS
 from instar.engines.cloud.weaver import WeaverSampler
 from instar.errors import BackendError, BackendLost, BackendUnavailable, ConfigError, NonFiniteError
 from instar.protocol.base import ServiceLimits
@@ -73,7 +73,7 @@ async def make_backend(model: ModelConfig, url: str) -> AsyncGenerator[MakeBacke
 async def train_step(backend: WeaverBackend | LocalBackend, seed: int = 0) -> float:
     """Train one step on the samples with this seed and return the loss."""
     result, _ = await asyncio.gather(
-        backend.forward_backward(make_tree_samples(seed), LossConfig()), backend.optim_step(ADAM)
+        backend.forward_backward(make_tree_samples(seed), LOSS), backend.optim_step(ADAM)
     )
     return result.loss
 
@@ -91,7 +91,7 @@ async def test_weaver_trains_like_local_backend(
     for seed in range(2):
         for backend in (remote, local):
             await train_step(backend, seed)
-    actual, expected = [await backend.forward_backward(samples, LossConfig()) for backend in (remote, local)]
+    actual, expected = [await backend.forward_backward(samples, LOSS) for backend in (remote, local)]
     assert actual.loss == pytest.approx(expected.loss, rel=1e-6)
     metric_names = expected.metrics.keys() - {"distinct_tokens", "micro_batches"}
     for name in metric_names:
@@ -116,10 +116,10 @@ async def test_weaver_tensor_transport_defaults_to_binary(
     await backend.start()
     model = await backend._get_model()
     assert model.service.tensor_transport == (transport or "http-binary")
-    actual = await backend.forward_backward(make_tree_samples(), LossConfig())
+    actual = await backend.forward_backward(make_tree_samples(), LOSS)
     monkeypatch.delenv("WEAVER_TENSOR_TRANSPORT", raising=False)
     await default_backend.start()
-    expected = await default_backend.forward_backward(make_tree_samples(), LossConfig())
+    expected = await default_backend.forward_backward(make_tree_samples(), LOSS)
     assert actual.loss == expected.loss
     for x, y in zip(actual.logprobs, expected.logprobs, strict=True):
         np.testing.assert_array_equal(x, y)
@@ -245,7 +245,7 @@ async def test_weaver_rejected_calls_keep_session(make_backend: MakeBackend) -> 
         await backend.forward([make_sample("unknown", [4, 999999], 1)])
     non_finite = make_sample("far", [4, 5, 6, 7], 2, logprobs=np.full(4, -1000, np.float32))
     with pytest.raises(NonFiniteError):
-        await backend.forward_backward([non_finite], LossConfig(name="importance_sampling"))
+        await backend.forward_backward([non_finite], LOSS)
     with pytest.raises(BackendError, match="gradient"):
         await backend.optim_step(ADAM)
     assert np.isfinite(await train_step(backend))
@@ -274,7 +274,7 @@ async def test_weaver_restarted_server_raises_backend_lost(
         expected = await train_step(backend, 1)
         await asyncio.to_thread(servers.close)
         port = int(address.rpartition(":")[2])
-        calls = [asyncio.ensure_future(backend.forward_backward(make_tree_samples(2), LossConfig()))]
+        calls = [asyncio.ensure_future(backend.forward_backward(make_tree_samples(2), LOSS))]
         calls.append(asyncio.ensure_future(backend.optim_step(ADAM)))
         await asyncio.sleep(0.2)
         await asyncio.to_thread(servers.enter_context, serve_in_thread("weaver", model, port=port, **options))
@@ -295,7 +295,7 @@ async def test_weaver_unreachable_server_times_out(
         await backend.start()
         await asyncio.to_thread(servers.close)
         results = await asyncio.gather(
-            backend.forward_backward(make_tree_samples(), LossConfig()),
+            backend.forward_backward(make_tree_samples(), LOSS),
             backend.optim_step(ADAM),
             backend.reference_logprobs(make_tree_samples()),
             return_exceptions=True,

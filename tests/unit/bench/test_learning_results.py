@@ -50,7 +50,7 @@ def save_run(comparison: Any, contender: str, samples_per_step: int, scored_step
     ]
     for checkpoint in checkpoints:
         (folder.path / checkpoint.adapter).mkdir(parents=True)
-    folder.save_checkpoints(checkpoints)
+    folder.save_checkpoints(checkpoints, 0.25)
     for step in scored_steps:
         folder.save_score(step, results.Score(0.25 * step, 8))
     return folder
@@ -99,7 +99,7 @@ def test_sweep_on_gpu_has_each_setting_once(bench: ModuleType) -> None:
 def test_finished_run_is_not_repeated(comparison: Any, contender: str) -> None:
     folder = comparison.get_folder("dev", contender, 0)
     folder.prepare(comparison.make_settings("dev", contender, 0))
-    folder.save_checkpoints([])
+    folder.save_checkpoints([], 0.0)
     assert comparison.ensure_run("dev", contender, 0)
     assert re.fullmatch(r"[0-9a-f]{40}\n", (folder.path / "commit").read_text())
 
@@ -109,7 +109,7 @@ def test_finished_run_with_other_defaults_is_rejected(bench: ModuleType, compari
     settings["trainer"]["adam"]["beta2"] = 0.5
     folder = comparison.get_folder("dev", "instar", 0)
     folder.prepare(settings)
-    folder.save_checkpoints([])
+    folder.save_checkpoints([], 0.0)
     with pytest.raises(bench.MeasurementError, match=r"\(trainer\.adam\.beta2: 0\.5 → [^,]*\); remove"):
         comparison.ensure_run("dev", "instar", 0)
 

@@ -28,6 +28,7 @@ from instar.clouds.weaver import (
     extract_metrics,
 )
 from instar.config import LossConfig
+from instar.conformance.cases import LOSS
 from instar.gateway.serve import bind, serve
 from instar.types import Sample
 
@@ -259,7 +260,7 @@ def make_sample() -> Sample:
 
 def test_training_datum_has_the_sample_mask() -> None:
     """Tokens with an advantage of 0 are also trained."""
-    datum = build_training_datum(make_sample(), LossConfig())
+    datum = build_training_datum(make_sample(), LOSS)
     assert datum.model_input is not None
     assert datum.model_input.to_ints() == [1, 2, 7, 8, 3]
     loss_inputs = {name: values.tolist() for name, values in datum.loss_fn_inputs.items()}

@@ -14,7 +14,14 @@ from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import LiveRun
-from instar.cluster.run import evaluate, record_failure, run_phases, run_training, wait_for_scoring
+from instar.cluster.run import (
+    describe_changes,
+    evaluate,
+    record_failure,
+    run_phases,
+    run_training,
+    wait_for_scoring,
+)
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
@@ -121,6 +128,15 @@ async def test_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     assert not scoring_task.done()
     stop.set()
     await asyncio.wait_for(scoring_task, 5)
+
+
+def test_changes_name_nested_settings_with_both_values() -> None:
+    previous = {"steps": 9, "adam": {"lr": 2e-4, "beta1": 0.9}, "off_policy": {}}
+    current = {"steps": 9, "adam": {"lr": 3e-4, "beta1": 0.9}, "off_policy": {}, "preset": "careful"}
+    assert describe_changes(previous, current, "trainer") == [
+        "trainer.adam.lr: 0.0002 → 0.0003",
+        "trainer.preset: None → careful",
+    ]
 
 
 class FullDiskStore(SqliteStore):

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from instar.backends.tinker import TinkerBackend
-from instar.config import AdamConfig, CloudEngineConfig, LossConfig, ModelConfig, TinkerBackendConfig
+from instar.config import AdamConfig, CloudEngineConfig, ModelConfig, TinkerBackendConfig
 from instar.conformance.batches import make_sample, make_tree_samples
+from instar.conformance.cases import LOSS
 from instar.engines.base import Engine
 from instar.engines.cloud.tinker import TinkerSampler
 from instar.errors import EngineError, EngineUnavailable
@@ -59,7 +60,7 @@ async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
 async def train_and_publish(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
     backend = TinkerBackend(model, make_backend_config(url), seed=1)
     await backend.start()
-    await backend.forward_backward(make_tree_samples(), LossConfig())
+    await backend.forward_backward(make_tree_samples(), LOSS)
     await backend.optim_step(AdamConfig(lr=0.05))
     return backend, await backend.publish(tmp_path / "v000001")
 

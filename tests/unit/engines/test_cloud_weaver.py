@@ -16,11 +16,11 @@ from instar.config import (
     AdamConfig,
     CloudEngineConfig,
     LocalEngineConfig,
-    LossConfig,
     ModelConfig,
     WeaverBackendConfig,
 )
 from instar.conformance.batches import make_tree_samples
+from instar.conformance.cases import LOSS
 from instar.engines.base import Engine
 from instar.engines.cloud.weaver import WeaverSampler
 from instar.engines.local.engine import LocalEngine
@@ -54,7 +54,7 @@ def trained_artifact(model: ModelConfig, url: str) -> Artifact:
     async def publish() -> Artifact:
         backend = WeaverBackend(model, make_backend_config(url))
         await backend.start()
-        await backend.forward_backward(make_tree_samples(), LossConfig())
+        await backend.forward_backward(make_tree_samples(), LOSS)
         await backend.optim_step(AdamConfig(lr=0.05))
         artifact = await backend.publish(Path("v000001"))
         await backend.close()

@@ -1,5 +1,5 @@
-"""Tests for one or several updates per step: their KL limits the learning rate, each one computes a new
-gradient, and a resumed run continues with the same learning rate."""
+"""Tests for one or several updates per step: the KL of a step limits the learning rate, each update computes
+a new gradient, and a resumed run continues with the same learning rate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LossConfig, TrainerConfig
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.trainer.monitor import read_steps
-from instar.trainer.update import MIN_LR_SCALE, KlLimiter, apply_updates
+from instar.trainer.update import MIN_LR_SCALE, KlLimiter, apply_updates, select_measured
 from instar.types import Floats, Json, Sample
 from tests.tiny import make_tiny_model
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
@@ -66,27 +66,35 @@ async def test_rounding_differences_are_not_measured_as_kl(model: Path, tmp_path
     loss, adam = LossConfig(name="ppo"), AdamConfig(lr=1e-12)
     _, metrics = await apply_updates(backend, samples, loss, [], adam, 1, limiter)
     await backend.close()
-    assert metrics["update_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert metrics["step_kl"] == pytest.approx(0.0, abs=1e-6)
     assert limiter.lr_scale == 1.0
 
 
 async def train(folder: Path, model: Path, **trainer: object) -> tuple[str, list[float]]:
-    """Return the hash of the trained adapter, and the largest KL of an update in every step."""
+    """Return the hash of the trained adapter, and the KL of every step that measured it."""
     config = make_config(folder, model, **{"loss": {"name": "ppo"}, **trainer})
     await fill_store(config)
     async with open_trainer(config) as harness:
         await harness.trainer.run()
         digest = await harness.hash_latest_adapter()
-    return digest, [step["update_kl"] for step in read_steps(config.run_dir) if "update_kl" in step]
+    return digest, [step["step_kl"] for step in read_steps(config.run_dir) if "step_kl" in step]
 
 
-async def test_second_update_changes_the_weights_and_measures_the_first(model: Path, tmp_path: Path) -> None:
-    adapter_after_one, kls = await train(tmp_path / "one", model, max_kl=None)
+async def test_kl_of_a_step_includes_all_its_updates(model: Path, tmp_path: Path) -> None:
+    free_adapter, kls = await train(tmp_path / "free", model, max_kl=None)
     assert kls == []
-    adapter_after_two, kls = await train(tmp_path / "two", model, updates_per_step=2)
+    adapter_after_one, kls_of_one = await train(tmp_path / "one", model, max_kl=1e6)
+    assert adapter_after_one == free_adapter
+    adapter_after_two, kls_of_two = await train(tmp_path / "two", model, max_kl=1e6, updates_per_step=2)
     assert adapter_after_two != adapter_after_one
-    assert len(kls) == 3
-    assert min(kls) > 0
+    assert len(kls_of_one) == len(kls_of_two) == 3
+    assert kls_of_two[0] > 1.3 * kls_of_one[0] > 0
+
+
+@pytest.mark.parametrize(("count", "interval"), [(0, 1), (3, 1), (8, 1), (9, 2), (16, 2), (48, 6), (50, 7)])
+def test_kl_is_measured_on_few_samples_of_all_groups(count: int, interval: int) -> None:
+    measured = select_measured([make_sample(str(index), 5) for index in range(count)])
+    assert [int(sample.sample_key) for sample in measured] == list(range(0, count, interval))
 
 
 @pytest.mark.parametrize(
