@@ -1,7 +1,7 @@
 """Train with many seeds and settings, and report the worst results.
 
     python bench/robustness.py [--suites demo,recipes,grid] [--seeds 10] [--parallel N] [--out FOLDER]
-        [--json]
+        [--set PATH=VALUE ...] [--json]
 
 Every run has two CPU cores to itself; `--parallel` is the number of simultaneous runs, by default as many as
 the machine has pairs of cores. All runs sample shuffled tasks. After a run, its last checkpoint and six
@@ -17,6 +17,8 @@ earlier ones are evaluated greedily in fp32, as in bench/learning.py.
   12 groups per step. ``grid_worst_drop`` is the largest difference between the best and the final score of a
   run.
 - *quick*: a run of 20 s, only to check that the bench works.
+
+`--set` changes a setting of all runs, to compare it with the default; use another `--out` for them.
 
 Every run has a folder in `--out` (default: .cache/bench/robustness) with its settings, scores and
 `result.json`. Finished runs are not repeated, so the same command continues after an interruption; a run with
@@ -53,6 +55,7 @@ from rich.console import Console
 from rich.table import Table
 
 import instar.demo
+from instar.cli.config_file import apply_overrides
 from instar.config import RunConfig
 from instar.trainer.monitor import read_steps
 
@@ -92,6 +95,8 @@ class Experiment:
     """The run config, without the settings that are the same for all runs."""
     items: int = HELD_OUT_ITEMS
     """The number of held-out tasks in an evaluation."""
+    overrides: tuple[str, ...] = ()
+    """Changes of settings, as PATH=VALUE."""
 
     @property
     def label(self) -> str:
@@ -113,7 +118,8 @@ class Experiment:
             "eval": None,
             "sync": {"route": "files"},
         }
-        return merge(merge({"trainer": {"steps": NEVER}}, self.settings), common)
+        config = merge(merge({"trainer": {"steps": NEVER}}, self.settings), common)
+        return apply_overrides(config, self.overrides)
 
     def make_complete_config(self) -> Json:
         """Return the run config with Instar's defaults. It identifies the run."""
@@ -176,14 +182,16 @@ def read_recipe(path: Path) -> tuple[LearningTask, Json]:
     return task, settings
 
 
-def list_experiments(suites: Sequence[str], demo_seeds: int) -> list[Experiment]:
+def list_experiments(
+    suites: Sequence[str], demo_seeds: int, overrides: Sequence[str] = ()
+) -> list[Experiment]:
     experiments = {
         "demo": make_demo_suite(demo_seeds),
         "recipes": make_recipe_suite(),
         "grid": make_grid(),
         "quick": make_quick_suite(),
     }
-    return [experiment for suite in suites for experiment in experiments[suite]]
+    return [replace(e, overrides=tuple(overrides)) for suite in suites for e in experiments[suite]]
 
 
 def make_demo_suite(seeds: int) -> Iterator[Experiment]:
@@ -280,6 +288,7 @@ def run_missing(experiments: Sequence[Experiment], options: argparse.Namespace) 
         folder.mkdir(parents=True, exist_ok=True)
         log_path = folder / f"{experiment.name}.log"
         command = [sys.executable, __file__, "--only", experiment.label, "--out", str(options.out)]
+        command += [f"--set={override}" for override in experiment.overrides]
         log(f"{experiment.label}: training for {experiment.make_config()['trainer']['seconds']:.0f} s")
         with log_path.open("w") as output:
             process = subprocess.Popen(
@@ -348,6 +357,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=10, help="seeds of the demo")
     parser.add_argument("--parallel", type=int, default=max(1, available), help="simultaneous runs")
     parser.add_argument("--out", type=Path, default=CACHE / "robustness")
+    parser.add_argument(
+        "--set", dest="overrides", metavar="PATH=VALUE", action="append", default=[], help="change a setting"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as one JSON line at the end")
     parser.add_argument("--only", help="run one experiment in this process, such as demo/seed-0")
     options = parser.parse_args()
@@ -366,7 +378,7 @@ def parse_options() -> argparse.Namespace:
 def run_only(label: str, options: argparse.Namespace) -> None:
     """Run one experiment. SIGTERM stops its processes."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    experiments = {e.label: e for e in list_experiments(SUITES, options.seeds)}
+    experiments = {e.label: e for e in list_experiments(SUITES, options.seeds, options.overrides)}
     if label not in experiments:
         raise MeasurementError(f"--only: unknown experiment {label!r}; choose from {', '.join(experiments)}")
     run_experiment(experiments[label], options.out)
@@ -379,7 +391,7 @@ def main() -> None:
             run_only(options.only, options)
             return
         check_idle()
-        experiments = list_experiments(options.suites, options.seeds)
+        experiments = list_experiments(options.suites, options.seeds, options.overrides)
         failures = run_missing(experiments, options)
     except MeasurementError as error:
         sys.exit(str(error))

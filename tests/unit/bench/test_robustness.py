@@ -35,6 +35,14 @@ def test_experiments_keep_the_settings_of_their_recipes_and_shuffle_the_tasks(ro
     assert (corner.adam.lr, corner.groups_per_step, corner.seconds) == (1e-3, 12, 180)
 
 
+def test_override_changes_the_setting_in_all_runs(robustness: Any) -> None:
+    overrides = ["rollout.sampling.temperature=0.7"]
+    experiments = robustness.list_experiments(robustness.SUITES, 2, overrides)
+    configs = [RunConfig.model_validate(e.make_config()) for e in experiments]
+    assert {c.rollout.sampling.temperature for c in configs if c.rollout} == {0.7}
+    assert {c.trainer.tensorboard for c in configs} == {False}  # the bench's own settings stay
+
+
 def test_share_without_signal_counts_the_steps_before_the_task_is_solved(robustness: Any) -> None:
     points = [robustness.Point(seconds, 0, 0, score) for seconds, score in ((0, 0.25), (10, 0.85), (20, 1.0))]
     steps = [
