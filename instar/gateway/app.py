@@ -154,9 +154,7 @@ def create_app(
         reward_range=config.reward_range,
     )
     sessions = SessionService(context, states)
-    group_service = None
-    if groups is not None and engine_source is not None:
-        group_service = GroupService(context, states, sessions, groups)
+    group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     return GatewayApp(
         CallPipeline(context, reader, router, states, resolver, recorder),

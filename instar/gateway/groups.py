@@ -47,7 +47,7 @@ ANTHROPIC_DIALECT = "messages"
 
 @dataclass(frozen=True, slots=True)
 class GroupOptions:
-    """What a run's config and progress say about its groups."""
+    """The settings and the progress of a run on which its groups from outside depend."""
 
     admission: Admission
     config: GroupsConfig
