@@ -249,6 +249,7 @@ class GroupService:
             slot=slot,
             attempt=attempt,
             task_id=group.task.task_id,
+            seed=secrets.randbits(31),  # replaces the agents' own seed, so that a group's sessions differ
             created_at=time.time(),
         )
         return session, hash_key(await self._derive_key(session.session_id))

@@ -62,11 +62,11 @@ async def end_slot(gateway: RunningGateway, slot: SlotView, action: str = "compl
     assert response.status_code == 200, response.text
 
 
-async def call_model(slot: SlotView) -> str | None:
+async def call_model(slot: SlotView, text: str = "hi", **options: Any) -> str | None:
     assert slot.api_key is not None
     async with openai.AsyncOpenAI(base_url=slot.base_url, api_key=slot.api_key, max_retries=0) as client:
         reply = await client.chat.completions.create(
-            model="instar", messages=[{"role": "user", "content": "hi"}]
+            model="instar", messages=[{"role": "user", "content": text}], **options
         )
     return reply.choices[0].message.content
 
@@ -109,6 +109,12 @@ async def test_slot_base_urls_record_calls_of_every_client(start_gateway: StartG
         )
     calls = await gateway.store.calls(slot.session_id)
     assert [call.dialect for call in calls] == ["chat", "responses", "messages"]
+
+
+async def test_slots_of_agents_with_equal_seeds_are_sampled_differently(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(run_config=make_run_config())
+    group = await open_group(gateway, 4)
+    assert len({await call_model(slot, "seed", seed=7) for slot in group.slots}) == 4
 
 
 async def test_slot_key_cannot_use_another_slot(start_gateway: StartGateway) -> None:
