@@ -1,10 +1,12 @@
-"""A client for programs outside a run that open training groups and run their sessions (docs/groups.md).
+"""A client for programs outside a run that open training groups and run their sessions::
 
-async with Client("http://127.0.0.1:8000", admin_key) as client:
-    group = await client.open_group({"question": "2 + 2"}, size=8)
-    for slot in group.slots:
-        reward = await run_agent(slot.base_url, slot.api_key)
-        await slot.complete(reward=reward)
+    async with Client("http://127.0.0.1:8000", admin_key) as client:
+        group = await client.open_group({"question": "2 + 2"}, size=8)
+        for slot in group.slots:
+            reward = await run_agent(slot.base_url, slot.api_key)
+            await slot.complete(reward=reward)
+
+docs/groups.md describes the requests behind it.
 """
 
 from __future__ import annotations
@@ -32,14 +34,18 @@ GROUP_LIMIT_CODE = "too_many_groups"
 RUN_FINISHED_CODE = "run_finished"
 
 
-class _Unavailable(EngineUnavailable):
+class _RetryableError(EngineUnavailable):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
 
 
-class _TooManyGroups(_Unavailable):
+class _Unavailable(_RetryableError):
     pass
+
+
+class _TooManyGroups(_RetryableError):
+    """Waiting for the trainer takes longer than waiting for a gateway that restarts."""
 
 
 class Client:
@@ -108,16 +114,12 @@ class Client:
         data = None if body is None else msgspec.json.encode(body)
         all_headers = {**(headers or {}), "Authorization": f"Bearer {key}"}
 
-        async def attempt() -> HttpResponse | _TooManyGroups:
-            try:
-                return await self._request_once(method, path, data, all_headers)
-            except _TooManyGroups as error:
-                return error  # `open_group` waits for the trainer, for longer than for a restart
-
-        result = await RetryPolicy().run(attempt, retry_on=_Unavailable, seconds=self.max_wait)
-        if isinstance(result, _TooManyGroups):
-            raise result
-        return msgspec.json.decode(result.body, type=response_type)
+        response = await RetryPolicy().run(
+            lambda: self._request_once(method, path, data, all_headers),
+            retry_on=_Unavailable,
+            seconds=self.max_wait,
+        )
+        return msgspec.json.decode(response.body, type=response_type)
 
     async def _request_once(
         self, method: str, path: str, data: bytes | None, headers: dict[str, str]

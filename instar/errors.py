@@ -4,6 +4,7 @@ InstarError
 ├── ConfigError        a setting is invalid or cannot be used on this machine
 ├── StoreError         an operation on the store failed
 │   ├── StoreTooNew        a newer version of Instar wrote the database
+│   ├── StoreOutdated      an older version of Instar wrote the database, and it was opened read-only
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── StoreUnavailable   the database cannot be reached
@@ -42,6 +43,10 @@ class StoreError(InstarError):
 
 
 class StoreTooNew(StoreError):
+    pass
+
+
+class StoreOutdated(StoreError):
     pass
 
 
