@@ -4,6 +4,7 @@ InstarError
 ├── ConfigError        a setting is invalid or cannot be used on this machine
 ├── StoreError         an operation on the store failed
 │   ├── StoreTooNew        a newer version of Instar wrote the database
+│   ├── StoreOutdated      an older version of Instar wrote the database, and it was opened read-only
 │   ├── StoreCorrupt       the file is damaged
 │   ├── StoreFull          the disk is full
 │   ├── StoreUnavailable   the database cannot be reached
@@ -13,6 +14,8 @@ InstarError
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
 │   └── PromptTooLong      the prompt does not fit into the model's context
+├── GatewayError       the gateway rejected a request of `instar.client`
+│   └── RunFinished        the run has trained all its steps and accepts no more groups
 ├── BackendError       a training backend failed
 │   ├── NonFiniteError     a loss, a gradient or a weight is not finite
 │   ├── BackendUnavailable the backend cannot be reached or did not respond in time
@@ -40,6 +43,10 @@ class StoreError(InstarError):
 
 
 class StoreTooNew(StoreError):
+    pass
+
+
+class StoreOutdated(StoreError):
     pass
 
 
@@ -76,6 +83,18 @@ class EngineUnavailable(EngineError):
 
 
 class PromptTooLong(EngineError):
+    pass
+
+
+class GatewayError(InstarError):
+    def __init__(self, message: str, *, status: int, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        """The error code, such as ``group_not_found``, or None if the response has none."""
+
+
+class RunFinished(GatewayError):
     pass
 
 

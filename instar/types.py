@@ -99,6 +99,8 @@ class Group:
     status: GroupStatus = GroupStatus.OPEN
     reason: str | None = None
     created_at: float = 0.0
+    deadline_seconds: float | None = None
+    """How long each session may be open. None for the groups of a rollout, which has its own timeout."""
 
     def accepts(self, session: Session) -> bool:
         """Return True if the session has this group's run, channel and id, and one of its slots."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from instar.config import RunConfig
 from instar.engines.base import Engine
-from instar.gateway.app import create_app
+from instar.gateway.app import create_app, create_group_options
 from instar.gateway.serve import bind, serve
 from instar.record.render import load_renderer
+from instar.rollout.admission import Admission
 from instar.store.base import Store
 
 ADMIN_KEY = "sk-instar-test-admin"
@@ -28,7 +29,8 @@ async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> As
         agent_id=config.agent_id,
         policy_id=config.name,
         config=config.gateway,
-        train_sampling=config.rollout.sampling if config.rollout else None,
+        train_sampling=config.group_settings.sampling,
+        groups=create_group_options(config, Admission(config, store, config.name)),
         admin_key=ADMIN_KEY,
     )
     listener = bind(config.gateway.host, config.gateway.port)

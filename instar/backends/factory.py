@@ -150,14 +150,14 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 def _check_sampling(config: RunConfig) -> None:
     """Raise ConfigError if a service would sample neither greedily nor from the full softmax. Services
     return only logprobs of the full softmax, so tokens sampled in any other way cannot be trained on."""
-    if config.rollout is None or not isinstance(config.engine, CloudEngineConfig):
+    if not config.trains_live or not isinstance(config.engine, CloudEngineConfig):
         return
-    sampling = config.rollout.sampling
+    sampling, section = config.group_settings.sampling, "groups" if config.rollout is None else "rollout"
     if sampling.temperature == 0:
         return
     for name in ("temperature", "top_p"):
         if (value := getattr(sampling, name)) != 1.0:
             raise ConfigError(
-                f"rollout.sampling.{name}: must be 1 with engine.type cloud, got {value}, because services "
+                f"{section}.sampling.{name}: must be 1 with engine.type cloud, got {value}, because services "
                 "return only logprobs of the full softmax. Set it to 1, or set temperature to 0"
             )

@@ -71,6 +71,7 @@ def demo(
 
 def _run(config: RunConfig, console: Console, *, resume: bool, as_json: bool) -> LiveRun:
     """Train, write the report if there is something to report, and print the summary."""
+    config = cluster_run.add_default_groups(config)
     resolved, _ = check_run(config, os.environ)  # before downloading the model
     fetch_model(resolved, console)
 

@@ -22,6 +22,7 @@ from instar.config import (
     CloudEngineConfig,
     DataConfig,
     EngineReferenceConfig,
+    GroupsConfig,
     RunConfig,
     UpstreamEngineConfig,
 )
@@ -48,6 +49,7 @@ async def train(
     gateway respond. Raises the first error if the run fails, and KeyboardInterrupt if Ctrl-C is pressed
     during startup. On Ctrl-C after that, the run finishes its step, saves a checkpoint and returns with
     ``is_stopped_by_user`` set."""
+    config = add_default_groups(config)
     _check_trainable(config)
     config, notes = check_run(config, os.environ)
     for note in notes:
@@ -84,15 +86,16 @@ async def train(
         return run
 
 
+def add_default_groups(config: RunConfig) -> RunConfig:
+    """Return a training run's config. With live data but no rollout, the run accepts groups from outside."""
+    if config.rollout is None and config.groups is None and config.has_live_data:
+        return config.model_copy(update={"groups": GroupsConfig()})
+    return config
+
+
 def _check_trainable(config: RunConfig) -> None:
-    if config.rollout is None:
-        if any(section.is_live for section in config.data):
-            raise ConfigError(
-                "rollout: this section is missing; add it with `tasks` and `agent`, or train only on "
-                "exported data (data: dataset:NAME)"
-            )
-        if config.eval is not None:
-            raise ConfigError("rollout: this section is missing; `eval` needs its agent")
+    if config.rollout is None and config.eval is not None:
+        raise ConfigError("rollout: this section is missing; `eval` needs its agent")
     if not engine_names(config):
         raise ConfigError(
             "engine.type: the model of an upstream cannot be trained; use a different engine, such as local"
@@ -156,7 +159,9 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     """Train until the trainer exits or ``stop`` is set, then stop the trainer and the rollout."""
     cluster = run.cluster
     starts = [start_trainer(run)]
-    if run.config.trains_live:
+    if run.config.accepts_groups:
+        cluster.log(f"this run has no rollout; it trains on groups from POST {run.gateway_url}/groups")
+    elif run.config.trains_live:
         starts.append(start_rollout(run))
     try:
         if await _run_until(stop, run, gather_or_cancel(starts)) is None:

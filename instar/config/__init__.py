@@ -44,6 +44,8 @@ from instar.config.rollout import CombineConfig as CombineConfig
 from instar.config.rollout import CommandAgentConfig as CommandAgentConfig
 from instar.config.rollout import EvalMode as EvalMode
 from instar.config.rollout import FunctionAgentConfig as FunctionAgentConfig
+from instar.config.rollout import GroupConfig as GroupConfig
+from instar.config.rollout import GroupsConfig as GroupsConfig
 from instar.config.rollout import RewardConfig as RewardConfig
 from instar.config.rollout import RolloutConfig as RolloutConfig
 from instar.config.rollout import RuleRewardConfig as RuleRewardConfig

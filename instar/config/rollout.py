@@ -47,7 +47,30 @@ class SamplingConfig(Section):
     """Probability mass for nucleus sampling."""
 
 
-class RolloutConfig(Section):
+class GroupConfig(Section):
+    """The settings that groups have in common, whoever runs their sessions."""
+
+    group_policy: Literal["keep", "refill", "drop"] = "keep"
+    """How to handle a group if one of its sessions fails. `keep`: train on the other sessions. `refill`: run
+    a replacement session. `drop`: drop the group."""
+    refills: NonNegativeInt = 2
+    """Maximum number of replacements for each failed session under `refill`."""
+    failed_reward: float | None = None
+    """Reward of a failed session; `null` excludes the session from training and from its group's mean."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling parameters of the train channel."""
+
+
+class GroupsConfig(GroupConfig):
+    """Settings for groups that programs outside the run open with `POST /groups` and run; see
+    docs/groups.md. Used instead of `rollout`."""
+
+    deadline: Seconds = 3600.0
+    """Seconds in which a session must be completed after it was opened, unless the request sets `deadline_s`.
+    After that, the session fails."""
+
+
+class RolloutConfig(GroupConfig):
     """Settings for running agents on tasks."""
 
     tasks: TasksConfig
@@ -62,17 +85,8 @@ class RolloutConfig(Section):
     """Timeout for one session, in seconds."""
     retries: NonNegativeInt = 2
     """Maximum number of retries of a session after transient errors, with exponential backoff and jitter."""
-    group_policy: Literal["keep", "refill", "drop"] = "keep"
-    """How to handle a group if one of its sessions fails. `keep`: train on the other sessions. `refill`: run
-    a replacement session. `drop`: drop the group."""
-    refills: NonNegativeInt = 2
-    """Maximum number of replacements for each failed session under `refill`."""
-    failed_reward: float | None = None
-    """Reward of a failed session; `null` excludes the session from training and from its group's mean."""
     shuffle: bool = True
     """Shuffle the tasks with the run's seed."""
-    sampling: SamplingConfig = SamplingConfig()
-    """Sampling parameters of the train channel."""
 
 
 class AgentRewardConfig(Section):

@@ -13,7 +13,15 @@ from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
 from instar.config.data import DataConfig, check_data_sources, count_groups, normalize_data
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
-from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig, ScoringConfig
+from instar.config.rollout import (
+    AgentRewardConfig,
+    EvalConfig,
+    GroupConfig,
+    GroupsConfig,
+    RewardConfig,
+    RolloutConfig,
+    ScoringConfig,
+)
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
 
@@ -51,7 +59,10 @@ class RunConfig(Section):
     cluster: ClusterConfig = LocalClusterConfig()
     """Where the run's processes are started."""
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. Required by `eval` and for training on `live` data."""
+    """Agents to run on tasks. Required by `eval`. Without this section, `instar train` trains on `groups`."""
+    groups: GroupsConfig | None = None
+    """Groups from outside, instead of `rollout`. `instar train` accepts them by default if there is no
+    `rollout`; `instar serve` only accepts them if this section is set."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: live sessions of this run, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
@@ -80,6 +91,16 @@ class RunConfig(Section):
                     f"Available: {available}"
                 )
         check_data_sources(self.data)
+        if self.groups is not None and self.rollout is not None:
+            raise ValueError(
+                "groups: cannot be combined with `rollout`, because a run either runs its agents itself or "
+                "accepts groups from outside; remove one of the two sections"
+            )
+        if self.groups is not None and not self.has_live_data:
+            raise ValueError(
+                "groups: cannot be used, because `data` lists only exported data; add the source `live`, or "
+                "remove this section"
+            )
         deadline = self.scoring.deadline
         for index, section in enumerate(self.reward):
             timeouts = {
@@ -113,8 +134,7 @@ class RunConfig(Section):
                 "not serve the version to be evaluated unless sync.every is 1; set sync.every to 1, or "
                 "remove eval.every"
             )
-        compares_sessions = trainer.advantage.weight > 0 and estimator not in ("running", "reward")
-        if compares_sessions and self.rollout is not None and self.rollout.group_size == 1:
+        if self.min_group_size > 1 and self.rollout is not None and self.rollout.group_size == 1:
             raise ValueError(
                 "rollout.group_size: must be at least 2, got 1, because trainer.advantage.estimator "
                 f"{estimator!r} compares the sessions of a group. For groups of one, use the estimator "
@@ -128,9 +148,30 @@ class RunConfig(Section):
         return self
 
     @property
+    def group_settings(self) -> GroupConfig:
+        """The settings of the run's live groups."""
+        return self.rollout or self.groups or GroupsConfig()
+
+    @property
+    def min_group_size(self) -> int:
+        """2 if the advantages compare the sessions of a group, else 1."""
+        advantage = self.trainer.advantage
+        compares_sessions = advantage.weight > 0 and advantage.estimator not in ("running", "reward")
+        return 2 if compares_sessions else 1
+
+    @property
+    def has_live_data(self) -> bool:
+        return any(source.is_live for source in self.data)
+
+    @property
     def trains_live(self) -> bool:
-        """True if the run trains on its own agents' sessions."""
-        return self.rollout is not None and any(source.is_live for source in self.data)
+        """True if the run trains on groups of its own rollout or from outside."""
+        return (self.rollout is not None or self.groups is not None) and self.has_live_data
+
+    @property
+    def accepts_groups(self) -> bool:
+        """True if programs outside the run may open groups."""
+        return self.groups is not None and self.has_live_data
 
     @property
     def trains(self) -> bool:

@@ -21,7 +21,7 @@ class LoadedSession:
     session: Session
     samples: list[Sample]
     reward: float | None
-    """The combined reward, or `rollout.failed_reward` if the session failed without a reward."""
+    """The combined reward, or `failed_reward` if the session failed without a reward."""
     call_rewards: dict[str, float]
     """The combined reward of each call, by call id, already multiplied by `trainer.advantage.weight`."""
 
@@ -96,8 +96,8 @@ class GroupLoader:
         for session in sessions:
             key = session.session_id
             reward = self.combiner(rewards[key], scores[key])
-            if reward is None and session.status is SessionStatus.FAILED and self.config.rollout:
-                reward = self.config.rollout.failed_reward
+            if reward is None and session.status is SessionStatus.FAILED:
+                reward = self.config.group_settings.failed_reward
             call_rewards = self.combiner.combine_calls(rewards[key], scores[key])
             loaded[key] = LoadedSession(
                 session,

@@ -24,7 +24,7 @@ class DataMixture:
 
     @property
     def has_live_data(self) -> bool:
-        return any(source.is_live for source in self.config.data)
+        return self.config.has_live_data
 
     def reset(self) -> None:
         self._first_epoch = {}

@@ -26,6 +26,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
+from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
@@ -47,6 +48,7 @@ from instar.store.base import Store
 
 if TYPE_CHECKING:
     from instar.gateway.upstream.http import HttpUpstream
+    from instar.rollout.admission import Admission
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ HASH_KEY_NAME = "message-hashes"
 
 @asynccontextmanager
 async def open_gateway(
-    config: RunConfig, store: Store, engine: Engine | None, admin_key: str
+    config: RunConfig, store: Store, engine: Engine | None, admin_key: str, admission: Admission
 ) -> AsyncGenerator[GatewayApp]:
     """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
     from instar.gateway.upstream.http import HttpUpstream
@@ -83,11 +85,20 @@ async def open_gateway(
             config=config.gateway,
             admin_key=admin_key,
             hash_key=await store.secret(HASH_KEY_NAME),
-            train_sampling=config.rollout.sampling if config.rollout else None,
+            train_sampling=config.group_settings.sampling,
+            groups=create_group_options(config, admission),
             upstream=open_upstream(provider_config, "engine") if provider_config else None,
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
         )
+
+
+def create_group_options(config: RunConfig, admission: Admission) -> GroupOptions | None:
+    """Return the options for groups from outside, or None if the run does not accept them."""
+    if config.groups is None or not config.accepts_groups:
+        return None
+    has_scorers = any(section.type != "agent" for section in config.reward)
+    return GroupOptions(admission, config.groups, config.min_group_size, has_scorers)
 
 
 def create_app(
@@ -102,14 +113,16 @@ def create_app(
     admin_key: str,
     hash_key: bytes = b"",
     train_sampling: SamplingConfig | None = None,
+    groups: GroupOptions | None = None,
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
-    ``train_sampling`` are the sampling settings of the `train` channel. If ``upstream`` is set, it replies
-    instead of the engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
+    ``train_sampling`` are the sampling settings of the `train` channel. ``groups`` are the options for groups
+    from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
+    engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     """
     context = GatewayContext(
         store,
@@ -140,7 +153,9 @@ def create_app(
         models=models or {},
         reward_range=config.reward_range,
     )
-    services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
+    sessions = SessionService(context, states)
+    group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
+    services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     return GatewayApp(
         CallPipeline(context, reader, router, states, resolver, recorder),
         ControlApi(context, reader, router, states, services),
@@ -199,7 +214,9 @@ async def _run_background_tasks(
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A gateway background task failed.", exc_info=error)
 
-    coroutines = (services.loop_lag.run(), _end_idle_sessions(services.sessions, idle_timeout))
+    coroutines = [services.loop_lag.run(), _end_idle_sessions(services.sessions, idle_timeout)]
+    if services.groups is not None:
+        coroutines.append(services.groups.run())
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
     for task in tasks:
         task.add_done_callback(log_failure)

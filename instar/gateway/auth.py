@@ -79,6 +79,7 @@ class Action(StrEnum):
     EXCEED_REWARD_RANGE = "send rewards outside gateway.reward_range"
     LIST_FEEDBACK = "list feedback"
     READ_STATS = "read statistics"
+    MANAGE_GROUPS = "open, read or abandon groups"
 
 
 class Scope(Enum):
@@ -107,6 +108,7 @@ PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
     Action.EXCEED_REWARD_RANGE: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.LIST_FEEDBACK: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.READ_STATS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.MANAGE_GROUPS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
 }
 
 

@@ -11,11 +11,13 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from instar.types import Channel, Json, Reward, RewardSource, ScoreState, SessionStatus
+from instar.types import Channel, GroupStatus, Json, Reward, RewardSource, ScoreState, SessionStatus
 
 SESSION_HEADER = "x-instar-session"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may override for all its calls."""
+
+MAX_GROUP_SIZE = 1024
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 """An integer that the store can hold."""
@@ -124,6 +126,56 @@ class EndedSession(msgspec.Struct):
     status: SessionStatus
     changed: bool
     """False if the session had already ended and was left unchanged."""
+
+
+class OpenGroup(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    task: Json
+    """The problem that all sessions of the group attempt. Rules and judges receive it."""
+    size: Annotated[int, msgspec.Meta(ge=1, le=MAX_GROUP_SIZE)]
+    """The number of slots, and so of sessions that are compared with each other."""
+    task_id: str | None = None
+    """The task's id in reports. By default, it is derived from the task, so equal tasks have equal ids."""
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """The seconds in which each session must be completed after it was opened. Default: `groups.deadline`."""
+
+
+class SlotView(msgspec.Struct):
+    """A slot of a group with its latest session."""
+
+    slot: int
+    session_id: str
+    attempt: int
+    """How many earlier sessions of the slot failed or were abandoned."""
+    status: SessionStatus
+    expires_at: float
+    """The Unix time at which the session fails if it is still open."""
+    session_url: str
+    """The session's URL: `POST` to its `/complete` or `/fail` ends the session."""
+    base_url: str
+    """The ``base_url`` for an OpenAI client."""
+    base_urls: dict[str, str]
+    """The ``base_url`` for clients of each dialect. Only Anthropic's is without `/v1`."""
+    api_key: str | None
+    """The session's key, or None if the session has ended."""
+    reason: str | None = None
+    """Why the session failed or was abandoned."""
+    reward: float | None = None
+    """The latest reward of the session."""
+
+
+class GroupView(msgspec.Struct):
+    group_id: str
+    index: int
+    """The position of the group in the run."""
+    status: GroupStatus
+    size: int
+    task_id: str
+    task: Json
+    deadline_s: float
+    created_at: float
+    slots: list[SlotView]
+    reason: str | None = None
+    """Why the group was dropped."""
 
 
 class CallView(msgspec.Struct):

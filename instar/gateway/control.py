@@ -1,4 +1,4 @@
-"""The control API: routes for models, health, statistics, sessions, submitted calls and feedback."""
+"""The control API: routes for models, health, statistics, sessions, groups, submitted calls and feedback."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
 from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
+from instar.gateway.groups import GroupService
 from instar.gateway.openapi import PREFIXES, ApiRoute
 from instar.gateway.pipeline.parse import RequestReader, RetryHeaders, check_metadata
 from instar.gateway.pipeline.respond import JSON, error_response
@@ -30,6 +31,7 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
 from instar.gateway.submissions import RecordedCalls, SubmissionBody, SubmissionService, parse_submission
+from instar.types import Group
 
 T = TypeVar("T")
 _LAG_INTERVAL_SECONDS = 0.05
@@ -58,6 +60,8 @@ class LoopLagMonitor:
 @dataclass(frozen=True, slots=True)
 class ControlServices:
     sessions: SessionService
+    groups: GroupService | None
+    """The service for groups from outside, or None if the run does not accept them."""
     feedback: FeedbackService
     submissions: SubmissionService | None
     """The service that records submitted calls, or None if the gateway has no engine."""
@@ -85,6 +89,9 @@ class ControlApi:
                 for end, type_ in (("complete", base.CompleteSession), ("fail", base.FailSession))
             ),
             ApiRoute("/sessions/{session}/calls", self.submit_calls, RecordedCalls, body_type=SubmissionBody),
+            ApiRoute("/groups", self.open_group, base.GroupView, body_type=base.OpenGroup),
+            ApiRoute("/groups/{group}", self.get_group, base.GroupView),
+            ApiRoute("/groups/{group}", self.abandon_group, base.GroupView, method="DELETE"),
             ApiRoute("/feedback", self.list_feedback, FeedbackList, query=("session", "after")),
             *(
                 ApiRoute(f"{prefix}/feedback", self.add_feedback, FeedbackView, body_type=FeedbackBody)
@@ -126,11 +133,7 @@ class ControlApi:
         """Open a session and return its key."""
         caller, body = await self._read_request(http, body_type, Action.OPEN_SESSION)
         session, key = await self._services.sessions.open(caller, body)
-        # The Host header is not used, because the client controls it.
-        host, port = http.scope["server"]
-        local_url = f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        root = self._context.config.public_url or local_url
-        base_url = f"{root}/s/{session.session_id}/v1"
+        base_url = f"{self._get_root_url(http)}/s/{session.session_id}/v1"
         opened = base.OpenedSession(session_id=session.session_id, base_url=base_url, api_key=key)
         return _to_response(opened, 201)
 
@@ -156,6 +159,25 @@ class ControlApi:
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
         return _to_response(RecordedCalls(await self._services.submissions.submit(state, calls)), 201)
 
+    async def open_group(self, body_type: type[base.OpenGroup], http: HttpRequest) -> Response:
+        """Open a group with a session for each slot, and return the keys of the sessions."""
+        _, body = await self._read_request(http, body_type, Action.MANAGE_GROUPS)
+        client_key = RetryHeaders.parse(http.headers).client_key
+        group, is_new = await self._get_group_service().open(body, client_key)
+        return await self._describe_group(http, group, 201 if is_new else 200)
+
+    async def get_group(self, http: HttpRequest) -> Response:
+        """Return a group with the latest session of each slot."""
+        await self._reader.authenticate(http.headers, Action.MANAGE_GROUPS)
+        group = await self._get_group_service().get(http.path_params["group"])
+        return await self._describe_group(http, group)
+
+    async def abandon_group(self, http: HttpRequest) -> Response:
+        """Abandon an open group: its sessions end, and the run does not train on it."""
+        await self._reader.authenticate(http.headers, Action.MANAGE_GROUPS)
+        group = await self._get_group_service().abandon(http.path_params["group"])
+        return await self._describe_group(http, group)
+
     async def add_feedback(self, body_type: type[FeedbackBody], http: HttpRequest) -> Response:
         """Record feedback on a session or a reply."""
         caller, body = await self._read_request(http, body_type, Action.GIVE_FEEDBACK)
@@ -176,6 +198,25 @@ class ControlApi:
 
     async def on_error(self, http: HttpRequest, error: Exception) -> Response:
         return error_response(ChatDialect(), error)
+
+    def _get_group_service(self) -> GroupService:
+        if (groups := self._services.groups) is not None:
+            return groups
+        message = (
+            "This run does not accept groups from outside: its config has the section 'rollout', or it was "
+            "started with 'instar serve' without the section 'groups', or it has no engine."
+        )
+        raise base.ApiError(409, message, code="groups_not_accepted")
+
+    async def _describe_group(self, http: HttpRequest, group: Group, status: int = 200) -> Response:
+        view = await self._get_group_service().view(group, self._get_root_url(http))
+        return _to_response(view, status)
+
+    def _get_root_url(self, http: HttpRequest) -> str:
+        # The Host header is not used, because the client controls it.
+        host, port = http.scope["server"]
+        local_url = f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        return self._context.config.public_url or local_url
 
     async def _authorize_models(self, http: HttpRequest) -> None:
         caller = await self._reader.authenticate(http.headers, Action.LIST_MODELS)

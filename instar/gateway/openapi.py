@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from starlette.requests import Request as HttpRequest
@@ -58,17 +58,20 @@ class ApiRoute(Route):
         body_type: type | None = None,
         query: Sequence[str] = (),
         is_public: bool = False,
+        method: Literal["GET", "POST", "DELETE"] | None = None,
     ) -> None:
-        """Create a GET route, or a POST route if ``body_type`` is set. A POST handler gets the body type
-        as its first argument. ``query`` lists the query parameters. A public route needs no key."""
+        """Create a route, by default a GET route, or a POST route if ``body_type`` is set. A POST handler
+        gets the body type as its first argument. ``query`` lists the query parameters. A public route needs
+        no key."""
         self.response_type = response_type
         self.body_type = body_type
         self.query = query
         self.is_public = is_public
+        self.method = method or ("GET" if body_type is None else "POST")
         self.summary = (inspect.getdoc(handler) or "").partition("\n")[0]
         endpoint: Callable[[HttpRequest], Awaitable[Response]]
         endpoint = handler if body_type is None else partial(handler, body_type)
-        super().__init__(path, endpoint, methods=["GET" if body_type is None else "POST"])
+        super().__init__(path, endpoint, methods=[self.method])
 
 
 def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Json:
@@ -85,8 +88,7 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
     paths: dict[str, Json] = {}
     for route in control_routes:
         path = re.sub(r":\w+}", "}", route.path)
-        method = "GET" if route.body_type is None else "POST"
-        paths.setdefault(path, {})[method.lower()] = _describe_route(method, path, route, references)
+        paths.setdefault(path, {})[route.method.lower()] = _describe_route(path, route, references)
     for dialect in dialects:
         for prefix in PREFIXES:
             for path in filter(None, (dialect.path, dialect.count_path)):
@@ -111,11 +113,11 @@ def describe_api(routes: Sequence[BaseRoute], dialects: Sequence[Dialect]) -> Js
     }
 
 
-def _describe_route(method: str, path: str, route: ApiRoute, references: Mapping[type, Json]) -> Json:
+def _describe_route(path: str, route: ApiRoute, references: Mapping[type, Json]) -> Json:
     content = {_JSON: references[route.response_type]}
     # 2XX, because some routes respond with 200, some with 201, and feedback with either.
     success = _describe_response("The request succeeded.", content)
-    operation = _describe_operation(method, path, route.summary, route.query)
+    operation = _describe_operation(route.method, path, route.summary, route.query)
     operation["responses"] = {"2XX": success, **_describe_failures(("4XX", "502", "503"))}
     if route.body_type is not None:
         operation["requestBody"] = _describe_body(references[route.body_type])

@@ -139,6 +139,15 @@ class SessionStates:
             self.size -= state.counted_size
             state.counted_size = 0
 
+    async def refresh(self, session_id: str) -> None:
+        """Read the session from the store again, after it was ended there, if it is in memory."""
+        if (state := self._states.get(session_id)) is None:
+            return
+        if (session := await self._store.session(session_id)) is not None:
+            state.session = replace(session, metadata={})
+        if not state.in_flight:
+            self.remove(session_id)
+
     def count_size(self, state: SessionState) -> None:
         """Update the total size after the session's graph has grown, and evict sessions if necessary."""
         if state.graph is not None and state.session.session_id in self._states:

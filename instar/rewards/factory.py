@@ -51,15 +51,18 @@ class BackgroundScorers:
 
     scorers: list[Scorer]
     live_scorers: list[Scorer]
+    rollout_scorers: list[Scorer]
+    """The scorers that score train and val sessions in the background. In a run that accepts groups from
+    outside, rules are among them, because no rollout runs the rules."""
 
     def are_needed(self, *, serves_live: bool) -> bool:
         """True if any session in the run must be scored in the background."""
-        return any(scorer.background for scorer in self.scorers) or (serves_live and bool(self.live_scorers))
+        return bool(self.rollout_scorers) or (serves_live and bool(self.live_scorers))
 
 
 def create_background_scorers(config: RunConfig) -> BackgroundScorers:
     """Create a run's scorers without the task set. Raises ConfigError like `create_scorers`."""
-    scorers = create_scorers(config, _MissingTaskSet())
+    scorers = create_scorers(config, None if config.accepts_groups else _MissingTaskSet())
     live = [
         scorer
         for scorer, section in zip(scorers, config.reward, strict=True)
@@ -67,7 +70,10 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
         and not (isinstance(section, RuleRewardConfig) and section.function is None)
         and not isinstance(scorer, GroupScorer)
     ]
-    return BackgroundScorers(scorers, live)
+    background = [scorer for scorer in scorers if scorer.background]
+    if config.accepts_groups:
+        background += [scorer for scorer in live if not scorer.background]
+    return BackgroundScorers(scorers, live, background)
 
 
 class _MissingTaskSet:

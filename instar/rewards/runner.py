@@ -42,13 +42,13 @@ class ScoringCounts:
 
 
 class ScoringRunner:
-    """Scores rollouts with the background scorers in ``scorers``, and live sessions with ``live_scorers``."""
+    """Scores train and val sessions with ``rollout_scorers``, and live sessions with ``live_scorers``."""
 
     def __init__(
         self,
         store: Store,
         run_id: str,
-        scorers: Sequence[Scorer],
+        rollout_scorers: Sequence[Scorer],
         config: ScoringConfig,
         *,
         agent_id: str,
@@ -59,18 +59,21 @@ class ScoringRunner:
         self.agent_id = agent_id
         self.config = config
         self.counts = ScoringCounts()
+        scorers = [*rollout_scorers, *(scorer for scorer in live_scorers if scorer not in rollout_scorers)]
         self._slots = {
             scorer.key: (asyncio.Semaphore(2 * config.concurrency), asyncio.Semaphore(config.concurrency))
             for scorer in scorers
         }
         """The limits on sessions or groups in memory and on concurrent attempts, by scorer key."""
         session_scorers = [scorer for scorer in scorers if not isinstance(scorer, GroupScorer)]
-        background = [scorer for scorer in session_scorers if scorer.background]
-        group_scorers = [scorer for scorer in scorers if isinstance(scorer, GroupScorer)]
-        self._group_queue = _GroupQueue(self, background, group_scorers)
+        self._group_queue = _GroupQueue(
+            self,
+            [scorer for scorer in session_scorers if scorer in rollout_scorers],
+            [scorer for scorer in rollout_scorers if isinstance(scorer, GroupScorer)],
+        )
         self._scorer_queues: list[_ScorerQueue] = []
         for scorer in session_scorers:
-            channels = ROLLOUT_CHANNELS if scorer.background else ()
+            channels = ROLLOUT_CHANNELS if scorer in rollout_scorers else ()
             channels += (Channel.LIVE,) if scorer in live_scorers else ()
             if channels:
                 self._scorer_queues.append(_ScorerQueue(self, scorer, channels))

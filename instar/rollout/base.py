@@ -1,12 +1,14 @@
-"""The interface of an agent."""
+"""The interface of an agent, and the rule for repeating its sessions."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from instar.types import Json, Task
+from instar.config import GroupConfig
+from instar.types import Json, Session, SessionStatus, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +37,14 @@ class Agent(ABC):
 
     async def close(self) -> None:  # noqa: B027 — optional
         """Release resources."""
+
+
+def find_next_attempt(attempts: Sequence[Session], settings: GroupConfig) -> tuple[int, int] | None:
+    """Return the number of a slot's next attempt and of its failed sessions, or None if one of the slot's
+    ``attempts`` is its final session. Open sessions do not count as final."""
+    failures = sum(session.status is SessionStatus.FAILED for session in attempts)
+    can_refill = settings.group_policy == "refill" and failures <= settings.refills
+    is_completed = any(session.status is SessionStatus.COMPLETED for session in attempts)
+    if is_completed or (failures and not can_refill):
+        return None
+    return 1 + max((session.attempt for session in attempts), default=-1), failures

@@ -12,6 +12,7 @@ from instar.async_utils import gather_or_cancel
 from instar.config import RunConfig
 from instar.errors import AgentError, ConfigError
 from instar.rollout.admission import Admission, AdmissionState
+from instar.rollout.base import find_next_attempt
 from instar.rollout.evaluate import Evaluator
 from instar.rollout.slots import RolloutServices, RolloutSlot, SlotResult, SlotRunner, abandon_open_sessions
 from instar.rollout.tasks import TaskSet
@@ -200,11 +201,5 @@ class RolloutRunner:
 
     def _make_next_slot(self, group: Group, number: int, attempts: list[Session]) -> RolloutSlot | None:
         """Return the slot with its next attempt, or None if the slot already has its final session."""
-        next_attempt = 1 + max((session.attempt for session in attempts), default=-1)
-        failures = sum(session.status is SessionStatus.FAILED for session in attempts)
-        if any(session.status is SessionStatus.COMPLETED for session in attempts):
-            return None
-        can_refill = self.rollout.group_policy == "refill" and failures <= self.rollout.refills
-        if failures and not can_refill:
-            return None
-        return RolloutSlot(group, number, next_attempt, failures)
+        next_attempt = find_next_attempt(attempts, self.rollout)
+        return None if next_attempt is None else RolloutSlot(group, number, *next_attempt)

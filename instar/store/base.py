@@ -116,6 +116,7 @@ class Store:
 
     # groups and sessions
     open_group = _write(session_queries.open_group)
+    add_group = _write(session_queries.add_group)
     close_group = _write(session_queries.close_group)
     group = _read_statement(session_queries.get_group)
     groups = _read(session_queries.get_groups)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from instar.errors import StoreError, StoreTooNew
+from instar.errors import StoreError, StoreOutdated, StoreTooNew
 from instar.store.schema import APPLICATION_ID, TABLES, VERSION
 from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
 from instar.store.sqlite_database import SqliteDatabase, corrupt_file_error, retry_while_busy
@@ -36,6 +36,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
         "DROP INDEX IF EXISTS sessions_by_run",
     ),
+    4: _build_migration(5),
 }
 
 
@@ -83,7 +84,7 @@ def check_version(connection: SqliteDatabase, path: Path, *, version: int = VERS
 
 def require_migrated(name: str, current: int, version: int) -> None:
     if current < version:
-        raise StoreError(
+        raise StoreOutdated(
             f"{name} has schema version {current}, but this version of Instar requires {version}; migrate "
             "the store by opening it for writing, with `instar serve` or `instar train --resume`"
         )

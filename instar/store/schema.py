@@ -13,9 +13,9 @@ from functools import cache, cached_property
 
 from instar.column_types import ColumnType, get_field_types
 from instar.store.models import DatasetRow, KeyRow, Run
-from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
+from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
-VERSION = 4
+VERSION = 5
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -138,9 +138,10 @@ GROUPS = Table(
         # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that
         # unclaimed groups are found without reading the claimed ones.
         "claimed_epoch": "INTEGER NOT NULL DEFAULT -1",
+        **_build_columns(Group, "deadline_seconds"),
     },
     generated=("seq", "consumed", "claimed_epoch"),
-    later_columns={"claimed_epoch": 2},
+    later_columns={"claimed_epoch": 2, "deadline_seconds": 5},
 )
 
 SESSIONS = Table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from instar.errors import ConflictError, LeaseLost, StoreError
@@ -48,6 +49,20 @@ def get_runs(db: Database) -> list[Run]:
 def open_group(db: Database, group: Group) -> None:
     db.execute(GROUPS.insert_sql, encode_group(group))
     refresh_claim_columns(db, [group.group_id])
+
+
+def add_group(db: Database, group: Group, sessions: Sequence[tuple[Session, str]]) -> Group:
+    """Open a group as the last one of its run and channel, together with its sessions and their key hashes.
+    Return the group with its index."""
+    row = db.execute(
+        "SELECT MAX(idx) AS idx FROM groups WHERE run_id = ? AND channel = ?",
+        (group.run_id, group.channel.value),
+    ).fetchone()
+    group = replace(group, index=0 if row["idx"] is None else row["idx"] + 1)
+    open_group(db, group)
+    for session, key_hash in sessions:
+        open_session(db, session, key_hash)
+    return group
 
 
 def close_group(db: Database, group_id: str, status: GroupStatus, reason: str | None = None) -> None:

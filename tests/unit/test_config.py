@@ -49,6 +49,20 @@ def test_engines_must_be_updated_within_the_maximum_staleness() -> None:
         RunConfig.model_validate({"sync": {"every": 2}, "eval": {"tasks": tasks, "every": 4}})
 
 
+def test_groups_from_outside_are_accepted_without_a_rollout_only() -> None:
+    assert not RunConfig().accepts_groups
+    config = RunConfig.model_validate({"groups": {"group_policy": "drop", "failed_reward": -1}})
+    assert config.accepts_groups
+    assert config.trains_live
+    assert config.group_settings.failed_reward == -1
+    tasks = {"type": "python", "function": "instar.demo.tasks:train_tasks"}
+    rollout = {"tasks": tasks, "agent": {"type": "function", "function": "instar.demo.agent:solve"}}
+    with pytest.raises(ValidationError, match="groups: cannot be combined with `rollout`"):
+        RunConfig.model_validate({"groups": {}, "rollout": rollout})
+    with pytest.raises(ValidationError, match="groups: cannot be used, because `data` lists only exported"):
+        RunConfig.model_validate({"groups": {}, "data": "dataset:golden"})
+
+
 def test_sync_mode_rejects_staleness_above_zero() -> None:
     with pytest.raises(ValidationError, match=r"trainer\.max_staleness: must be 0 .* got 2"):
         RunConfig.model_validate({"trainer": {"mode": "sync", "max_staleness": 2}})

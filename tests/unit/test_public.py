@@ -22,6 +22,7 @@ LIGHT_MODULES = [
     "instar.errors",
     "instar.config",
     "instar.registry",
+    "instar.client",
     "instar.models",
     "instar.cli.main",
     "instar.cli.config",
@@ -129,6 +130,26 @@ def test_tool_format_in_docs_matches_the_code() -> None:
     page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
     assert f"```\n{listed}\n```" in page
     assert f"```\n{called}\n```" in page
+
+
+def test_docs_list_every_group_field_and_public_member_of_the_client() -> None:
+    from instar import client
+    from instar.gateway import base
+
+    page = (ROOT / "docs" / "groups.md").read_text(encoding="utf-8")
+    for message_type in (base.OpenGroup, base.GroupView, base.SlotView):
+        for name in message_type.__struct_fields__:
+            assert re.search(rf"`{name}`", page), f"{message_type.__name__}.{name}"
+    internal = {"request", "request_group", "view", "url", "max_wait"}
+    for member in (client.Client, client.Group, client.Slot):
+        for name in {name for name in vars(member) if not name.startswith("_")} - internal:
+            assert re.search(rf"\b{name}\b", page), f"{member.__name__}.{name}"
+
+
+def test_client_exports_its_public_names() -> None:
+    from instar import client
+
+    assert client.__all__ == ["Client", "Group", "Slot"]
 
 
 def test_docs_list_every_control_field() -> None:

@@ -15,6 +15,7 @@ from instar.cluster.tasks import run_until_first
 from instar.cpu import limit_fragmentation, release_freed_pages
 from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
+from instar.rollout.admission import Admission
 
 MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
 
@@ -27,7 +28,8 @@ async def run_gateway(context: RoleContext) -> None:
     engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=newest_policy)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
-    async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV]) as app:
+    admission = Admission(context.config, store, context.run_id)
+    async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV], admission) as app:
         tune_gc()
         context.is_started = True
         await run_until_first(

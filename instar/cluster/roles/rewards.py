@@ -25,11 +25,11 @@ async def run_rewards(context: RoleContext) -> None:
     directory = EndpointDirectory(store, context.run_id)
     (url,) = await directory.wait_for_urls("gateway")
     configured = create_background_scorers(context.config)
-    scorers = [s for s in configured.scorers if s.background or s in configured.live_scorers]
+    scorers = [s for s in configured.scorers if s in (*configured.rollout_scorers, *configured.live_scorers)]
     runner = ScoringRunner(
         store,
         context.run_id,
-        scorers,
+        configured.rollout_scorers,
         context.config.scoring,
         agent_id=context.config.agent_id,
         live_scorers=configured.live_scorers,

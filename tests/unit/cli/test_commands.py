@@ -156,7 +156,10 @@ def test_doctor_lists_findings(instar: Instar) -> None:
 
 FAILURES = {
     "train without a file": ("train missing.yaml", "missing.yaml: the file does not exist"),
-    "train without a rollout": ("train run.yaml", "rollout: this section is missing"),
+    "train with an evaluation but no rollout": (
+        "train run.yaml --set eval.tasks.type=python --set eval.tasks.function=instar.demo.tasks:train_tasks",
+        "rollout: this section is missing; `eval` needs its agent",
+    ),
     "train into an existing run folder": ("train existing.yaml", "Continue the run with --resume"),
     "resume without a run": ("train fresh.yaml --resume", "--resume: there is no run in"),
     "serve without a file": ("serve missing.yaml", "missing.yaml: the file does not exist"),

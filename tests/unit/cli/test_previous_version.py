@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TypeVar
 import pytest
 
 from instar.cli.run_store import open_run_store
+from instar.cluster.layout import RunFolder
 from instar.gateway.app import HASH_KEY_NAME
 from instar.record.hashing import MessageHasher
 from instar.store.base import Store
@@ -115,6 +117,16 @@ def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> No
             assert call.digests == chain.pack(start)
 
     read_store(run_dir, read)
+
+
+def test_reading_command_does_not_migrate_the_store_of_a_run_in_progress(
+    instar: Instar, run_dir: Path
+) -> None:
+    descriptor = RunFolder(run_dir).lock("supervisor")
+    result = instar("sessions", "ls", run_dir, "--json")
+    os.close(descriptor)
+    assert result.code == 1
+    assert "is already running in another process" in result.err
 
 
 def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:

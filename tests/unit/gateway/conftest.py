@@ -12,14 +12,15 @@ import openai
 import pytest
 from transformers import LlamaConfig
 
-from instar.config import GatewayConfig, ModelConfig, SamplingConfig, ScriptedEngineConfig
+from instar.config import GatewayConfig, ModelConfig, RunConfig, SamplingConfig, ScriptedEngineConfig
 from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
-from instar.gateway.app import create_app
+from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
 from instar.gateway.serve import bind, serve
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
+from instar.rollout.admission import Admission
 from instar.store.sqlite import SqliteStore
 from instar.types import Call
 from tests.tiny import make_tiny_tokenizer
@@ -78,9 +79,13 @@ async def run_gateway(
     renderer: Renderer | None,
     config: GatewayConfig,
     store_class: type[SqliteStore] = SqliteStore,
+    run_config: RunConfig | None = None,
     **options: Any,
 ) -> AsyncGenerator[RunningGateway]:
     store = store_class(store_path)
+    groups = None
+    if run_config is not None:
+        groups = create_group_options(run_config, Admission(run_config, store, "run"))
     app = create_app(
         store=store,
         engine=engine,
@@ -90,6 +95,7 @@ async def run_gateway(
         policy_id="policy",
         config=config,
         admin_key=ADMIN_KEY,
+        groups=groups,
         **options,
     )
     listener = bind("127.0.0.1", 0)
@@ -118,7 +124,9 @@ async def start_gateway(
         delay: float = 0.0,
         sampling: SamplingConfig | None = None,
         store_class: type[SqliteStore] = SqliteStore,
+        run_config: RunConfig | None = None,
     ) -> RunningGateway:
+        """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
         context = run_gateway(
             tmp_path / "store.db",
@@ -127,6 +135,7 @@ async def start_gateway(
             config or GatewayConfig(),
             store_class,
             train_sampling=sampling,
+            run_config=run_config,
         )
         contexts.append(context)
         return await context.__aenter__()

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from starlette.routing import Route
 
 from instar.cli.reference import create_app_without_engine
+from instar.config import GroupsConfig, RunConfig
 from instar.gateway.auth import create_key
-from instar.gateway.base import OpenedSession
+from instar.gateway.base import GroupView, OpenedSession
 from instar.registry import list_names, resolve
-from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway
+from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 from tests.unit.gateway.wire import build_request, post
 
 PAGE = Path(__file__).parents[3] / "docs" / "security.md"
@@ -70,6 +72,12 @@ class TargetSession:
     call_id: str
     response_id: str
     prompt_ids: list[int]
+
+
+async def open_group(gateway: RunningGateway) -> GroupView:
+    response = await gateway.post_json("/groups", {"task": {}, "size": 2})
+    assert response.status_code == 201, response.text
+    return msgspec.json.decode(response.content, type=GroupView)
 
 
 async def open_target(gateway: RunningGateway, key: str = ADMIN_KEY, **fields: Any) -> TargetSession:
@@ -131,6 +139,7 @@ def build_row_request(
         body = {"thumbs": "up"} if "/s/" in path or field in ids else {"session_id": session_id}
     elif method == "POST":
         body = {"reason": "failed"} if route.endswith("/fail") else {}
+        body |= {"task": {}, "size": 2} if route == "/groups" else {}
     if field == "x-instar-session":
         headers[field] = session_id
     elif field is not None:
@@ -145,6 +154,10 @@ async def send_cell_request(gateway: RunningGateway, row: str, column: str) -> t
     """Send a cell's request. Return "yes" or the error status, and the response text."""
     key, target = await prepare_cell(gateway, column)
     method, path, body, headers = build_row_request(row, target)
+    if "{group}" in path:
+        group = await open_group(gateway)
+        path = path.replace("{group}", group.group_id)
+        key = group.slots[0].api_key if column == "session" else key
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     response = await gateway.http.request(method, path, json=body, headers=headers)
@@ -154,6 +167,12 @@ async def send_cell_request(gateway: RunningGateway, row: str, column: str) -> t
             "the call was recorded in a different session"
         )
     return ("yes" if response.is_success else str(response.status_code)), response.text
+
+
+@pytest.fixture
+async def gateway(start_gateway: StartGateway) -> RunningGateway:
+    """A gateway that accepts groups from outside."""
+    return await start_gateway(run_config=RunConfig(groups=GroupsConfig()))
 
 
 @pytest.mark.parametrize("row", [*KEY_TABLE, *OWNER_TABLE])

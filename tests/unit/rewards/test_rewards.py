@@ -12,7 +12,7 @@ import pytest
 from instar.config import ReasoningGymTasksConfig, RunConfig, ScoringConfig
 from instar.errors import ConfigError, InstarError
 from instar.rewards.base import Scorer, ScoringContext, Transcript
-from instar.rewards.factory import create_scorers
+from instar.rewards.factory import create_background_scorers, create_scorers
 from instar.rewards.rules.worker_pool import build_bubblewrap_command
 from instar.rewards.scoring import score_sessions
 from instar.rewards.user_scorers import RuleReward
@@ -193,3 +193,15 @@ async def test_agent_reward_out_of_range_raises(value: float) -> None:
     message = rf"between -10 and 10 \(gateway.reward_range\), got {value}"
     with pytest.raises(InstarError, match=message):
         await create_scorer(make_config(type="agent")).score(TASK, make_transcript("x", value))
+
+
+def test_rules_score_in_the_background_if_the_run_accepts_groups() -> None:
+    section = {"type": "rule", "function": "instar.demo.tasks:score"}
+    config = RunConfig.model_validate({"reward": [section, {"type": "agent"}]})
+    assert create_background_scorers(config).rollout_scorers == []
+    config = RunConfig.model_validate({"reward": [section, {"type": "agent"}], "groups": {}})
+    (scorer,) = create_background_scorers(config).rollout_scorers
+    assert scorer.name == "instar.demo.tasks:score"
+    assert create_background_scorers(config).are_needed(serves_live=False)
+    with pytest.raises(ConfigError, match=r"reward\.function is required"):
+        create_background_scorers(RunConfig.model_validate({"reward": {"type": "rule"}, "groups": {}}))

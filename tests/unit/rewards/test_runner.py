@@ -104,7 +104,8 @@ async def add_session(
 
 
 def make_runner(store: SqliteStore, *scorers: Scorer, config: ScoringConfig = QUICK_SCORING) -> ScoringRunner:
-    return ScoringRunner(store, RUN_ID, scorers, config, agent_id="agent", live_scorers=scorers)
+    background = [scorer for scorer in scorers if scorer.background]
+    return ScoringRunner(store, RUN_ID, background, config, agent_id="agent", live_scorers=scorers)
 
 
 @asynccontextmanager

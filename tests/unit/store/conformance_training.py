@@ -94,6 +94,24 @@ class GroupAndStepTests:
         with pytest.raises(StoreError):
             await store.close_group("missing", GroupStatus.READY)
 
+    async def test_added_groups_follow_each_other_and_include_their_sessions(self, store: Store) -> None:
+        await store.open_group(make_group("v", 7, channel=Channel.VAL))
+        for number in range(2):
+            group = make_group(f"g{number}", created_at=1.0, deadline_seconds=2.5)
+            session = make_session(f"s{number}", group_id=f"g{number}", slot=1)
+            added = await store.add_group(group, [(session, f"hash-{number}")])
+            assert added == replace(group, index=number)
+            assert await store.group(f"g{number}") == added
+            stored = await store.session_by_key(f"hash-{number}")
+            assert stored is not None
+            assert (stored.session_id, stored.slot) == (f"s{number}", 1)
+
+    async def test_group_with_a_taken_session_id_is_not_added(self, store: Store) -> None:
+        await store.open_session(make_session("s"))
+        with pytest.raises(ConflictError):
+            await store.add_group(make_group("g"), [(make_session("s", group_id="g"), "hash")])
+        assert await store.group("g") is None
+
     async def test_closing_a_group_abandons_its_open_sessions_and_rejects_new_ones(
         self, store: Store
     ) -> None:
