@@ -32,7 +32,7 @@ from instar.errors import ConfigError, InstarError
 from instar.logs import configure_logging
 
 SERVICE_LOG = "service"
-logger = logging.getLogger("instar.service")
+logger = logging.getLogger(__name__)
 
 
 def start(
