@@ -218,25 +218,42 @@ while True:
 """
 
 
-def test_request_stop_sends_only_one_signal_and_kill_only_reaches_the_process_it_names(home: Home) -> None:
-    lock = ServiceLock(home)
+@pytest.fixture
+def counting_process() -> Iterator[subprocess.Popen[str]]:
+    """A process that prints a line for each signal to stop."""
     command = [sys.executable, "-c", COUNT_SIGNALS]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        assert lock.acquire(make_state(process.pid))
-        state = lock.request_stop()
-        assert state is not None
-        assert state.is_stopping
-        assert process.stdout.readline() == "stop\n"
-        lock.request_stop()
-        process.send_signal(signal.SIGWINCH)  # handled after SIGTERM, which has a lower number
-        assert process.stdout.readline() == "end\n"
-        lock.kill(os.getpid())
-        lock.kill(process.pid)
-        assert process.wait(10) == -signal.SIGKILL
+        yield process
+        process.kill()
+
+
+def test_request_stop_sends_only_one_signal(home: Home, counting_process: subprocess.Popen[str]) -> None:
+    lock = ServiceLock(home)
+    assert lock.acquire(make_state(counting_process.pid))
+    assert counting_process.stdout is not None
+    state = lock.request_stop()
+    assert state is not None
+    assert state.is_stopping
+    assert counting_process.stdout.readline() == "stop\n"
+    lock.request_stop()
+    counting_process.send_signal(signal.SIGWINCH)  # handled after SIGTERM, which has a lower number
+    assert counting_process.stdout.readline() == "end\n"
     lock.release()
     assert lock.request_stop() is None
+
+
+def test_kill_only_reaches_the_service_that_it_names(
+    home: Home, counting_process: subprocess.Popen[str], foreign_process: subprocess.Popen[bytes]
+) -> None:
+    lock = ServiceLock(home)
+    assert lock.acquire(make_state(counting_process.pid))
+    lock.kill(foreign_process.pid)
+    lock.kill(counting_process.pid)
+    assert counting_process.wait(10) == -signal.SIGKILL
+    assert foreign_process.poll() is None
+    lock.release()
 
 
 def test_lock_of_an_unknown_version_is_an_error_not_a_stopped_service(home: Home) -> None:
