@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -12,13 +13,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from instar.backends.resolve import resolve_run
 from instar.cli.config_file import load_config
-from instar.cli.model import fetch_model
+from instar.cli.model import fetch_served_model
 from instar.cli.options import AsJson, HomeFolder, Overrides
 from instar.cli.output import print_json
 from instar.cli.service.home import Home, ServiceSettings
-from instar.cli.service.process import load_service_config, make_launch, run_service, serve_until_stopped
+from instar.cli.service.process import make_launch, prepare_service, run_service, serve_until_stopped
 from instar.cluster.live_run import LiveRun
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_key
@@ -50,42 +50,46 @@ def serve(
     as_json: AsJson = False,
 ) -> None:
     """Without FILE, this is `instar start` in the foreground, and --home applies."""
-    home, launch = Home.locate(home_folder, os.environ), make_launch(None, overrides or ())
-    is_service = file is None
-    config = load_service_config(home, launch) if file is None else load_config(file, overrides or ())
     console = Console(stderr=as_json)
-    resolved, _ = resolve_run(config, os.environ)
-    if not isinstance(config.engine, UpstreamEngineConfig):
-        fetch_model(resolved, console)
+    if file is not None:
+        _serve_run(load_config(file, overrides or ()), console, as_json=as_json)
+        return
+    home, launch = Home.locate(home_folder, os.environ), make_launch(None, overrides or ())
+    config = prepare_service(home, launch, console)
 
-    def log(text: str) -> None:
-        console.print(text, highlight=False)
+    def show(run: LiveRun, settings: ServiceSettings) -> None:
+        connection = make_service_connection(run.config, run.gateway_url, settings)
+        _show(config, connection, console, as_json=as_json)
 
-    def show(connection: Connection) -> None:
-        if as_json:
-            print_json(connection.to_json())
-        print_connection(config, connection, console)
-        log(f"Calls are recorded in {connection.run_dir}. Press Ctrl-C to stop.")
+    asyncio.run(run_service(home, launch, config, log=_make_log(console), on_ready=show))
 
-    def show_service(run: LiveRun, settings: ServiceSettings) -> None:
-        show(make_service_connection(run.config, run.gateway_url, settings))
 
-    async def show_run(run: LiveRun) -> None:
+def _serve_run(config: RunConfig, console: Console, *, as_json: bool) -> None:
+    fetch_served_model(config, console)
+
+    async def show(run: LiveRun) -> None:
         name = f"serve-{secrets.token_hex(4)}"
-        show(
-            Connection(
-                url=run.gateway_url,
-                api_key=await create_key(run.store, "agent", config.agent_id, name),
-                feedback_key=await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback"),
-                admin_key=run.admin_key,
-                run_dir=run.folder.path,
-            )
+        connection = Connection(
+            url=run.gateway_url,
+            api_key=await create_key(run.store, "agent", config.agent_id, name),
+            feedback_key=await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback"),
+            admin_key=run.admin_key,
+            run_dir=run.folder.path,
         )
+        _show(config, connection, console, as_json=as_json)
 
-    if is_service:
-        asyncio.run(run_service(home, launch, config, log=log, on_ready=show_service))
-    else:
-        asyncio.run(serve_until_stopped(config, log, show_run))
+    asyncio.run(serve_until_stopped(config, _make_log(console), show))
+
+
+def _make_log(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, highlight=False)
+
+
+def _show(config: RunConfig, connection: Connection, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        print_json(connection.to_json())
+    print_connection(config, connection, console)
+    console.print(f"Calls are recorded in {connection.run_dir}. Press Ctrl-C to stop.", highlight=False)
 
 
 def make_service_connection(config: RunConfig, url: str, settings: ServiceSettings) -> Connection:

@@ -13,8 +13,6 @@ import typer
 from rich.console import Console
 
 import instar
-from instar.backends.resolve import resolve_run
-from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, HomeFolder, Overrides
 from instar.cli.output import print_json, print_result
 from instar.cli.serve import make_service_connection, print_connection
@@ -22,12 +20,11 @@ from instar.cli.service.background import start_in_background, wait_until_ready,
 from instar.cli.service.home import Home, ServiceSettings
 from instar.cli.service.lock import Launch, ServiceLock, ServiceState
 from instar.cli.service.logs import follow, read_last_lines
-from instar.cli.service.process import load_service_config, make_launch, run_service
+from instar.cli.service.process import load_service_config, make_launch, prepare_service, run_service
 from instar.cli.service.systemd import describe_enabling, find_unit_file, make_unit
 from instar.cluster.interrupts import EXIT_INTERRUPTED
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import LiveRun
-from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.logs import configure_logging
 
@@ -70,7 +67,7 @@ def start(
 
 
 def stop(home_folder: HomeFolder = None, as_json: AsJson = False) -> None:
-    """Calls in progress are cancelled and recorded. If the service is not running, nothing happens."""
+    """Calls in progress have ten seconds to finish. If the service is not running, nothing happens."""
     state = _stop(Home.locate(home_folder, os.environ))
     text = "The service is not running." if state is None else f"Stopped the service (process {state.pid})."
     print_result(as_json, {"stopped": state is not None}, text)
@@ -95,7 +92,7 @@ def restart(home_folder: HomeFolder = None, as_json: AsJson = False) -> None:
             "and `instar start` with the options of the service."
         )
     os.chdir(launch.cwd)  # the settings may refer to functions in this folder
-    _check_config(home, launch, Console(stderr=as_json))  # before a service that works is stopped
+    prepare_service(home, launch, Console(stderr=as_json))  # before a service that works is stopped
     _stop(home)
     _start(home, launch, as_json=as_json)
 
@@ -159,7 +156,7 @@ def _start(home: Home, launch: Launch, *, as_json: bool) -> None:
         if running is not None:
             state = wait_until_ready(home)
         else:
-            _check_config(home, launch, Console(stderr=as_json))
+            prepare_service(home, launch, Console(stderr=as_json))
             state, is_new = start_in_background(home, launch)
     except KeyboardInterrupt:
         raise typer.Exit(EXIT_INTERRUPTED) from None
@@ -180,18 +177,9 @@ def _check_same_launch(state: ServiceState, launch: Launch) -> None:
         )
 
 
-def _check_config(home: Home, launch: Launch, console: Console) -> RunConfig:
-    """Return the settings. Report errors in them, and download the model, where the user sees it."""
-    config = load_service_config(home, launch)
-    resolved, _ = resolve_run(config, os.environ)
-    if not isinstance(config.engine, UpstreamEngineConfig):
-        fetch_model(resolved, console)
-    return config
-
-
 def _run_in_foreground(home: Home, launch: Launch) -> None:
     configure_logging()
-    config = _check_config(home, launch, Console(stderr=True))
+    config = prepare_service(home, launch, Console(stderr=True))
 
     def announce(run: LiveRun, _: ServiceSettings) -> None:
         # The output of a service is often kept, so it does not contain the keys.

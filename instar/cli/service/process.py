@@ -13,8 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 import instar
 from instar.cli.config_file import apply_overrides, load_config, validate
+from instar.cli.model import fetch_served_model
 from instar.cli.service.home import Home, ServiceSettings, choose_port, ensure_keys
 from instar.cli.service.lock import Launch, ServiceLock, ServiceState
 from instar.cli.service.logs import rotate_repeatedly
@@ -53,6 +56,14 @@ def load_service_config(home: Home, launch: Launch) -> RunConfig:
     if config.dir is None:
         config = config.model_copy(update={"dir": home.runs / config.name})
     _check_same_model(config)
+    return config
+
+
+def prepare_service(home: Home, launch: Launch, console: Console) -> RunConfig:
+    """Return the settings of the service. Report errors in them, and download the model, where the user sees
+    it."""
+    config = load_service_config(home, launch)
+    fetch_served_model(config, console)
     return config
 
 
