@@ -93,10 +93,6 @@ def _check_same_model(config: RunConfig) -> None:
         )
 
 
-def describe_running(state: ServiceState) -> str:
-    return f"The service is already running (process {state.pid}, {state.url or 'starting'})."
-
-
 async def run_service(
     home: Home,
     launch: Launch,
@@ -118,10 +114,8 @@ async def run_service(
     )
     if not lock.acquire(state):
         running = lock.read_running()
-        raise InstarError(
-            f"{describe_running(running) if running else 'The service is stopping.'} Stop it first with "
-            "`instar stop`."
-        )
+        process = f" (process {running.pid}, {running.url or 'starting'})" if running is not None else ""
+        raise InstarError(f"The service is already running{process}. Stop it first with `instar stop`.")
     try:
         if config.gateway.port == 0:
             port = choose_port(home, config.gateway.host)

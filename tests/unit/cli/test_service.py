@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -309,13 +308,13 @@ def test_logs_prints_the_last_lines(home: Home, instar: Instar) -> None:
 
 def test_systemd_unit_runs_the_service_in_the_foreground_with_quoted_arguments(tmp_path: Path) -> None:
     home = Home.locate(tmp_path / "my home", {})
-    launch = Launch(config="/my config.yaml", overrides=["agent_id=50%"], cwd="/work dir")
+    launch = Launch(config="/my config.yaml", overrides=["agent_id=50%"], cwd="/my folder")
     lines = make_unit(home, launch, {}).splitlines()
     assert (
         f'ExecStart={sys.executable} -m instar.cli.main start --foreground "--home={tmp_path}/my home" '
         '"--set=agent_id=50%%" "/my config.yaml"' in lines
     )
-    assert "WorkingDirectory=/work dir" in lines
+    assert "WorkingDirectory=/my folder" in lines
     assert f"EnvironmentFile=-{tmp_path}/my home/service.env" in lines
 
 
@@ -343,8 +342,4 @@ def test_start_with_invalid_settings_explains_them_and_starts_nothing(
     assert result.code == 1
     assert "engine.type: must be" in result.err
     assert not home.log_file.exists()
-    assert asyncio.run(_is_stopped(home))
-
-
-async def _is_stopped(home: Home) -> bool:
-    return ServiceLock(home).read_running() is None
+    assert ServiceLock(home).read_running() is None
