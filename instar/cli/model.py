@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console
 
-from instar.config import CloudConfig, RunConfig
+from instar.backends.resolve import resolve_run
+from instar.config import CloudConfig, RunConfig, UpstreamEngineConfig
 from instar.models import is_local, resolve_model, resolve_tokenizer
+
+
+def fetch_served_model(config: RunConfig, console: Console) -> None:
+    """Check the backend and the engine, and download the model unless a provider serves it."""
+    resolved, _ = resolve_run(config, os.environ)
+    if not isinstance(config.engine, UpstreamEngineConfig):
+        fetch_model(resolved, console)
 
 
 def fetch_model(config: RunConfig, console: Console) -> None:

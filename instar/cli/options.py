@@ -13,6 +13,14 @@ P = ParamSpec("P")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
+HomeFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--home",
+        envvar="INSTAR_HOME",
+        help="One folder for all files of the service. Default: the user's folders by the XDG specification.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change a setting, e.g. trainer.steps=5; repeatable."),

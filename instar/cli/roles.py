@@ -1,4 +1,4 @@
-"""`instar roles` and `instar status`: list the processes of a run, and control individual processes."""
+"""`instar roles`: list the processes of a run, and control individual processes."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ async def roles(
     await _list_or_control(run_dir, action or "list", name or "", timeout, as_json=as_json)
 
 
-@async_command
-async def status(run_dir: RunDir, as_json: AsJson = False) -> None:
+async def show_run_status(run_dir: Path, *, as_json: bool) -> None:
     await _list_or_control(run_dir, "list", as_json=as_json)
 
 
@@ -51,20 +50,26 @@ async def _list_or_control(
 ) -> None:
     folder = RunFolder(run_dir)
     folder.read_config()  # raises ConfigError if this is not a run folder
-    try:
-        request = ControlRequest(action, name, timeout)
-        rows = await send_control_request(folder.control_socket, request)
-    except (FileNotFoundError, ConnectionError):
-        if action != "list":
-            raise InstarError(f"The run in {folder.path} is not running; start it first.") from None
-        rows = await _read_last_state(run_dir)
+    rows = await fetch_roles(run_dir, ControlRequest(action, name, timeout))
     if as_json:
         print_json([msgspec.to_builtins(row) for row in rows])
     else:
         console = Console()
-        _print_roles(rows, console)
+        print_roles(rows, console)
         for warning in read_warnings(folder.path)[-MAX_WARNINGS:]:
             console.print(Text(f"warning: {warning}", style="yellow"))
+
+
+async def fetch_roles(run_dir: Path, request: ControlRequest | None = None) -> list[RoleStatus]:
+    """Send the request, by default to list the roles, to a run and return the roles in its response. If the
+    run is not running, return what its processes reported last, or raise InstarError for other requests."""
+    request = request or ControlRequest("list")
+    try:
+        return await send_control_request(RunFolder(run_dir).control_socket, request)
+    except (FileNotFoundError, ConnectionError):
+        if request.do != "list":
+            raise InstarError(f"The run in {run_dir} is not running; start it first.") from None
+        return await _read_last_state(run_dir)
 
 
 async def _read_last_state(run_dir: Path) -> list[RoleStatus]:
@@ -76,7 +81,7 @@ async def _read_last_state(run_dir: Path) -> list[RoleStatus]:
         ]
 
 
-def _print_roles(rows: list[RoleStatus], console: Console) -> None:
+def print_roles(rows: list[RoleStatus], console: Console) -> None:
     # People copy addresses and paths, so the table never truncates them.
     table = Table(
         Column("name", no_wrap=True),

@@ -5,69 +5,111 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from instar.backends.resolve import resolve_run
-from instar.cli.config_file import apply_overrides, load_config, validate
-from instar.cli.model import fetch_model
-from instar.cli.options import AsJson, Overrides
+from instar.cli.config_file import load_config
+from instar.cli.model import fetch_served_model
+from instar.cli.options import AsJson, HomeFolder, Overrides
 from instar.cli.output import print_json
-from instar.cluster.live_run import serve_run
-from instar.cluster.tasks import run_until_first
+from instar.cli.service.home import Home, ServiceSettings
+from instar.cli.service.process import make_launch, prepare_service, run_service, serve_until_stopped
+from instar.cluster.live_run import LiveRun
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.gateway.auth import create_key
+from instar.types import Json
+
+
+@dataclass(frozen=True)
+class Connection:
+    """The URL and the keys with which agents and people connect."""
+
+    url: str
+    api_key: str
+    feedback_key: str
+    admin_key: str
+    run_dir: Path
+
+    def to_json(self) -> Json:
+        keys = {"api_key": self.api_key, "feedback_key": self.feedback_key, "admin_key": self.admin_key}
+        return {"base_url": f"{self.url}/v1", **keys, "run_dir": str(self.run_dir)}
 
 
 def serve(
     file: Annotated[
-        Path | None, typer.Argument(help="The YAML file of the run. Default: serve the default model.")
+        Path | None,
+        typer.Argument(help="The YAML file of the run. Default: the settings, port and keys of the service."),
     ] = None,
+    home_folder: HomeFolder = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    if file is not None:
-        config = load_config(file, overrides or ())
-    else:
-        data = {"name": f"serve-{time.strftime('%Y%m%d-%H%M%S')}"}
-        config = validate(apply_overrides(data, overrides or ()), "settings")
-    resolved, _ = resolve_run(config, os.environ)
+    """Without FILE, this is `instar start` in the foreground, and --home applies."""
     console = Console(stderr=as_json)
-    if not isinstance(config.engine, UpstreamEngineConfig):
-        fetch_model(resolved, console)
-    asyncio.run(_serve(config, console, as_json))
+    if file is not None:
+        _serve_run(load_config(file, overrides or ()), console, as_json=as_json)
+        return
+    home, launch = Home.locate(home_folder, os.environ), make_launch(None, overrides or ())
+    config = prepare_service(home, launch, console)
+
+    def show(run: LiveRun, settings: ServiceSettings) -> None:
+        connection = make_service_connection(run.config, run.gateway_url, settings)
+        _show(config, connection, console, as_json=as_json)
+
+    asyncio.run(run_service(home, launch, config, log=_make_log(console), on_ready=show))
 
 
-def _format_instructions(config: RunConfig, url: str, key: str, feedback_key: str) -> list[str]:
-    engine = config.engine
+def _serve_run(config: RunConfig, console: Console, *, as_json: bool) -> None:
+    fetch_served_model(config, console)
+
+    async def show(run: LiveRun) -> None:
+        name = f"serve-{secrets.token_hex(4)}"
+        connection = Connection(
+            url=run.gateway_url,
+            api_key=await create_key(run.store, "agent", config.agent_id, name),
+            feedback_key=await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback"),
+            admin_key=run.admin_key,
+            run_dir=run.folder.path,
+        )
+        _show(config, connection, console, as_json=as_json)
+
+    asyncio.run(serve_until_stopped(config, _make_log(console), show))
+
+
+def _make_log(console: Console) -> Callable[[str], None]:
+    return lambda text: console.print(text, highlight=False)
+
+
+def _show(config: RunConfig, connection: Connection, console: Console, *, as_json: bool) -> None:
+    if as_json:
+        print_json(connection.to_json())
+    print_connection(config, connection, console)
+    console.print(f"Calls are recorded in {connection.run_dir}. Press Ctrl-C to stop.", highlight=False)
+
+
+def make_service_connection(config: RunConfig, url: str, settings: ServiceSettings) -> Connection:
+    return Connection(
+        url=url,
+        api_key=settings.get_key("agent", config.agent_id),
+        feedback_key=settings.get_key("feedback", config.agent_id),
+        admin_key=settings.get_key("admin", None),
+        run_dir=config.run_dir,
+    )
+
+
+def print_connection(config: RunConfig, connection: Connection, console: Console) -> None:
+    engine, url, key = config.engine, connection.url, connection.api_key
     model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
-    return [
+    for line in (
         f"Serving {model}. Connect an agent with:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
         f"To rate its replies, POST to {url}/feedback with the feedback key:\n",
-        f"  export INSTAR_FEEDBACK_KEY={feedback_key}\n",
-    ]
-
-
-async def _serve(config: RunConfig, console: Console, as_json: bool) -> None:
-    run_exists = (config.run_dir / "config.json").is_file()
-    async with serve_run(
-        config, resume=run_exists, log=lambda text: console.print(text, highlight=False)
-    ) as run:
-        key_name = f"serve-{secrets.token_hex(4)}"
-        key = await create_key(run.store, "agent", config.agent_id, key_name)
-        feedback_key = await create_key(run.store, "feedback", config.agent_id, f"{key_name}-feedback")
-        if as_json:
-            keys = {"api_key": key, "feedback_key": feedback_key, "admin_key": run.admin_key}
-            print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
-        for line in _format_instructions(config, run.gateway_url, key, feedback_key):
-            console.print(line, highlight=False, soft_wrap=True)
-        console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)
-        stop = asyncio.Event()
-        run.interrupts.on_first_signal = stop.set
-        await run_until_first(stop.wait(), asyncio.shield(run.cluster.failure))
+        f"  export INSTAR_FEEDBACK_KEY={connection.feedback_key}\n",
+    ):
+        console.print(line, highlight=False, soft_wrap=True)

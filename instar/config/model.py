@@ -88,7 +88,7 @@ class GatewayConfig(Section):
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0 picks a free port."""
+    """Port to listen on; 0 picks a free port, or the port of the service (`instar start`)."""
     public_url: str | None = None
     """URL at which agents reach the gateway, for example that of a proxy. The `base_url` of new sessions
     starts with it. Default: the address at which the gateway received the request."""

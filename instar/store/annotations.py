@@ -144,6 +144,15 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
     return _select_by_session(db, SCORE_ROWS, "scores", "scorer", session_ids)
 
 
+def get_reward_counts(db: Database, run_id: str) -> dict[str, int]:
+    """Count the run's rewards by source, such as ``human``."""
+    rows = db.execute(
+        "SELECT source, COUNT(*) AS n FROM rewards WHERE run_id = ? GROUP BY source ORDER BY source",
+        (run_id,),
+    )
+    return {row["source"]: row["n"] for row in rows}
+
+
 def get_score_counts(db: Database, run_id: str) -> dict[str, dict[str, int]]:
     """Count the run's sessions by scorer and score state."""
     counts: dict[str, dict[str, int]] = {}

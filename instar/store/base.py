@@ -203,6 +203,7 @@ class Store:
     unscored_sessions = _read(annotations.get_unscored_sessions)
     record_scores = _write(annotations.record_scores)
     scores = _read(annotations.get_scores)
+    reward_counts = _read(annotations.get_reward_counts)
     score_counts = _read(annotations.get_score_counts)
     add_tags = _write(annotations.add_tags)
     remove_tags = _write(annotations.remove_tags)

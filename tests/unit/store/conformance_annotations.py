@@ -138,6 +138,13 @@ class ScoreTests:
         }
         assert await store.score_counts("other") == {}
 
+    async def test_reward_counts_are_by_source(self, store: Store) -> None:
+        await complete_sessions(store, "a", "b")
+        sources = (RewardSource.HUMAN, RewardSource.RULE, RewardSource.HUMAN)
+        await store.add_rewards([Reward("a", 1.0, source) for source in sources])
+        assert await store.reward_counts(RUN_ID) == {"human": 2, "rule": 1}
+        assert await store.reward_counts("other") == {}
+
     async def test_progress_counts_a_scoring_group_as_open(self, store: Store) -> None:
         await store.put_run(Run(RUN_ID, POLICY_ID, {}))
         await store.open_group(make_group("g"))
