@@ -12,7 +12,8 @@ InstarError
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
-│   └── PromptTooLong      the prompt does not fit into the model's context
+│   ├── PromptTooLong      the prompt does not fit into the model's context
+│   └── PolicyNotFound     the engine does not have the requested version of a policy
 ├── BackendError       a training backend failed
 │   ├── NonFiniteError     a loss, a gradient or a weight is not finite
 │   ├── BackendUnavailable the backend cannot be reached or did not respond in time
@@ -76,6 +77,10 @@ class EngineUnavailable(EngineError):
 
 
 class PromptTooLong(EngineError):
+    pass
+
+
+class PolicyNotFound(EngineError):
     pass
 
 
