@@ -102,7 +102,10 @@ class Scheduler:
             self._model.replace_weights(update)
             self._prefixes.clear()
             self._policies.replace_all(None if self._model.serves_full_weights else Adapter({}))
+        previous = self._policies.head
         head = self._policies.set_head(update.ref, update.adapter)
+        if not previous.request_count:
+            self._prefixes.drop(previous.key)  # requests that name an old version are rare
         for request in [r for r in (*self._running, *self._waiting) if r.policy is None]:
             request.loaded_policy = head
             if request.scores is not None:

@@ -115,6 +115,16 @@ async def test_unload_frees_the_cached_prompts_of_the_policy(engine: LocalEngine
     assert engine._scheduler._prefixes.cached_tokens == cached_tokens > 0
 
 
+async def test_load_frees_the_cached_prompts_of_the_old_version(
+    engine: LocalEngine, adapters: list[Path]
+) -> None:
+    await collect(engine, PROMPT, policy=REFS[2], max_tokens=2)
+    cached_tokens = engine._scheduler._prefixes.cached_tokens
+    await collect(engine, PROMPT, max_tokens=2)
+    await engine.load(make_adapter_policy(adapters[0], 3))
+    assert engine._scheduler._prefixes.cached_tokens == cached_tokens > 0
+
+
 async def test_cancelled_requests_release_their_policy(engine: LocalEngine) -> None:
     """Requests are cancelled while they wait for a row, and while they are running."""
     params = SamplingParams(max_tokens=400)
