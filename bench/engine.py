@@ -4,9 +4,9 @@
 
 Throughput: concurrent clients send requests of mixed length to the engine, compared with static batches in
 ``model.generate``, each of which runs until its longest reply is complete; only requested tokens count.
-Neither side stops at an end-of-sequence token. For reference, transformers' continuous batching is measured
-on a part of the requests. Time to first token: a second turn that extends a session is compared with the same
-prompt and an empty cache.
+Neither side stops at an end-of-sequence token. The engine is measured again with requests for two adapters in
+turn. For reference, transformers' continuous batching is measured on a part of the requests. Time to first
+token: a second turn that extends a session is compared with the same prompt and an empty cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
 from instar.engines.local.model import DTYPES
 from instar.models import device_and_dtype, resolve_model
-from instar.types import Artifact, Policy, SamplingParams
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams
 
 WORDS = ["the", "sum", "of", "two", "numbers", "is", "what", "you", "get", "when", "one", "adds", "them"]
 
@@ -84,15 +86,19 @@ def make_adapter(model_folder: Path, adapter_folder: Path) -> None:
     model.save_pretrained(str(adapter_folder))
 
 
-async def run_local_engine(engine: LocalEngine, load: RequestLoad) -> float:
-    """Send all requests with ``load.clients`` concurrent clients and return the duration in seconds."""
-    remaining = list(reversed(list(zip(load.prompts, load.reply_lengths, strict=True))))
+async def run_local_engine(
+    engine: LocalEngine, load: RequestLoad, policies: Sequence[PolicyRef | None] = (None,)
+) -> float:
+    """Send all requests with ``load.clients`` concurrent clients, to each of the policies in turn, and return
+    the duration in seconds."""
+    requests = zip(load.prompts, load.reply_lengths, cycle(policies), strict=False)
+    remaining = list(reversed(list(requests)))
 
     async def run_client() -> None:
         while remaining:
-            prompt, length = remaining.pop()
+            prompt, length, policy = remaining.pop()
             count = 0
-            async for chunk in engine.generate(prompt, SamplingParams(max_tokens=length)):
+            async for chunk in engine.generate(prompt, SamplingParams(max_tokens=length), policy):
                 count += len(chunk.token_ids)
             assert count == length
 
@@ -221,10 +227,15 @@ async def measure_local_engine(config: ModelConfig, load: RequestLoad, adapter: 
     await measure_first_token(engine, load.prompts[0])  # warm-up
     await engine.load(policy)  # empties the cache
     seconds = await run_local_engine(engine, load)
+    await engine.load(policy)  # empties the cache
+    other = Policy("bench", 2, policy.artifact)
+    await engine.keep(other)
+    mixed_seconds = await run_local_engine(engine, load, (policy.ref, other.ref))
     warm, cold = await measure_second_turns(engine, load, policy)
     await engine.close()
     return {
         "tokens_per_second": load.reply_tokens / seconds,
+        "two_adapters_tokens_per_second": load.reply_tokens / mixed_seconds,
         "warm_turn_seconds": warm,
         "cold_turn_seconds": cold,
     }
@@ -236,6 +247,7 @@ def show(metrics: dict[str, float]) -> None:
     static = metrics["static_tokens_per_second"]
     rows = {
         "instar local": "tokens_per_second",
+        "instar local, two adapters": "two_adapters_tokens_per_second",
         "model.generate, static batches": "static_tokens_per_second",
         "transformers continuous batching": "transformers_cb_tokens_per_second",
     }

@@ -13,7 +13,8 @@ InstarError
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
-│   └── PromptTooLong      the prompt does not fit into the model's context
+│   ├── PromptTooLong      the prompt does not fit into the model's context
+│   └── PolicyNotFound     the engine does not have the requested version of a policy
 ├── GatewayError       the gateway rejected a request of `instar.client`
 │   └── RunFinished        the run has trained all its steps and accepts no more groups
 ├── BackendError       a training backend failed
@@ -83,6 +84,10 @@ class EngineUnavailable(EngineError):
 
 
 class PromptTooLong(EngineError):
+    pass
+
+
+class PolicyNotFound(EngineError):
     pass
 
 

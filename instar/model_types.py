@@ -101,10 +101,24 @@ class Artifact(msgspec.Struct, frozen=True):
     """The Unix time at which a remote sampler expires, if it does."""
 
 
+class PolicyRef(msgspec.Struct, frozen=True, order=True):
+    """The name of a policy version. Version 0 of every policy is the base model."""
+
+    policy_id: str
+    version: int
+
+    def __str__(self) -> str:
+        return f"{self.policy_id}@{self.version}"
+
+
 class Policy(msgspec.Struct, frozen=True):
     policy_id: str
     version: int
     artifact: Artifact
+
+    @property
+    def ref(self) -> PolicyRef:
+        return PolicyRef(self.policy_id, self.version)
 
 
 class PolicyState(StrEnum):

@@ -33,6 +33,7 @@ from instar.types import (
     Artifact,
     Floats,
     Policy,
+    PolicyRef,
     Reward,
     RewardSource,
     Sample,
@@ -167,7 +168,9 @@ class EngineClient(Engine):
         except ConnectionError as error:
             raise EngineUnavailable(str(error)) from error
 
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         raise NotImplementedError("the simulated engine only samples complete replies")
 
     async def close(self) -> None:

@@ -25,6 +25,7 @@ from instar.config.cluster import PlacementConfig as PlacementConfig
 from instar.config.cluster import RayClusterConfig as RayClusterConfig
 from instar.config.cluster import SyncConfig as SyncConfig
 from instar.config.data import DataConfig as DataConfig
+from instar.config.engines import DEFAULT_MAX_ADAPTERS as DEFAULT_MAX_ADAPTERS
 from instar.config.engines import CloudEngineConfig as CloudEngineConfig
 from instar.config.engines import EngineConfig as EngineConfig
 from instar.config.engines import LocalEngineConfig as LocalEngineConfig

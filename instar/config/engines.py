@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,10 @@ class EngineProcessConfig(Section):
     a `cloud` engine."""
 
 
+DEFAULT_MAX_ADAPTERS = 4
+"""The default of `max_adapters` of all engines."""
+
+
 class LocalEngineConfig(EngineProcessConfig):
     """Samples with torch in a separate process."""
 
@@ -32,6 +36,10 @@ class LocalEngineConfig(EngineProcessConfig):
     threads: PositiveInt | None = None
     """Number of torch CPU threads. Default: an equal share of the cores, halved while a trainer runs, or 1 if
     `deterministic` needs it."""
+    max_adapters: PositiveInt = DEFAULT_MAX_ADAPTERS
+    """Maximum number of policy versions to keep loaded, including the served one. Requests can sample from
+    each of them. The least recently used ones are unloaded first. A version that is unloaded during a request
+    stays in memory until the request ends."""
     deterministic: bool | None = None
     """Compute replies that do not depend on the other requests in a batch, so that a run with a seed is
     repeated bit for bit on the same CPU. This is slower, and needs one thread in fp32 or if the model has one
@@ -50,6 +58,8 @@ class ScriptedEngineConfig(EngineProcessConfig):
     `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
+    max_adapters: PositiveInt = DEFAULT_MAX_ADAPTERS
+    """Maximum number of policy versions to keep loaded, as for the `local` engine."""
 
 
 class UpstreamEngineConfig(Section):
@@ -108,6 +118,9 @@ class VllmEngineConfig(EngineProcessConfig):
     """Size of the KV cache on a CPU, in GiB."""
     lora_rank: PositiveInt | None = None
     """Maximum rank of an adapter. Default: the backend's `lora.rank`, or 16 if it has none."""
+    max_adapters: PositiveInt | None = None
+    """Maximum number of policy versions to keep loaded, including the served one. Requests can sample from
+    each of them. Only for `policy: adapter`. Default: 4."""
     tensor_parallel: PositiveInt = 1
     """Number of GPUs that one server uses."""
     eager: bool | None = None
@@ -118,6 +131,15 @@ class VllmEngineConfig(EngineProcessConfig):
     """Additional environment variables for the servers."""
     start_timeout: Seconds = 600.0
     """Timeout for starting a server, in seconds."""
+
+    @model_validator(mode="after")
+    def _check_max_adapters(self) -> Self:
+        if self.policy == "merged" and self.max_adapters is not None:
+            raise ValueError(
+                f"max_adapters: {self.max_adapters} is not possible with `policy: merged`, which serves one "
+                "version; remove the setting, or set `policy: adapter`"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod

@@ -13,8 +13,8 @@ from typing import Literal
 
 import msgspec
 
-from instar.errors import EngineError, EngineUnavailable
-from instar.types import ArtifactKind, Floats, Ids, Json, Policy, SamplingParams, TokenChunk
+from instar.errors import EngineError, EngineUnavailable, PolicyNotFound
+from instar.types import ArtifactKind, Floats, Ids, Json, Policy, PolicyRef, SamplingParams, TokenChunk
 
 Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is not copied."""
@@ -47,6 +47,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False if all tokens of a reply have the same policy version."""
     can_score: bool = False
     """True if ``logprobs`` is implemented."""
+    serves_several_policies: bool = False
+    """True if requests can name a policy, and ``keep`` and ``unload`` are implemented."""
     routes: tuple[LiveRoute, ...] = ()
     """The weight transfer routes that ``stage`` supports."""
 
@@ -63,6 +65,15 @@ class EngineStatus(msgspec.Struct):
     """The number of prompt tokens whose keys and values were in the KV cache."""
     draining: bool = False
     """True if the engine finishes its current replies but rejects new requests."""
+    policies: tuple[PolicyRef, ...] = ()
+    """The loaded policies that requests can name, in order. The base model, which is version 0 of every
+    policy, is not listed. Empty if the engine serves only one policy."""
+
+
+def one_policy_error(info: EngineInfo) -> PolicyNotFound:
+    return PolicyNotFound(
+        f"The {info.kind} engine serves only one policy version at a time; do not name a version."
+    )
 
 
 class Engine(ABC):
@@ -82,9 +93,13 @@ class Engine(ABC):
         return EngineUnavailable("The engine has not responded yet; try again when it is ready.")
 
     @abstractmethod
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         """Stream a reply. Only the last chunk has a ``finish_reason``. Closing the iterator (``aclose``) or
-        cancelling its consumer cancels the request."""
+        cancelling its consumer cancels the request. If ``policy`` is None, the served policy replies. Else
+        this loaded version replies to the end, whatever is loaded meanwhile. Raises PolicyNotFound if it is
+        not loaded."""
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         """Return the served policy's logprobs of at most ``max_context`` tokens (NaN at index 0)."""
@@ -100,9 +115,21 @@ class Engine(ABC):
 
     @abstractmethod
     async def load(self, policy: Policy) -> None:
-        """Serve this policy. Requests in flight continue under it, or finish under the old policy if
-        ``info.versions_per_token`` is False. Later requests never reuse cached keys and values that were
-        computed under the old weights."""
+        """Serve this policy. Requests in flight that do not name a policy continue under it, or finish under
+        the old policy if ``info.versions_per_token`` is False. Later requests never reuse cached keys and
+        values that were computed under other weights. If the engine serves several policies, the old ones
+        stay available until the limit is reached; then the least recently used ones are unloaded."""
+
+    async def keep(self, policy: Policy) -> None:
+        """Make a policy available to requests that name it, without serving it to others. If the limit is
+        reached, the least recently used policy that no request uses is unloaded. Raises EngineError if all
+        are in use. A policy that is already loaded is not read again."""
+        raise one_policy_error(self.info)
+
+    async def unload(self, policy: PolicyRef) -> None:
+        """Make a policy unavailable to new requests. Its memory is freed when its last request has finished.
+        Raises PolicyNotFound if it is not loaded, and EngineError if it is the served policy."""
+        raise one_policy_error(self.info)
 
     async def upload_files(self, policy: Policy) -> Policy:
         """Upload the policy's files if the engine cannot read the local folder. Return the policy with the

@@ -6,9 +6,9 @@ import math
 
 import numpy as np
 
-from instar.engines.base import EngineInfo, Prompt
+from instar.engines.base import EngineInfo, Prompt, one_policy_error
 from instar.errors import EngineError, PromptTooLong
-from instar.types import Ids, Policy, SamplingParams
+from instar.types import Ids, Policy, PolicyRef, SamplingParams
 
 INT32 = np.iinfo(np.int32)
 
@@ -27,10 +27,14 @@ def to_ids(prompt: Prompt) -> Ids:
     return ids.astype(np.int32)
 
 
-def check_request(info: EngineInfo, prompt: Prompt, params: SamplingParams) -> Ids:
-    """Return the prompt as an int32 array. Raises EngineError if the request is invalid, or PromptTooLong if
-    there is no room for a new token."""
+def check_request(
+    info: EngineInfo, prompt: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+) -> Ids:
+    """Return the prompt as an int32 array. Raises EngineError if the request is invalid, PromptTooLong if
+    there is no room for a new token, or PolicyNotFound if the engine cannot serve a named policy."""
     prompt_ids = _check_ids(info, prompt)
+    if policy is not None and not info.serves_several_policies:
+        raise one_policy_error(info)
     if params.max_tokens < 1:
         raise EngineError(f"max_tokens must be at least 1, got {params.max_tokens}.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):

@@ -21,8 +21,8 @@ import msgspec
 from instar.async_utils import cancel_and_wait
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.connection import CONNECT_RETRY
-from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError
-from instar.types import Floats, Policy, SamplingParams, TokenChunk
+from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError, PolicyNotFound
+from instar.types import Floats, Policy, PolicyRef, SamplingParams, TokenChunk
 
 PolicySource = Callable[[], Awaitable[Policy | None]]
 
@@ -136,30 +136,39 @@ class EnginePool(Engine):
     def for_session(self, session: str) -> Engine:
         return _SessionEngine(self, session)
 
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        return self.generate_for_session(None, prompt_ids, params)
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        return self.generate_for_session(None, prompt_ids, params, policy)
 
     async def generate_for_session(
-        self, session: str | None, prompt_ids: Prompt, params: SamplingParams
+        self, session: str | None, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None
     ) -> AsyncGenerator[TokenChunk, None]:
         tried: list[PoolMember] = []
+        not_found: PolicyNotFound | None = None
         while True:
-            member = self._pick(tried, session)
+            try:
+                member = self._pick(tried, session)
+            except EngineUnavailable as error:
+                raise (not_found or error) from None
             tried.append(member)
             member.total_requests += 1
             has_begun = False
             try:
                 with member.track_request():
-                    async with aclosing(member.engine.generate(prompt_ids, params)) as chunks:
-                        first = await self._await_first_chunk(member, chunks)
+                    async with aclosing(member.engine.generate(prompt_ids, params, policy)) as chunks:
+                        expected_version = member.loaded_version if policy is None else None
+                        first = await self._await_first_chunk(member, chunks, expected_version)
                         has_begun = True
                         yield first
                         async for chunk in chunks:
                             yield chunk
                 return
-            except EngineUnavailable:
+            except (EngineUnavailable, PolicyNotFound) as error:
                 if has_begun:
                     raise
+                if isinstance(error, PolicyNotFound):
+                    not_found = error  # another engine may have the policy
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         tried: list[PoolMember] = []
@@ -182,6 +191,20 @@ class EnginePool(Engine):
                 raise outcome
         self._pick(())  # raises if no engine accepts requests
 
+    async def keep(self, policy: Policy) -> None:
+        """Keep the policy in every healthy engine. Requests that name it go to the engines that have it."""
+        self._pick(())  # raises if no engine accepts requests
+        await asyncio.gather(*(member.engine.keep(policy) for member in self.members if member.is_healthy))
+
+    async def unload(self, policy: PolicyRef) -> None:
+        """Unload the policy from the healthy engines. Raises PolicyNotFound if none of them has it."""
+        self._pick(())  # raises if no engine accepts requests
+        unloads = [member.engine.unload(policy) for member in self.members if member.is_healthy]
+        errors = [e for e in await asyncio.gather(*unloads, return_exceptions=True) if e is not None]
+        failures = [error for error in errors if not isinstance(error, PolicyNotFound)]
+        if failures or len(errors) == len(unloads):
+            raise (failures or errors)[0]
+
     async def replace(self, engines: Sequence[Engine]) -> None:
         """Replace the engines. A new engine gets requests once it has responded. Removed engines are closed:
         their replies in progress are aborted, and requests without a first token are retried elsewhere."""
@@ -203,14 +226,16 @@ class EnginePool(Engine):
             await member.engine.close()
 
     async def status(self) -> EngineStatus:
-        """Return the sums over all engines that respond, and their lowest version."""
+        """Return the sums over all engines that respond, their lowest version and all their policies."""
         healthy = [member for member in self.members if member.is_healthy]
         outcomes = await asyncio.gather(*map(self._query_status, healthy), return_exceptions=True)
         statuses = [status for status in outcomes if isinstance(status, EngineStatus)]
         if not statuses:
             raise self._none_available_error()
         sums: Any = {name: sum(getattr(status, name) for status in statuses) for name in SUMMED_FIELDS}
-        return EngineStatus(version=min(status.version for status in statuses), **sums)
+        policies = tuple(sorted({ref for status in statuses for ref in status.policies}))
+        version = min(status.version for status in statuses)
+        return EngineStatus(version=version, policies=policies, **sums)
 
     async def close(self) -> None:
         watchers, self._watchers = self._watchers or {}, None
@@ -233,11 +258,10 @@ class EnginePool(Engine):
         return chosen
 
     async def _await_first_chunk(
-        self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None]
+        self, member: PoolMember, chunks: AsyncGenerator[TokenChunk, None], expected_version: int | None
     ) -> TokenChunk:
         """Return the first chunk of a reply. Raises EngineUnavailable if the engine becomes unhealthy, ends
-        the reply without a chunk, or has restarted and serves an older version than the pool loaded."""
-        expected_version = member.loaded_version
+        the reply without a chunk, or has restarted and serves an older version than ``expected_version``."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
@@ -337,8 +361,10 @@ class _SessionEngine(Engine):
     def info(self) -> EngineInfo:
         return self._pool.info
 
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        return self._pool.generate_for_session(self._session, prompt_ids, params)
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        return self._pool.generate_for_session(self._session, prompt_ids, params, policy)
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         return await self._pool.logprobs(token_ids)
@@ -365,5 +391,6 @@ def _combine_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
         streams=info.streams and other.streams,
         versions_per_token=info.versions_per_token and other.versions_per_token,
         can_score=info.can_score and other.can_score,
+        serves_several_policies=info.serves_several_policies and other.serves_several_policies,
         routes=tuple(route for route in info.routes if route in other.routes),
     )

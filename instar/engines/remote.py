@@ -17,7 +17,7 @@ from instar.engines.connection import CONNECT_RETRY, STREAM_ERRORS, EngineConnec
 from instar.engines.wire import LEASE_HEADER, decode_line, join_chunks, pack_ids, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
-from instar.types import Floats, Json, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Json, Policy, PolicyRef, SamplingParams, TokenChunk
 
 T = TypeVar("T")
 LOAD_TIMEOUT_SECONDS = 600.0
@@ -55,8 +55,10 @@ class RemoteEngine(Engine):
     def _not_ready_error(self) -> EngineError:
         return EngineUnavailable(f"The engine at {self._url} has not responded yet; try again later.")
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        body = pack_request(to_ids(prompt_ids), params)
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        body = pack_request(to_ids(prompt_ids), params, policy)
         is_finished = False
         response: PlainResponse | None = None
         try:
@@ -88,7 +90,13 @@ class RemoteEngine(Engine):
         return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:
-        await self._call("POST", "/load", LOAD_TIMEOUT_SECONDS, msgspec.json.encode({"policy": policy}))
+        await self._post_policy("/load", policy)
+
+    async def keep(self, policy: Policy) -> None:
+        await self._post_policy("/keep", policy)
+
+    async def unload(self, policy: PolicyRef) -> None:
+        await self._post_policy("/unload", policy)
 
     async def upload_files(self, policy: Policy) -> Policy:
         if policy.artifact.kind not in ("adapter", "weights"):
@@ -113,7 +121,7 @@ class RemoteEngine(Engine):
         return self._decode(body, Json)
 
     async def commit(self, policy: Policy) -> None:
-        await self._call("POST", "/commit", LOAD_TIMEOUT_SECONDS, msgspec.json.encode({"policy": policy}))
+        await self._post_policy("/commit", policy)
 
     async def status(self) -> EngineStatus:
         return self._decode(await self._call("GET", "/status", STATUS_TIMEOUT_SECONDS), EngineStatus)
@@ -121,6 +129,9 @@ class RemoteEngine(Engine):
     async def close(self) -> None:
         """Close the connections, which cancels their requests. The engine itself keeps running."""
         await self._connection.close()
+
+    async def _post_policy(self, path: str, policy: Policy | PolicyRef) -> None:
+        await self._call("POST", path, LOAD_TIMEOUT_SECONDS, msgspec.json.encode({"policy": policy}))
 
     async def _call(
         self, method: str, path: str, timeout: float, body: bytes | AsyncIterable[bytes] | None = None

@@ -7,22 +7,23 @@ the same values as ``generate``. Policies are not read; only their version is us
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import check_artifact, check_request, check_score_request
+from instar.engines.policies import PolicyTable
 from instar.engines.stopping import StopRule
 from instar.errors import ConfigError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
-from instar.types import Floats, Ids, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, Policy, PolicyRef, SamplingParams, TokenChunk
 
 Script = Callable[[str, int | None], str]
 """A function that returns the reply to a prompt. Its arguments are the prompt's text and the seed."""
@@ -51,17 +52,22 @@ class ScriptedEngine(Engine):
             max_context=model.max_context,
             artifacts=("adapter", "weights", "base", "remote"),
             can_score=True,
+            serves_several_policies=True,
         )
+        self._policies = PolicyTable(None, config.max_adapters, lambda _: None)
         self._status = EngineStatus(version=0)
         self._is_closed = False
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = check_request(self.info, prompt_ids, params)
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        prompt = check_request(self.info, prompt_ids, params, policy)
         self._check_open()
         stop_rule = StopRule(params, self.info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
         reply = self._choose_reply(prompt, prompt_bytes, params.seed)
         state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
+        loaded = None if policy is None else self._policies.acquire(policy)
         self._status.prompt_tokens += len(prompt)
         self._status.running += 1
         try:
@@ -76,7 +82,7 @@ class ScriptedEngine(Engine):
                 yield TokenChunk(
                     token_ids=[token],
                     logprobs=[logprob],
-                    versions=[self._status.version],
+                    versions=[self._policies.head.ref.version if policy is None else policy.version],
                     behavior_logprobs=[logprob] if params.modifies_distribution else None,
                     finish_reason=reason,
                     stop=stop_string,
@@ -85,6 +91,8 @@ class ScriptedEngine(Engine):
                     return
         finally:
             self._status.running -= 1
+            if loaded is not None:
+                self._policies.release(loaded)
 
     async def logprobs(self, token_ids: Prompt) -> Floats:
         ids = check_score_request(self.info, token_ids)
@@ -98,10 +106,19 @@ class ScriptedEngine(Engine):
 
     async def load(self, policy: Policy) -> None:
         check_artifact(self.info, policy)
-        self._status.version = policy.version
+        self._policies.set_head(policy.ref, None)
+
+    async def keep(self, policy: Policy) -> None:
+        check_artifact(self.info, policy)
+        if policy.ref not in self._policies:
+            self._policies.keep(policy.ref, None)
+
+    async def unload(self, policy: PolicyRef) -> None:
+        self._policies.unload(policy)
 
     async def status(self) -> EngineStatus:
-        return copy.copy(self._status)
+        version, policies = self._policies.head.ref.version, self._policies.refs
+        return msgspec.structs.replace(self._status, version=version, policies=policies)
 
     async def close(self) -> None:
         self._is_closed = True

@@ -1,17 +1,19 @@
 """An HTTP server for any engine: token ids in, token ids out.
 
-    POST /generate  params + prompt ids   → one JSON TokenChunk per line, as they are sampled
+    POST /generate  header + prompt ids   → one JSON TokenChunk per line, as they are sampled
     POST /logprobs  token ids             → their logprobs
     POST /load      {policy}              → {}
+    POST /keep      {policy}              → {}
+    POST /unload    {policy: PolicyRef}   → {}
     POST /stage     WeightTransfer        → the response for the sender
-    POST /commit    {policy}              → {}   (these three may have the header x-instar-lease)
+    POST /commit    {policy}              → {}   (these five may have the header x-instar-lease)
     POST /seen, /upload                     see `instar.engines.uploads`
     GET  /info, /status, /healthz
 
-Binary integers and floats are 4 bytes, little-endian. The body of /generate is the length of the params, the
-SamplingParams as JSON, and the prompt ids. A line of the response contains all tokens that were ready when it
-was sent. A missing logprob is null. The body of /logprobs is the token ids, and the response is one float per
-token, with NaN for the first.
+Binary integers and floats are 4 bytes, little-endian. The body of /generate is the length of the header, the
+header as JSON (``params`` and optionally ``policy``, a PolicyRef), and the prompt ids. A line of the response
+contains all tokens that were ready when it was sent. A missing logprob is null. The body of /logprobs is the
+token ids, and the response is one float per token, with NaN for the first.
 
 An error is ``{"error": {"type": <class in instar.errors>, "message": ...}}``. It is the body of a failed
 response, or the last line of a reply that has begun. Closing the connection cancels the request.
@@ -45,9 +47,9 @@ from instar.engines.wire import (
     unpack_ids,
     unpack_request,
 )
-from instar.errors import EngineError, EngineUnavailable, InstarError, PromptTooLong
+from instar.errors import EngineError, EngineUnavailable, InstarError, PolicyNotFound, PromptTooLong
 from instar.http.auth import has_bearer_token
-from instar.types import Policy, TokenChunk
+from instar.types import Policy, PolicyRef, TokenChunk
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 JSONL_HEADERS = [(b"content-type", b"application/x-ndjson")]
@@ -56,6 +58,10 @@ T = TypeVar("T")
 
 class PolicyRequest(msgspec.Struct, forbid_unknown_fields=True):
     policy: Policy
+
+
+class UnloadRequest(msgspec.Struct, forbid_unknown_fields=True):
+    policy: PolicyRef
 
 
 class DrainGate:
@@ -117,6 +123,8 @@ def create_engine_app(
     post_handlers = [
         handlers.logprobs,
         handlers.load,
+        handlers.keep,
+        handlers.unload,
         handlers.stage,
         handlers.commit,
         handlers.seen,
@@ -143,8 +151,8 @@ class _GenerateEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            prompt, params = unpack_request(await _read_body(receive))
-            check_request(self.engine.info, prompt, params)
+            prompt, params, policy = unpack_request(await _read_body(receive))
+            check_request(self.engine.info, prompt, params, policy)
         except ClientDisconnect:
             return
         except EngineError as error:
@@ -152,7 +160,8 @@ class _GenerateEndpoint:
             return
         try:
             with self.gate.admit():
-                failure = await _ReplyStream(self.engine.generate(prompt, params), receive, send).run()
+                chunks = self.engine.generate(prompt, params, policy)
+                failure = await _ReplyStream(chunks, receive, send).run()
         except EngineUnavailable as error:
             failure = error
         if failure is not None:
@@ -238,6 +247,18 @@ class _Handlers:
         self._check_lease(request)
         await self.engine.load(policy)
         self.uploads.loaded_path = policy.artifact.path
+        return _json_response({})
+
+    async def keep(self, request: Request) -> Response:
+        policy = (await _decode_body(request, PolicyRequest)).policy
+        self._check_lease(request)
+        await self.engine.keep(policy)
+        return _json_response({})
+
+    async def unload(self, request: Request) -> Response:
+        policy = (await _decode_body(request, UnloadRequest)).policy
+        self._check_lease(request)
+        await self.engine.unload(policy)
         return _json_response({})
 
     async def stage(self, request: Request) -> Response:
@@ -326,8 +347,15 @@ def _error_body(error: InstarError) -> dict[str, Any]:
 
 def _error_response(error: InstarError, status: int | None = None) -> Response:
     if status is None:
-        is_invalid = isinstance(error, _BadRequest | PromptTooLong)
-        status = 400 if is_invalid else 503 if isinstance(error, EngineUnavailable) else 500
+        match error:
+            case _BadRequest() | PromptTooLong():
+                status = 400
+            case PolicyNotFound():
+                status = 404
+            case EngineUnavailable():
+                status = 503
+            case _:
+                status = 500
     return _json_response(_error_body(error), status)
 
 

@@ -9,13 +9,18 @@ import msgspec
 import numpy as np
 
 from instar.errors import EngineError
-from instar.types import FinishReason, Floats, Ids, SamplingParams, TokenChunk
+from instar.types import FinishReason, Floats, Ids, PolicyRef, SamplingParams, TokenChunk
 
 LEASE_HEADER = "x-instar-lease"
 """The number of the trainer's lease, sent with weights."""
 LENGTH_BYTES = 4
 ID_TYPE = np.dtype("<i4")
 FLOAT_TYPE = np.dtype("<f4")
+
+
+class _RequestHeader(msgspec.Struct, omit_defaults=True):
+    params: SamplingParams
+    policy: PolicyRef | None = None
 
 
 class _ChunkLine(msgspec.Struct):
@@ -31,26 +36,26 @@ class _ChunkLine(msgspec.Struct):
 
 _encode = msgspec.json.encode
 _decode_chunk = msgspec.json.Decoder(_ChunkLine).decode
-_decode_params = msgspec.json.Decoder(SamplingParams).decode
+_decode_header = msgspec.json.Decoder(_RequestHeader).decode
 
 
-def pack_request(prompt: Ids, params: SamplingParams) -> bytes:
-    header = _encode(params)
+def pack_request(prompt: Ids, params: SamplingParams, policy: PolicyRef | None = None) -> bytes:
+    header = _encode(_RequestHeader(params, policy))
     return b"".join((len(header).to_bytes(LENGTH_BYTES, "little"), header, pack_ids(prompt)))
 
 
-def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams]:
+def unpack_request(body: bytes | bytearray) -> tuple[Ids, SamplingParams, PolicyRef | None]:
     start = LENGTH_BYTES + int.from_bytes(body[:LENGTH_BYTES], "little")
     if len(body) < start:
-        raise EngineError(f"The body is truncated: {len(body)} bytes, but its params end at byte {start}.")
+        raise EngineError(f"The body is truncated: {len(body)} bytes, but its header ends at byte {start}.")
     if leftover := (len(body) - start) % ID_TYPE.itemsize:
         raise EngineError(f"The prompt must consist of 4-byte token ids, but {leftover} bytes are left over.")
     try:
-        params = _decode_params(body[LENGTH_BYTES:start])
+        header = _decode_header(body[LENGTH_BYTES:start])
     except msgspec.DecodeError as error:
         raise EngineError(f"The sampling params are invalid: {error}") from error
     # A copy, because the ids may be unaligned in the body and a view of the body would be read-only.
-    return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), params
+    return np.frombuffer(body, ID_TYPE, offset=start).astype(np.int32), header.params, header.policy
 
 
 def pack_ids(ids: Ids) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -26,7 +27,7 @@ from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
-from instar.types import Call, Channel, SamplingParams
+from instar.types import Call, Channel, PolicyRef, SamplingParams
 
 if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PARSER_PROMPT_TOKENS = 64
 """The parser looks for the start of the reasoning in this many tokens at the end of the prompt."""
+_VERSION_PATTERN = re.compile("[0-9]{1,18}")
 
 
 class EngineSource(Source):
@@ -44,6 +46,7 @@ class EngineSource(Source):
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
+        self._policy_id = context.identity.policy_id
         self._tokenizer_pool = TokenizerPool(context.config)
 
     @property
@@ -57,6 +60,19 @@ class EngineSource(Source):
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
             raise request.unsupported_error
+        self.parse_policy(request.model)
+
+    def parse_policy(self, model: str) -> PolicyRef | None:
+        """Return the policy version that the model name NAME@VERSION selects, if NAME is the run's own model.
+        Return None for other names, which select the served version. Raise ApiError (404) if VERSION is not a
+        number."""
+        name, separator, version = model.rpartition("@")
+        if not separator or name != self._policy_id:
+            return None
+        if not _VERSION_PATTERN.fullmatch(version):
+            message = f"The version in {model!r} must be a number, for example {name}@3."
+            raise ApiError(404, message, code="model_not_found", param="model")
+        return PolicyRef(name, int(version))
 
     def check_size(self, request: ModelRequest) -> None:
         self.check_request(request)  # This error says more.
@@ -131,6 +147,11 @@ class EngineSource(Source):
         self.check_request(request)
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
+            raise bad_request(message, "echo", "unsupported_value")
+        if self.parse_policy(request.model) is not None:
+            message = (
+                f"'echo' is only supported for the served version; request the model {self._policy_id!r}."
+            )
             raise bad_request(message, "echo", "unsupported_value")
         prompt = request.prompt
         assert prompt is not None
@@ -239,7 +260,8 @@ class _EngineSamplingRun(SamplingRun):
         token_stream = responder if call.dialect.is_token_level else None
         delta_stream = None if call.dialect.is_token_level else responder
         engine = source.engine.for_session(call.state.session.session_id)
-        async with aclosing(engine.generate(self.placement.prompt_ids, reply.params)) as chunks:
+        policy = source.parse_policy(request.model)
+        async with aclosing(engine.generate(self.placement.prompt_ids, reply.params, policy)) as chunks:
             async for chunk in chunks:
                 reply.append(chunk)
                 if token_stream is not None:

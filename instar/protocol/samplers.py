@@ -55,7 +55,7 @@ class SamplerPool:
             artifacts=("adapter", "base"),
         )
         context = self.info.max_context
-        config = LocalEngineConfig(threads=threads)
+        config = LocalEngineConfig(threads=threads, max_adapters=1)
         kv_tokens = compute_kv_tokens(self._model.kv_shape, config.max_batch * context)
         self._kv_tokens = max(context, kv_tokens)
         self._config = config.model_copy(update={"kv_tokens": self._kv_tokens})

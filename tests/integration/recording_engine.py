@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from instar.engines.base import Engine, EngineInfo, EngineStatus
-from instar.types import Policy, SamplingParams, TokenChunk
+from instar.types import Policy, PolicyRef, SamplingParams, TokenChunk
 
 EmissionKey = tuple[int, bytes]
 
@@ -49,14 +49,16 @@ class RecordingEngine(Engine):
     def info(self) -> EngineInfo:
         return self.inner.info
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncIterator[TokenChunk]:
         key = make_emission_key(prompt_ids, params)
         assert key not in self.emissions
         emission = Emission(
             list(prompt_ids), params, self.loaded_version, self.loaded_version == self.loading_version
         )
         self.emissions[key] = emission
-        async with aclosing(cast(Any, self.inner.generate(prompt_ids, params))) as chunks:
+        async with aclosing(cast(Any, self.inner.generate(prompt_ids, params, policy))) as chunks:
             async for chunk in chunks:
                 emission.ids += chunk.token_ids
                 emission.logprobs += chunk.logprobs

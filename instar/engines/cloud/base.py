@@ -21,7 +21,7 @@ from instar.engines.checks import check_artifact, check_request, check_score_req
 from instar.engines.stopping import StopRule, collect_eos_ids
 from instar.errors import EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
-from instar.types import FinishReason, Floats, Ids, Policy, SamplingParams, TokenChunk
+from instar.types import FinishReason, Floats, Ids, Policy, PolicyRef, SamplingParams, TokenChunk
 
 T = TypeVar("T")
 
@@ -88,8 +88,10 @@ class CloudEngine(Engine):
     async def disconnect(self) -> None:
         """Close the connection, if there is one, without raising errors."""
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = check_request(self.info, prompt_ids, params)
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        prompt = check_request(self.info, prompt_ids, params, policy)
         async with self._acquire_slot():
             call = self._call_with_reconnect(lambda client: self.sample(client, prompt, params))
             reply, served = await call

@@ -17,16 +17,17 @@ import numpy as np
 import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, one_policy_error
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.local.determinism import choose_threads
 from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.model import EngineModel, PolicyUpdate
-from instar.engines.local.scheduler import Emission, Scheduler, SchedulerRequest
+from instar.engines.local.requests import Emission, SchedulerRequest
+from instar.engines.local.scheduler import Scheduler
 from instar.engines.stopping import StopRule
-from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.errors import ConfigError, EngineError, EngineUnavailable, PolicyNotFound
 from instar.models import load_tokenizer
-from instar.types import Floats, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Policy, PolicyRef, SamplingParams, TokenChunk
 
 ReplyQueue = asyncio.Queue[TokenChunk | EngineError]
 
@@ -62,6 +63,7 @@ class LocalEngine(Engine):
             max_batch=config.max_batch,
             prefill_tokens=config.prefill_tokens,
             kv_tokens=kv_tokens,
+            max_adapters=config.max_adapters if self._model.adapters.can_mix else 1,
             is_batch_invariant=bool(config.deterministic),
         )
         self._info = EngineInfo(
@@ -71,6 +73,7 @@ class LocalEngine(Engine):
             max_context=context,
             artifacts=("adapter", "weights", "base"),
             can_score=True,
+            serves_several_policies=self._model.adapters.can_mix,
         )
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -79,8 +82,10 @@ class LocalEngine(Engine):
         self._thread = threading.Thread(target=self._run, name="local-engine", daemon=True)
         self._thread.start()
 
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = check_request(self.info, prompt_ids, params)
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        prompt = check_request(self.info, prompt_ids, params, policy)
         context_left = self.info.max_context - len(prompt)
         return self._run_request(
             SchedulerRequest(
@@ -89,6 +94,7 @@ class LocalEngine(Engine):
                 stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
                 rng=Random(params.seed),
                 length_limit=len(prompt) + min(params.max_tokens, context_left),
+                policy=policy,
             )
         )
 
@@ -108,7 +114,7 @@ class LocalEngine(Engine):
         # Register before posting: a failure wakes every registered queue, and _post raises for queues that
         # are registered later.
         self._queues[request] = (asyncio.get_running_loop(), chunks)
-        self._post(lambda: self._scheduler.add(request))
+        self._post(lambda: self._add(request))
         is_finished = False
         try:
             while not is_finished:
@@ -124,6 +130,15 @@ class LocalEngine(Engine):
     async def load(self, policy: Policy) -> None:
         check_artifact(self.info, policy)
         await asyncio.to_thread(self._load, policy)
+
+    async def keep(self, policy: Policy) -> None:
+        check_artifact(self.info, policy)
+        if not self.info.serves_several_policies:
+            raise one_policy_error(self.info)
+        await asyncio.to_thread(self._keep, policy)
+
+    async def unload(self, policy: PolicyRef) -> None:
+        await asyncio.to_thread(self._call, lambda: self._scheduler.unload(policy))
 
     async def status(self) -> EngineStatus:
         self._check_alive()
@@ -156,13 +171,28 @@ class LocalEngine(Engine):
     def _load(self, policy: Policy) -> None:
         with self._load_lock:  # reading a policy depends on the current weights
             update = self._model.read(policy)
-            applied: Future[None] = Future()
-            self._post(lambda: self._apply(update, applied))
-            while not applied.done():
-                try:
-                    return applied.result(timeout=1)
-                except TimeoutError:
-                    self._check_alive()
+            self._call(lambda: self._apply(update))
+
+    def _keep(self, policy: Policy) -> None:
+        with self._load_lock:
+            if policy.artifact.kind == "weights" or self._model.serves_full_weights:
+                raise EngineError(
+                    f"{policy.ref} cannot be kept, because full weights can serve only one version; use "
+                    "adapters, or load it instead of the served version."
+                )
+            if policy.ref not in self._scheduler.status().policies:
+                update = self._model.read(policy)
+                self._call(lambda: self._scheduler.keep(update))
+
+    def _call(self, command: Callable[[], None]) -> None:
+        """Run a command in the engine's thread, and wait for it."""
+        done: Future[None] = Future()
+        self._post(lambda: _complete(command, done))
+        while not done.done():
+            try:
+                return done.result(timeout=1)
+            except TimeoutError:
+                self._check_alive()
 
     # --- methods that run in the engine's thread ---
 
@@ -192,6 +222,16 @@ class LocalEngine(Engine):
                 return False
             command()
 
+    def _add(self, request: SchedulerRequest) -> None:
+        try:
+            self._scheduler.add(request)
+        except PolicyNotFound as error:
+            self._fail(request, error)
+
+    def _fail(self, request: SchedulerRequest, error: EngineError) -> None:
+        loop, chunks = self._queues.pop(request)
+        _enqueue(loop, [(chunks, error)])
+
     def _cancel(self, request: SchedulerRequest) -> None:
         if self._queues.pop(request, None) is not None:
             self._scheduler.cancel(request)
@@ -207,13 +247,22 @@ class LocalEngine(Engine):
         for loop, batch in batches.items():
             _enqueue(loop, batch)
 
-    def _apply(self, update: PolicyUpdate, applied: Future[None]) -> None:
-        try:
-            self._scheduler.apply(update)
-        except BaseException as error:  # every error, because the caller of load is waiting for the result
-            applied.set_exception(EngineError(f"Failed to apply the policy, stopping the engine: {error}"))
-            raise  # stop the engine, because its weights may be partially changed
-        applied.set_result(None)
+    def _apply(self, update: PolicyUpdate) -> None:
+        for request in self._scheduler.load(update):
+            message = f"{update.ref} has replaced the full weights of {request.policy} during the request."
+            self._fail(request, EngineError(message))
+
+
+def _complete(command: Callable[[], None], done: Future[None]) -> None:
+    try:
+        command()
+    except EngineError as error:  # the command was rejected and has changed nothing
+        done.set_exception(error)
+    except BaseException as error:  # every error, because the caller is waiting for the result
+        done.set_exception(EngineError(f"Failed to apply the policy, stopping the engine: {error}"))
+        raise  # stop the engine, because its weights may be partially changed
+    else:
+        done.set_result(None)
 
 
 def _enqueue(

@@ -114,33 +114,35 @@ def common_prefix_length(a: Ids, b: Ids) -> int:
 
 
 class PrefixCache:
-    """A radix tree over token ids with LRU eviction."""
+    """A radix tree over token ids for each policy, with one LRU eviction for all of them. ``weights_key``
+    identifies the policy, because keys and values depend on the weights."""
 
     def __init__(self) -> None:
-        self._root = PrefixNode(np.empty(0, np.int32), None, None)
+        self._roots: dict[int, PrefixNode] = {}
         self._clock = 0
         self.cached_tokens = 0
 
-    def match(self, ids: Ids) -> list[tuple[Tensor, int]]:
+    def match(self, weights_key: int, ids: Ids) -> list[tuple[Tensor, int]]:
         """Return the keys and values of the longest cached prefix of ``ids``, in pieces. Each piece comes
         with the number of its leading tokens that match."""
         self._clock += 1
         pieces: list[tuple[Tensor, int]] = []
-        for node, count in self._walk(ids):
+        for node, count in self._walk(weights_key, ids):
             node.last_used = self._clock
             assert node.kv is not None
             pieces.append((node.kv, count))
         return pieces
 
-    def match_length(self, ids: Ids) -> int:
-        return sum(count for _, count in self._walk(ids))
+    def match_length(self, weights_key: int, ids: Ids) -> int:
+        return sum(count for _, count in self._walk(weights_key, ids))
 
-    def insert(self, ids: Ids, row: Tensor) -> None:
+    def insert(self, weights_key: int, ids: Ids, row: Tensor) -> None:
         """Cache the keys and values of ``ids``. ``row`` has the shape [layers, 2, kv heads, ≥ len(ids), head
         dim]; only entries that are not cached yet are copied from it."""
         self._clock += 1
-        parent, matched = self._root, 0
-        for node, count in self._walk(ids):
+        root = self._roots.setdefault(weights_key, PrefixNode(np.empty(0, np.int32), None, None))
+        parent, matched = root, 0
+        for node, count in self._walk(weights_key, ids):
             parent, matched = node, matched + count
             if count < len(node.ids):
                 parent = self._split(node, count)
@@ -160,14 +162,19 @@ class PrefixCache:
             del leaf.parent.children[int(leaf.ids[0])]
             self.cached_tokens -= len(leaf.ids)
 
+    def drop(self, weights_key: int) -> None:
+        """Remove the prefixes of one policy."""
+        self._roots.pop(weights_key, None)
+        self.cached_tokens = sum(len(node.ids) for node in self._nodes())
+
     def clear(self) -> None:
-        self._root.children.clear()
+        self._roots.clear()
         self.cached_tokens = 0
 
-    def _walk(self, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
+    def _walk(self, weights_key: int, ids: Ids) -> Iterator[tuple[PrefixNode, int]]:
         """Yield the nodes along ``ids`` and the number of matching tokens in each."""
-        node, matched = self._root, 0
-        while matched < len(ids) and (child := node.children.get(int(ids[matched]))):
+        node, matched = self._roots.get(weights_key), 0
+        while node and matched < len(ids) and (child := node.children.get(int(ids[matched]))):
             count = common_prefix_length(child.ids, ids[matched:])
             is_full_match = count == len(child.ids)  # before the yield, because the caller may split the node
             yield child, count
@@ -188,23 +195,25 @@ class PrefixCache:
         return upper
 
     def _leaves(self) -> Iterator[PrefixNode]:
-        stack = list(self._root.children.values())
+        return (node for node in self._nodes() if not node.children)
+
+    def _nodes(self) -> Iterator[PrefixNode]:
+        """Yield all nodes except the roots."""
+        stack = [child for root in self._roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
-            if node.children:
-                stack.extend(node.children.values())
-            else:
-                yield node
+            stack.extend(node.children.values())
+            yield node
 
 
 def find_shared_prefixes(
-    prompts: Sequence[Ids], weights_epochs: Sequence[int]
+    prompts: Sequence[Ids], weights_keys: Sequence[int]
 ) -> tuple[int, list[list[int]]] | None:
     """Return the common length of the shared prefixes and the rows of each, or None if sharing does not pay
-    off. ``weights_epochs`` identifies the weights with which each row's prefix was computed."""
+    off. ``weights_keys`` identify the weights with which each row's prefix was computed."""
     groups: dict[tuple[int, bytes], list[int]] = {}
-    for row, (prompt, epoch) in enumerate(zip(prompts, weights_epochs, strict=True)):
-        groups.setdefault((epoch, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)
+    for row, (prompt, key) in enumerate(zip(prompts, weights_keys, strict=True)):
+        groups.setdefault((key, prompt[:MIN_SHARED_TOKENS].tobytes()), []).append(row)
     if len(prompts) < MIN_SHARED_ROWS * len(groups):
         return None
     length = min(

@@ -4,6 +4,7 @@ adapter copies only its own matrices."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,21 @@ class LoraPair:
     """[rank, out]"""
 
 
-class EngineLinear(nn.Linear):
-    """A linear layer with an optional LoRA update. ``packed`` is a second copy of a bf16 weight in the layout
-    that the CPU kernels use, or None."""
+class RowMasks:
+    """The masks of the rows of the layers' input in the current step, one for each pair of a layer. A mask is
+    boolean [rows, rank or 1] and hides the parts of the low-rank product that do not belong to a row's
+    adapter. There are none if all rows have the same adapter."""
 
-    pair: LoraPair | None
+    def __init__(self) -> None:
+        self.values: Sequence[Tensor] = ()
+
+
+class EngineLinear(nn.Linear):
+    """A linear layer with LoRA updates. ``packed`` is a second copy of a bf16 weight in the layout that the
+    CPU kernels use, or None."""
+
+    pairs: Sequence[LoraPair | None]
+    masks: RowMasks
     packed: Tensor | None
 
     @classmethod
@@ -64,7 +75,8 @@ class EngineLinear(nn.Linear):
         layer = cls(1, 1, bias=False, device="meta")
         layer.in_features, layer.out_features = base.in_features, base.out_features
         layer.weight, layer.bias = base.weight, base.bias
-        layer.pair = None
+        layer.pairs = ()
+        layer.masks = RowMasks()
         # A buffer, so that models that share their weights also share the packed copy.
         layer.register_buffer("packed", None, persistent=False)
         return layer
@@ -74,10 +86,12 @@ class EngineLinear(nn.Linear):
             output = F.linear(input, self.weight, self.bias)
         else:
             output = MKLDNN._linear_pointwise(input, self.packed, self.bias, "none", [], "")
-        if self.pair is None:
-            return output
-        low_rank = F.linear(input.reshape(-1, self.in_features), self.pair.down)
-        output.view(-1, self.out_features).addmm_(low_rank, self.pair.up)
+        for index, pair in enumerate(self.pairs):
+            if pair is not None:
+                low_rank = F.linear(input.reshape(-1, self.in_features), pair.down)
+                if self.masks.values:
+                    low_rank.masked_fill_(self.masks.values[index], 0.0)
+                output.view(-1, self.out_features).addmm_(low_rank, pair.up)
         return output
 
 
@@ -86,13 +100,6 @@ def replace_linears(model: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 setattr(parent, name, EngineLinear.from_linear(child))
-
-
-def install_adapter(model: nn.Module, adapter: dict[str, LoraPair]) -> None:
-    """Replace the adapter. The keys are module names. An empty dict restores the base model."""
-    for name, module in model.named_modules():
-        if isinstance(module, EngineLinear):
-            module.pair = adapter.get(name)
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -14,12 +14,13 @@ from transformers.utils import logging as transformers_logging
 
 from instar.config import ModelConfig
 from instar.engines.local import attention
+from instar.engines.local.adapters import Adapter, AdapterLayers
 from instar.engines.local.kv_cache import KVShape
-from instar.engines.local.lora import LoraPair, install_adapter, pack_weights, read_adapter, replace_linears
+from instar.engines.local.lora import pack_weights, read_adapter, replace_linears
 from instar.engines.stopping import collect_eos_ids
 from instar.errors import EngineError
 from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
-from instar.types import Policy
+from instar.types import Policy, PolicyRef
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -28,8 +29,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 class PolicyUpdate:
     """The content of a policy's files. It can be applied between two steps."""
 
-    version: int
-    adapter: dict[str, LoraPair]
+    ref: PolicyRef
+    adapter: Adapter
     source: Path
     """The folder with the full weights that the adapter is applied to."""
     state: dict[str, Tensor] | None
@@ -53,6 +54,7 @@ class EngineModel:
         self._model.to(self.device)
         replace_linears(self._model)
         pack_weights(self._model)
+        self.adapters = self._create_adapter_layers()
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
         max_positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
@@ -63,7 +65,16 @@ class EngineModel:
         """Return a model that shares the weights but not the adapter. Neither may load full weights later."""
         shared = copy.copy(self)
         shared._model = copy_with_shared_weights(self._model)
+        shared.adapters = shared._create_adapter_layers()
         return shared
+
+    @property
+    def serves_full_weights(self) -> bool:
+        """True if the weights are those of a policy, instead of the base model's."""
+        return self._source != self.folder
+
+    def _create_adapter_layers(self) -> AdapterLayers:
+        return AdapterLayers(self._model, self._model.get_output_embeddings())
 
     def get_eos_ids(self, tokenizer: Any) -> set[int]:
         sources = (self._model.generation_config, self._model.config, tokenizer)
@@ -85,17 +96,16 @@ class EngineModel:
         """Read a policy without changing the model. ``forward`` may run at the same time."""
         kind, path = policy.artifact.kind, Path(policy.artifact.path)
         source = path.resolve() if kind == "weights" else self.folder
-        adapter = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
+        pairs = read_adapter(path, self._model, self.dtype, self.device) if kind == "adapter" else {}
         # Always reread full weights, because the files in the folder may have changed.
         state = self._read_state(source) if kind == "weights" or source != self._source else None
-        return PolicyUpdate(policy.version, adapter, source, state)
+        return PolicyUpdate(policy.ref, Adapter(pairs), source, state)
 
-    def apply(self, update: PolicyUpdate) -> None:
-        if update.state is not None:
-            self._model.load_state_dict(update.state)
-            self._source = update.source
-            pack_weights(self._model)
-        install_adapter(self._model, update.adapter)
+    def replace_weights(self, update: PolicyUpdate) -> None:
+        assert update.state is not None
+        self._model.load_state_dict(update.state)
+        self._source = update.source
+        pack_weights(self._model)
 
     def _read_state(self, folder: Path) -> dict[str, Tensor]:
         try:

@@ -7,8 +7,6 @@ prompt is still being computed in pieces.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
-from random import Random
 
 import msgspec
 import numpy as np
@@ -16,6 +14,7 @@ import torch
 
 from instar.engines.base import EngineStatus
 from instar.engines.local import attention
+from instar.engines.local.adapters import Adapter
 from instar.engines.local.kv_cache import (
     MIN_SHARED_ROWS,
     KVRows,
@@ -24,41 +23,15 @@ from instar.engines.local.kv_cache import (
     find_shared_prefixes,
 )
 from instar.engines.local.model import EngineModel, PolicyUpdate
+from instar.engines.local.requests import Emission, SchedulerRequest
 from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
-from instar.engines.stopping import StopRule
-from instar.types import Floats, Ids, SamplingParams, TokenChunk
+from instar.engines.policies import LoadedPolicy, PolicyTable
+from instar.types import Ids, PolicyRef, TokenChunk
 
 MIN_SAVED_TOKENS = 16
 """A request waits until another request's prompt is cached if it can reuse this many more tokens then."""
 BLOCK_OVERHEAD = 2048
 """Starting another block takes as long as computing this many attention scores (rows × keys)."""
-
-
-@dataclass(eq=False, slots=True)
-class SchedulerRequest:
-    prompt: Ids
-    params: SamplingParams
-    stop_rule: StopRule
-    rng: Random
-    length_limit: int
-    """The maximum number of tokens in the prompt and the reply together."""
-    sampled: list[int] = field(default_factory=list[int])
-    computed_tokens: int = 0
-    """The number of tokens with keys and values in the request's row."""
-    row: int = -1
-    """The request's row in the KV cache, or -1 before it starts and after it ends."""
-    admission_order: int = 0
-    has_mixed_versions: bool = False
-    """True if the keys and values were computed under several versions, so they must not be cached."""
-    weights_epoch: int = 0
-    """The number of weight changes before the prompt was computed, or a unique value if the weights changed
-    during its computation."""
-    is_finished: bool = False
-    scores: Floats | None = None
-    """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
-
-
-Emission = tuple[SchedulerRequest, TokenChunk]
 
 
 class Scheduler:
@@ -69,6 +42,7 @@ class Scheduler:
         max_batch: int,
         prefill_tokens: int,
         kv_tokens: int,
+        max_adapters: int,
         is_batch_invariant: bool = False,
     ) -> None:
         self._model = model
@@ -82,7 +56,7 @@ class Scheduler:
         self._waiting: deque[SchedulerRequest] = deque()
         self._running: list[SchedulerRequest] = []
         self._decoding_rows = 0
-        self._weights_epoch = 0
+        self._policies = PolicyTable(Adapter({}), max_adapters, self._free_policy)
         # Computing the attention to a shared prefix once for all rows needs a CPU kernel.
         has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
         self._share_prefixes = model.device == "cpu" and has_kernel and not is_batch_invariant
@@ -95,9 +69,17 @@ class Scheduler:
 
     def status(self) -> EngineStatus:
         running, waiting = len(self._running), len(self._waiting)
-        return msgspec.structs.replace(self._status, running=running, waiting=waiting)
+        version, policies = self._policies.head.ref.version, self._policies.refs
+        return msgspec.structs.replace(
+            self._status, version=version, policies=policies, running=running, waiting=waiting
+        )
 
     def add(self, request: SchedulerRequest) -> None:
+        """Add a request. Raises PolicyNotFound if it names a policy that is not loaded."""
+        if request.policy is None:
+            request.loaded_policy = self._policies.head
+        else:
+            request.loaded_policy = self._policies.acquire(request.policy)
         self._waiting.append(request)
 
     def cancel(self, request: SchedulerRequest) -> None:
@@ -105,21 +87,50 @@ class Scheduler:
             self._release(request)
         elif not request.is_finished:
             self._waiting.remove(request)
+            self._release_policy(request)
         request.is_finished = True
 
-    def apply(self, update: PolicyUpdate) -> None:
-        """Change the weights. Only running requests that sample keep keys and values from the old weights."""
-        self._model.apply(update)
-        self._status.version = update.version
-        self._prefixes.clear()
-        for request in self._running:
-            request.has_mixed_versions = request.computed_tokens > 0
-        for request in self._running[self._decoding_rows :]:
-            # The prompt is computed under two versions, so no other row may share its prefix.
-            request.weights_epoch = -request.admission_order
+    def load(self, update: PolicyUpdate) -> list[SchedulerRequest]:
+        """Serve a policy. If this replaces full weights, cancel and return the requests that name a policy,
+        because the engine can serve only one. Of the others, only running requests that sample keep keys and
+        values from the old policy."""
+        cancelled: list[SchedulerRequest] = []
+        if update.state is not None:
+            cancelled = [r for r in (*self._running, *self._waiting) if r.policy is not None]
+            for request in cancelled:
+                self.cancel(request)
+            self._model.replace_weights(update)
+            self._prefixes.clear()
+            self._policies.replace_all(None if self._model.serves_full_weights else Adapter({}))
+        previous = self._policies.head
+        head = self._policies.set_head(update.ref, update.adapter)
+        if not previous.request_count:
+            self._prefixes.drop(previous.key)  # requests that name an old version are rare
+        for request in [r for r in (*self._running, *self._waiting) if r.policy is None]:
+            request.loaded_policy = head
             if request.scores is not None:
                 request.computed_tokens = 0  # all scores must come from one version
-        self._weights_epoch += 1
+            request.has_mixed_versions = request.computed_tokens > 0
+            if not request.has_mixed_versions:
+                request.prompt_key = head.key
+            elif request.row >= self._decoding_rows:
+                # The prompt is computed under two versions, so no other row may share its prefix.
+                request.prompt_key = -request.admission_order
+        return cancelled
+
+    def keep(self, update: PolicyUpdate) -> None:
+        self._policies.keep(update.ref, update.adapter)
+
+    def unload(self, policy: PolicyRef) -> None:
+        self._policies.unload(policy)
+
+    def _free_policy(self, policy: LoadedPolicy[Adapter]) -> None:
+        self._prefixes.drop(policy.key)
+        self._model.adapters.forget(policy.content)
+
+    def _release_policy(self, request: SchedulerRequest) -> None:
+        if request.policy is not None:
+            self._policies.release(request.loaded_policy)
 
     def set_kv_tokens(self, kv_tokens: int) -> None:
         self._kv_tokens = self._rows.max_tokens = kv_tokens
@@ -138,6 +149,7 @@ class Scheduler:
         positions, count = plan.positions, len(logit_indices)
         if self._is_batch_invariant:
             ids, positions, logit_indices = map(_fill_up, (ids, positions, logit_indices))
+        self._select_adapters(plan, logit_indices, len(ids))
         logits = self._model.forward(ids, positions, logit_indices, plan)[:count]
         scored = self._score(plan, logits[len(sampling_requests) :])
         for request in self._running[: self._decoding_rows]:
@@ -163,17 +175,18 @@ class Scheduler:
                 break
             # The last prompt token is always computed, because its logits are needed.
             reusable = request.prompt[:-1] if request.scores is None else request.prompt[:0]
-            if self._should_wait(reusable):
+            if self._should_wait(request, reusable):
                 deferred.append(request)
                 continue
             self._start(request, reusable, length)
         self._waiting.extendleft(reversed(deferred))
 
-    def _should_wait(self, ids: Ids) -> bool:
+    def _should_wait(self, request: SchedulerRequest, ids: Ids) -> bool:
         """Return True if a prompt in progress will add at least MIN_SAVED_TOKENS of ``ids`` to the cache."""
-        cached = self._prefixes.match_length(ids)
+        cached = self._prefixes.match_length(request.loaded_policy.key, ids)
         return any(
             not other.has_mixed_versions
+            and other.loaded_policy is request.loaded_policy
             and other.scores is None  # scored prompts are not cached
             and common_prefix_length(other.prompt, ids) >= cached + MIN_SAVED_TOKENS
             for other in self._running[self._decoding_rows :]
@@ -185,10 +198,10 @@ class Scheduler:
         request.row = len(self._running)
         self._admission_count += 1
         request.admission_order = self._admission_count
-        request.weights_epoch = self._weights_epoch
+        request.prompt_key = request.loaded_policy.key
         self._rows.ensure_capacity(request.row + 1, length)
         row = self._rows.get_row(request.row)
-        for kv, count in self._prefixes.match(reusable):
+        for kv, count in self._prefixes.match(request.loaded_policy.key, reusable):
             row[:, :, :, request.computed_tokens : request.computed_tokens + count].copy_(kv[:, :, :, :count])
             request.computed_tokens += count
         self._running.append(request)
@@ -251,7 +264,7 @@ class Scheduler:
         decoding = self._running[: self._decoding_rows]
         if not self._share_prefixes or len(decoding) < MIN_SHARED_ROWS:
             return
-        shared = find_shared_prefixes([r.prompt for r in decoding], [r.weights_epoch for r in decoding])
+        shared = find_shared_prefixes([r.prompt for r in decoding], [r.prompt_key for r in decoding])
         if shared is not None:
             plan.shared_length, groups = shared
             plan.prefixes = [attention.SharedPrefix(torch.tensor(rows), rows[0]) for rows in groups]
@@ -277,6 +290,15 @@ class Scheduler:
             self._running[first.row], self._running[request.row] = request, first
             first.row, request.row = request.row, first.row
         self._decoding_rows += 1
+
+    def _select_adapters(
+        self, plan: attention.StepPlan, logit_indices_N: torch.Tensor, token_count: int
+    ) -> None:
+        spans = [(r.loaded_policy.content, 1) for r in self._running[: self._decoding_rows]]
+        for piece in plan.pieces:
+            spans.append((self._running[piece.row].loaded_policy.content, piece.stop - piece.start))
+        stacks = not self._is_batch_invariant
+        self._model.adapters.select(spans, logit_indices_N, token_count, stacks=stacks)
 
     def _score(self, plan: attention.StepPlan, logits: torch.Tensor) -> list[SchedulerRequest]:
         """Compute the logprobs of scored prompts from ``logits``, and return the completed requests."""
@@ -307,7 +329,7 @@ class Scheduler:
         chunk = TokenChunk(
             token_ids=[token],
             logprobs=[tokens.logprobs[index]],
-            versions=[self._status.version],
+            versions=[request.loaded_policy.ref.version],
             behavior_logprobs=None if behavior is None else [behavior],
             finish_reason=reason,
             stop=stop,
@@ -320,7 +342,8 @@ class Scheduler:
     def _cache_prefix(self, request: SchedulerRequest) -> None:
         if not request.has_mixed_versions:
             ids = np.concatenate([request.prompt, np.asarray(request.sampled, np.int32)])
-            self._prefixes.insert(ids[: request.computed_tokens], self._rows.get_row(request.row))
+            row = self._rows.get_row(request.row)
+            self._prefixes.insert(request.loaded_policy.key, ids[: request.computed_tokens], row)
             self._trim_prefixes()
 
     def _trim_prefixes(self) -> None:
@@ -336,6 +359,7 @@ class Scheduler:
             free_row = self._decoding_rows
         self._move(len(self._running) - 1, free_row)
         self._running.pop()
+        self._release_policy(request)
 
     def _move(self, source: int, target: int) -> None:
         if source != target:

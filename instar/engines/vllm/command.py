@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from instar.config import VllmEngineConfig
+from instar.config import DEFAULT_MAX_ADAPTERS, VllmEngineConfig
 from instar.errors import ConfigError
 
 SERVED_NAME = "instar-base"
@@ -16,9 +16,11 @@ EXTENSION = "instar.engines.vllm.extension.WeightReceiver"
 MIDDLEWARE = "instar.engines.vllm.auth.RequireKeyMiddleware"
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """The LoRA ranks that vLLM's kernels support."""
-MAX_BATCH_ADAPTERS = 4
-MAX_LOADED_ADAPTERS = 16
-"""The maximum number of policy versions that are in use at the same time."""
+MIN_BATCH_ADAPTERS = 4
+"""The server samples from at least this many adapters in one batch, so that replies under old versions do not
+delay others."""
+MAX_DRAINING_ADAPTERS = 12
+"""The maximum number of adapters that only requests in flight use, in addition to `max_adapters`."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 NOT_INSTALLED_STATUS = 3
 PROBE_SCRIPT = f"""
@@ -114,7 +116,9 @@ class VllmLaunch:
         arguments += ["--worker-extension-cls", EXTENSION, "--middleware", MIDDLEWARE]
         if self.enable_lora:
             arguments += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
-            arguments += ["--max-loras", str(MAX_BATCH_ADAPTERS), "--max-cpu-loras", str(MAX_LOADED_ADAPTERS)]
+            max_adapters = config.max_adapters or DEFAULT_MAX_ADAPTERS
+            arguments += ["--max-loras", str(max(max_adapters, MIN_BATCH_ADAPTERS))]
+            arguments += ["--max-cpu-loras", str(max_adapters + MAX_DRAINING_ADAPTERS)]
         elif not self.vllm.is_cpu_build:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]

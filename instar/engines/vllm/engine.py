@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 import numpy as np
 
-from instar.config import ModelConfig, VllmEngineConfig
-from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
+from instar.config import DEFAULT_MAX_ADAPTERS, ModelConfig, VllmEngineConfig
+from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer, one_policy_error
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.stopping import collect_eos_ids
 from instar.engines.vllm import wire
@@ -26,7 +26,7 @@ from instar.engines.vllm.serving import BASE_POLICY, AdapterServing, MergedServi
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights, TransferReceiver, find_routes
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
-from instar.types import Floats, Ids, Json, Policy, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, Json, Policy, PolicyRef, SamplingParams, TokenChunk
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 RETRY_DELAY_SECONDS = 0.5
@@ -174,6 +174,7 @@ class VllmEngine(Engine):
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.can_switch_mid_reply,
             can_score=True,
+            serves_several_policies=isinstance(self._serving, AdapterServing),
             routes=routes if self._serving.can_switch_mid_reply else (),
         )
 
@@ -186,7 +187,13 @@ class VllmEngine(Engine):
             policy = "adapter" if capabilities.can_load_adapters else "merged"
         if policy == "adapter":
             rank = round_up_rank(self._config.lora_rank or 16) if is_own_server else None
-            return AdapterServing(weights.client, rank, self._report)
+            max_adapters = self._config.max_adapters or DEFAULT_MAX_ADAPTERS
+            return AdapterServing(weights.client, rank, max_adapters, self._report)
+        if self._config.max_adapters is not None:
+            raise ConfigError(
+                f"engine.max_adapters: {self._config.max_adapters} is not possible, because the server does "
+                "not serve adapters; remove the setting, or set engine.policy to adapter."
+            )
         if policy == "merged":
             host = urlsplit(weights.client.url).hostname or ""
             return MergedServing(
@@ -223,15 +230,17 @@ class VllmEngine(Engine):
             return self._server.failure
         return EngineUnavailable(f"The vLLM server is not ready: {self._down_reason}")
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
-        prompt = check_request(self.info, prompt_ids, params)
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
+        prompt = check_request(self.info, prompt_ids, params, policy)
         self._status.waiting += 1
         is_waiting = True
         try:
             while is_waiting:
                 await self._wait_until_ready()
                 try:
-                    async with aclosing(self._sample(prompt, params)) as chunks:
+                    async with aclosing(self._sample(prompt, params, policy)) as chunks:
                         async for chunk in chunks:
                             if is_waiting:
                                 is_waiting = False
@@ -250,11 +259,13 @@ class VllmEngine(Engine):
             else:
                 self._status.running -= 1
 
-    async def _sample(self, prompt: Ids, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    async def _sample(
+        self, prompt: Ids, params: SamplingParams, policy: PolicyRef | None
+    ) -> AsyncGenerator[TokenChunk, None]:
         assert self._server is not None
         assert self._weights is not None
         client = self._server.client
-        with self._serving.lease() as lease:
+        with self._serving.lease(policy) as lease:
             body = wire.encode_generate_request(
                 prompt,
                 params,
@@ -317,6 +328,21 @@ class VllmEngine(Engine):
             await self._serving.load(policy)
             self._policy = policy
 
+    async def keep(self, policy: Policy) -> None:
+        """Make a policy available, until it is unloaded or the server restarts."""
+        check_artifact(self.info, policy)
+        async with self._load_lock:
+            self._check_ready()
+            await self._require_adapters().keep(policy)
+
+    async def unload(self, policy: PolicyRef) -> None:
+        self._require_adapters().unload(policy)
+
+    def _require_adapters(self) -> AdapterServing:
+        if not isinstance(self._serving, AdapterServing):
+            raise one_policy_error(self.info)
+        return self._serving
+
     async def stage(self, transfer: WeightTransfer) -> Json:
         if self._receiver is None or transfer.route not in self.info.routes:
             return await super().stage(transfer)
@@ -334,7 +360,7 @@ class VllmEngine(Engine):
 
     async def status(self) -> EngineStatus:
         self._check_ready()
-        self._status.version = self._serving.version
+        self._status.version, self._status.policies = self._serving.version, self._serving.policies
         return copy.copy(self._status)
 
     async def close(self) -> None:

@@ -12,14 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from instar.engines.policies import BASE_REF, LoadedPolicy, PolicyTable
 from instar.engines.vllm.client import VllmClient
-from instar.engines.vllm.command import MAX_LOADED_ADAPTERS
+from instar.engines.vllm.command import MAX_DRAINING_ADAPTERS
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
 from instar.engines.vllm.weights import ServerWeights
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import Artifact, ArtifactKind, Json, Policy
+from instar.types import Artifact, ArtifactKind, Json, Policy, PolicyRef
 
-BASE_POLICY = Policy("", 0, Artifact("base"))
+BASE_POLICY = Policy(BASE_REF.policy_id, BASE_REF.version, Artifact("base"))
 UNLOAD_TIMEOUT_SECONDS = 10.0
 PREFETCH_TIMEOUT_SECONDS = 60.0
 POLL_INTERVAL_SECONDS = 0.01
@@ -45,6 +46,11 @@ class PolicyServing:
     def version(self) -> int:
         return self._version
 
+    @property
+    def policies(self) -> tuple[PolicyRef, ...]:
+        """The loaded policies that requests can name."""
+        return ()
+
     async def load(self, policy: Policy) -> None:
         """Serve the policy, as Engine.load does. Calls must not overlap."""
         self._version = policy.version
@@ -53,8 +59,9 @@ class PolicyServing:
         """Record that a live weight transfer has loaded this policy's weights."""
 
     @contextmanager
-    def lease(self) -> Generator[PolicyLease]:
-        """Yield the served policy for one request. If it is an adapter, it stays loaded during the block."""
+    def lease(self, policy: PolicyRef | None = None) -> Generator[PolicyLease]:
+        """Yield ``policy``, or the served one if it is None, for one request. If it is an adapter, it stays
+        loaded during the block. Only AdapterServing can yield other policies than the served one."""
         version = self._version
         yield PolicyLease(None, lambda: version)
 
@@ -67,44 +74,58 @@ class PolicyServing:
 
 
 @dataclass(eq=False, slots=True)
-class _LoadedAdapter:
+class _ServerAdapter:
     name: str | None
-    version: int
-    active_requests: int = 0
-    is_retired: bool = False
+    """The name on the server, or None for the base model."""
     may_be_missing: bool = False
     """True if the server may have restarted since the adapter was loaded."""
 
 
 class AdapterServing(PolicyServing):
     """Serves each version as an adapter with a unique name, which keeps vLLM's caches for the versions
-    separate. A request finishes under its adapter. A replaced adapter is unloaded after its last request.
-    ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
+    separate. A request finishes under its adapter. Adapters beyond ``max_adapters`` are unloaded after their
+    last request. ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
 
     artifacts = ("adapter", "base")
 
-    def __init__(self, client: VllmClient, max_rank: int | None, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, client: VllmClient, max_rank: int | None, max_adapters: int, report: Callable[[str], None]
+    ) -> None:
         self._client = client
         self._max_rank = max_rank
+        self._max_adapters = max_adapters
         self._report = report
-        self._current = _LoadedAdapter(None, 0)
-        self._loaded: set[_LoadedAdapter] = set()
+        self._table = PolicyTable(_ServerAdapter(None), max_adapters, self._free)
+        self._loaded: set[_ServerAdapter] = set()
+        """The adapters on the server, including those that only requests in flight use."""
         self._unload_tasks: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> int:
-        return self._current.version
+        return self._table.head.ref.version
+
+    @property
+    def policies(self) -> tuple[PolicyRef, ...]:
+        return self._table.refs
 
     async def load(self, policy: Policy) -> None:
-        name = None if policy.artifact.kind == "base" else await self._load_adapter(policy)
-        adapter = _LoadedAdapter(name, policy.version)
-        previous, self._current = self._current, adapter
-        previous.is_retired = True
-        if name is not None:
-            self._loaded.add(adapter)
-        self._unload_if_unused(previous)
+        if policy.ref == BASE_REF:
+            self._table.replace_all(_ServerAdapter(None))
+        else:
+            self._table.set_head(policy.ref, await self._load_adapter(policy))
 
-    async def _load_adapter(self, policy: Policy) -> str:
+    async def keep(self, policy: Policy) -> None:
+        """Make the policy available, as Engine.keep does. Calls of this and ``load`` must not overlap."""
+        if policy.ref not in self._table:
+            self._table.make_room(policy.ref)
+            self._table.keep(policy.ref, await self._load_adapter(policy))
+
+    def unload(self, policy: PolicyRef) -> None:
+        self._table.unload(policy)
+
+    async def _load_adapter(self, policy: Policy) -> _ServerAdapter:
+        if policy.artifact.kind == "base":
+            return _ServerAdapter(None)
         folder = Path(policy.artifact.path)
         try:
             rank = int(msgspec.json.decode((folder / "adapter_config.json").read_bytes())["r"])
@@ -115,32 +136,31 @@ class AdapterServing(PolicyServing):
                 f"engine.lora_rank: the adapter in {folder} has rank {rank}, but the vLLM server was started "
                 f"with a maximum rank of {self._max_rank}; set it to at least {rank}."
             )
-        if len(self._loaded) >= MAX_LOADED_ADAPTERS:
+        if len(self._loaded) >= self._max_adapters + MAX_DRAINING_ADAPTERS:
             raise EngineUnavailable(
                 f"{len(self._loaded)} policy versions are still in use, which is the maximum; wait until "
                 "requests under older versions have finished."
             )
         # The suffix is random, because a version may be loaded again from different files.
-        name = f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}"
+        adapter = _ServerAdapter(f"{policy.policy_id}-v{policy.version}-{secrets.token_hex(4)}")
         await prefetch_adapter(self._client, str(folder))
-        await self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
-        return name
+        body = {"lora_name": adapter.name, "lora_path": str(folder)}
+        await self._client.post("/v1/load_lora_adapter", body)
+        self._loaded.add(adapter)
+        return adapter
 
     @contextmanager
-    def lease(self) -> Generator[PolicyLease]:
-        adapter = self._current
-        adapter.active_requests += 1
+    def lease(self, policy: PolicyRef | None = None) -> Generator[PolicyLease]:
+        loaded = self._table.acquire_head() if policy is None else self._table.acquire(policy)
         try:
-            yield PolicyLease(adapter.name, lambda: adapter.version)
+            yield PolicyLease(loaded.content.name, lambda: loaded.ref.version)
         finally:
-            adapter.active_requests -= 1
-            self._unload_if_unused(adapter)
+            self._table.release(loaded)
 
     def reset(self) -> None:
-        self._current = _LoadedAdapter(None, 0)
-        for adapter in [*self._loaded]:
-            adapter.is_retired = adapter.may_be_missing = True
-            self._unload_if_unused(adapter)
+        for adapter in self._loaded:
+            adapter.may_be_missing = True
+        self._table.replace_all(_ServerAdapter(None))
 
     async def close(self) -> None:
         for adapter in [*self._loaded]:
@@ -148,17 +168,17 @@ class AdapterServing(PolicyServing):
         if self._unload_tasks:
             await asyncio.wait(self._unload_tasks, timeout=UNLOAD_TIMEOUT_SECONDS)
 
-    def _unload_if_unused(self, adapter: _LoadedAdapter) -> None:
-        if adapter.is_retired and adapter.active_requests == 0 and adapter in self._loaded:
-            self._start_unload(adapter)
+    def _free(self, policy: LoadedPolicy[_ServerAdapter]) -> None:
+        if policy.content in self._loaded:
+            self._start_unload(policy.content)
 
-    def _start_unload(self, adapter: _LoadedAdapter) -> None:
+    def _start_unload(self, adapter: _ServerAdapter) -> None:
         self._loaded.remove(adapter)
         task = asyncio.get_running_loop().create_task(self._unload(adapter))
         self._unload_tasks.add(task)
         task.add_done_callback(self._unload_tasks.discard)
 
-    async def _unload(self, adapter: _LoadedAdapter) -> None:
+    async def _unload(self, adapter: _ServerAdapter) -> None:
         try:
             await self._client.post("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         except EngineUnavailable:
@@ -258,7 +278,7 @@ class MergedServing(PolicyServing):
                 await self._reload(folder, self._policy.version)
 
     @contextmanager
-    def lease(self) -> Generator[PolicyLease]:
+    def lease(self, policy: PolicyRef | None = None) -> Generator[PolicyLease]:
         self.weights.require_served()
         yield PolicyLease(None, lambda: self.weights.version)
 

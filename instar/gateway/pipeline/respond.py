@@ -13,7 +13,14 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from instar.errors import EngineError, EngineUnavailable, PromptTooLong, RenderError, StoreError
+from instar.errors import (
+    EngineError,
+    EngineUnavailable,
+    PolicyNotFound,
+    PromptTooLong,
+    RenderError,
+    StoreError,
+)
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoices, StreamWriter, TokenLogprobs
 from instar.gateway.dialects.common import split_reply
@@ -37,6 +44,8 @@ def to_api_error(error: Exception) -> ApiError:
             return ApiError(400, str(error), code="context_length_exceeded", param="messages")
         case RenderError():
             return ApiError(400, str(error), code="invalid_messages", param="messages")
+        case PolicyNotFound():
+            return ApiError(404, str(error), code="model_not_found", param="model")
         case EngineUnavailable():
             return ApiError(503, f"The model is not available: {error}", code="unavailable", retry_after=1)
         case EngineError():

@@ -13,11 +13,11 @@ from instar.config import VllmEngineConfig
 from instar.engines.base import Engine
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.engine import VllmEngine
-from instar.errors import ConfigError, EngineError
-from instar.types import Artifact, Policy, SamplingParams
+from instar.errors import ConfigError, EngineError, PolicyNotFound
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams
 from tests.integration.vllm.parity import LOGPROB_TOLERANCE, PROMPT, Training, check_parity
 from tests.integration.vllm.servers import KEY, make_model_config, make_vllm_model, run_vllm_server
-from tests.unit.engines.conformance import collect, get_versions
+from tests.unit.engines.conformance import collect, get_ids, get_logprobs, get_versions
 
 pytestmark = pytest.mark.timeout(900)
 API_KEY_ENV = "TEST_SERVER_API_KEY"
@@ -41,9 +41,16 @@ def make_engine_config(url: str, **settings: object) -> VllmEngineConfig:
 
 
 @pytest.fixture
-async def engine(url: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Engine]:
+def max_adapters() -> int:
+    return 1
+
+
+@pytest.fixture
+async def engine(
+    url: str, tiny: Path, max_adapters: int, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Engine]:
     monkeypatch.setenv(API_KEY_ENV, KEY)
-    engine = VllmEngine(make_model_config(tiny), make_engine_config(url))
+    engine = VllmEngine(make_model_config(tiny), make_engine_config(url, max_adapters=max_adapters))
     await engine.start(Path("unused.log"), print)
     yield engine
     await engine.close()
@@ -103,6 +110,35 @@ async def test_reply_finishes_under_its_adapter_before_it_is_unloaded(
     await wait_for_adapters(url, ["p-v2"])
     await engine.load(Policy("p", 3, Artifact("base")))
     await wait_for_adapters(url, [])
+    await training.backend.close()
+
+
+@pytest.mark.parametrize("max_adapters", [4])
+async def test_adapters_in_one_batch_reply_as_each_does_alone(
+    engine: Engine, url: str, tiny: Path, tmp_path: Path
+) -> None:
+    training = Training(tiny, tmp_path)
+    first, second = await training.step(), await training.step()
+    await engine.load(first)
+    await engine.keep(second)
+    refs = [first.ref, second.ref, PolicyRef("p", 0)]
+    requests = [(PROMPT[n:], refs[n % 3]) for n in range(9)]
+    alone = [await collect(engine, p, policy=ref, max_tokens=20, temperature=0) for p, ref in requests]
+    together = await asyncio.gather(
+        *(collect(engine, p, policy=ref, max_tokens=20, temperature=0) for p, ref in requests)
+    )
+    for (_, ref), expected, actual in zip(requests, alone, together, strict=True):
+        assert get_ids(actual) == get_ids(expected)
+        assert get_logprobs(actual) == pytest.approx(get_logprobs(expected), abs=LOGPROB_TOLERANCE)
+        assert set(get_versions(actual)) == {ref.version}
+    assert get_logprobs(alone[0]) != pytest.approx(
+        get_logprobs(await collect(engine, PROMPT, policy=second.ref, max_tokens=20, temperature=0)),
+        abs=LOGPROB_TOLERANCE,
+    ), "the versions must differ"
+    with pytest.raises(PolicyNotFound, match="does not have p@7; it has p@0, p@1, p@2"):
+        await collect(engine, PROMPT, policy=PolicyRef("p", 7), max_tokens=2)
+    await engine.unload(second.ref)
+    await wait_for_adapters(url, ["p-v1"])
     await training.backend.close()
 
 

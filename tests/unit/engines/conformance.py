@@ -1,8 +1,9 @@
 """Tests that every engine must pass. Subclasses of EngineConformance provide an ``engine`` fixture.
 
 The engine must serve a model with the tiny tokenizer, and its greedy reply to ``prompt`` must not end before
-``max_tokens``. ``seeds_matter`` is True if replies depend on the seed. A reply of ``long_reply_tokens`` must
-still be running when the test sends its next request.
+``max_tokens``. If it serves several policies, it must keep at most four. ``seeds_matter`` is True if replies
+depend on the seed. A reply of ``long_reply_tokens`` must still be running when the test sends its next
+request.
 """
 
 from __future__ import annotations
@@ -11,20 +12,24 @@ import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from instar.engines.base import Engine, Prompt
-from instar.errors import EngineError, PromptTooLong
-from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+from instar.errors import EngineError, PolicyNotFound, PromptTooLong
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
 
 TOKENIZER = make_tiny_tokenizer()
 
 
-async def collect(engine: Engine, prompt: Prompt, **params: object) -> list[TokenChunk]:
-    return [chunk async for chunk in engine.generate(prompt, SamplingParams(**params))]  # type: ignore[arg-type]
+async def collect(
+    engine: Engine, prompt: Prompt, *, policy: PolicyRef | None = None, **params: object
+) -> list[TokenChunk]:
+    sampling_params = SamplingParams(**params)  # type: ignore[arg-type]
+    return [chunk async for chunk in engine.generate(prompt, sampling_params, policy)]
 
 
 def get_ids(chunks: list[TokenChunk]) -> list[int]:
@@ -228,6 +233,16 @@ class EngineConformance:
             array = np.asarray(prompt, dtype)
             assert get_ids(await collect(engine, array, max_tokens=6, temperature=0)) == get_ids(expected)
 
+    async def test_engine_without_support_rejects_named_policies(
+        self, engine: Engine, prompt: list[int]
+    ) -> None:
+        if engine.info.serves_several_policies:
+            return
+        policy = Policy("p", 1, Artifact("base"))
+        for attempt in (collect(engine, prompt, policy=policy.ref), engine.keep(policy)):
+            with pytest.raises(PolicyNotFound, match="only one policy version"):
+                await attempt
+
     async def test_for_session_returns_a_working_engine(self, engine: Engine, prompt: list[int]) -> None:
         routed = engine.for_session("sess-1")
         assert routed.info == engine.info
@@ -254,3 +269,101 @@ class EngineConformance:
         with pytest.raises(EngineError):
             await collect(engine, ids, **params)
         assert len(get_ids(await collect(engine, [1, 2, 3], max_tokens=1))) == 1
+
+
+class MultiPolicyConformance(EngineConformance):
+    """Further tests for engines that serve several policies."""
+
+    @pytest.fixture
+    def policies(self, adapters: list[Path]) -> list[Policy]:
+        """Two versions with different adapters."""
+        return [Policy("p", v, Artifact("adapter", str(path))) for v, path in enumerate(adapters, 1)]
+
+    async def test_policies_in_one_batch_reply_as_each_does_alone(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        await engine.load(policies[0])
+        await engine.keep(policies[1])
+        refs = [None, PolicyRef("p", 0), PolicyRef("p", 1), PolicyRef("p", 2)]
+        requests = [(prompt + TOKENIZER.encode("ab" * n), refs[n % 4], 6 + n) for n in range(12)]
+        alone = [await collect(engine, p, policy=r, max_tokens=n, temperature=0) for p, r, n in requests]
+        together = await asyncio.gather(
+            *(collect(engine, p, policy=r, max_tokens=n, temperature=0) for p, r, n in requests)
+        )
+        for (_, ref, length), expected, actual in zip(requests, alone, together, strict=True):
+            assert get_ids(actual) == get_ids(expected)
+            assert get_logprobs(actual) == pytest.approx(get_logprobs(expected), abs=1e-5)
+            assert get_versions(actual) == [1 if ref is None else ref.version] * length
+
+    async def test_named_policy_replies_to_the_end_after_a_load(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        await engine.load(policies[0])
+        params = SamplingParams(max_tokens=self.long_reply_tokens, temperature=0)
+        stream = engine.generate(prompt, params, policies[0].ref)
+        chunks = [await anext(stream)]
+        await engine.load(policies[1])
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3, temperature=0))) == {2}
+        chunks += [chunk async for chunk in stream]
+        assert get_versions(chunks) == [1] * self.long_reply_tokens
+
+    async def test_kept_policies_are_listed_and_do_not_change_the_served_one(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        for policy in (*policies, policies[0]):
+            await engine.keep(policy)
+        status = await engine.status()
+        assert (status.version, status.policies) == (0, (PolicyRef("p", 1), PolicyRef("p", 2)))
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
+
+    async def test_generate_raises_policy_not_found_for_an_unknown_policy(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        await engine.keep(policies[0])
+        for ref, names in ((PolicyRef("p", 7), "p@0, p@1"), (PolicyRef("other", 1), "other@0")):
+            with pytest.raises(PolicyNotFound, match=f"does not have {ref}; it has {names}"):
+                await collect(engine, prompt, policy=ref, max_tokens=3)
+        await wait_until_idle(engine)
+
+    async def test_unloaded_policy_finishes_its_requests(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        await engine.keep(policies[0])
+        params = SamplingParams(max_tokens=self.long_reply_tokens, temperature=0)
+        expected = await collect(
+            engine, prompt, policy=policies[0].ref, max_tokens=self.long_reply_tokens, temperature=0
+        )
+        stream = engine.generate(prompt, params, policies[0].ref)
+        chunks = [await anext(stream)]
+        await engine.unload(policies[0].ref)
+        with pytest.raises(PolicyNotFound):
+            await collect(engine, prompt, policy=policies[0].ref, max_tokens=3)
+        chunks += [chunk async for chunk in stream]
+        assert get_ids(chunks) == get_ids(expected)
+        assert set(get_versions(chunks)) == {1}
+        assert (await engine.status()).policies == ()
+
+    async def test_unload_rejects_unknown_and_served_policies(
+        self, engine: Engine, policies: list[Policy]
+    ) -> None:
+        await engine.load(policies[0])
+        with pytest.raises(PolicyNotFound):
+            await engine.unload(PolicyRef("p", 7))
+        with pytest.raises(EngineError, match="served policy"):
+            await engine.unload(policies[0].ref)
+
+    async def test_least_recently_used_policy_is_unloaded_at_the_limit(
+        self, engine: Engine, prompt: list[int], adapters: list[Path]
+    ) -> None:
+        artifact = Artifact("adapter", str(adapters[0]))
+        await engine.load(Policy("p", 1, artifact))
+        for version in (2, 3, 4):
+            await engine.keep(Policy("p", version, artifact))
+        for _ in range(2):  # one for each engine of a pool
+            await collect(engine, prompt, policy=PolicyRef("p", 2), max_tokens=2)
+        await engine.keep(Policy("p", 5, artifact))
+        assert [ref.version for ref in (await engine.status()).policies] == [1, 2, 4, 5]
+        await engine.load(Policy("p", 6, artifact))
+        assert [ref.version for ref in (await engine.status()).policies] == [2, 4, 5, 6]
+        with pytest.raises(PolicyNotFound):
+            await collect(engine, prompt, policy=PolicyRef("p", 3), max_tokens=2)

@@ -28,9 +28,18 @@ def adapter(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def save_adapter(model_folder: Path, folder: Path, config: LoraConfig) -> None:
+@pytest.fixture(scope="session")
+def adapters(tiny_model: Path, adapter: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The folders of two adapters with different ranks and layers."""
+    other = tmp_path_factory.mktemp("other_adapter")
+    config = LoraConfig(r=6, lora_alpha=12, target_modules=["q_proj", "down_proj"])
+    save_adapter(tiny_model, other, config, seed=4)
+    return [adapter, other]
+
+
+def save_adapter(model_folder: Path, folder: Path, config: LoraConfig, seed: int = 3) -> None:
     """Save a PEFT adapter with a nonzero update."""
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(model_folder), config)
     for name, parameter in model.named_parameters():
         if "lora_" in name:

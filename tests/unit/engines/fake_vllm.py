@@ -21,6 +21,8 @@ class FakeVllm:
     def __init__(self) -> None:
         self.paths: list[str] = []
         """The requested paths, in order."""
+        self.requested_models: list[str | None] = []
+        """The adapters that replies were requested from, in order. None means the server's own weights."""
         self.failing_paths: set[str] = set()
         """Paths that respond with status 500."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -32,6 +34,7 @@ class FakeVllm:
         if request.path in self.failing_paths:
             return web.json_response({"error": {"message": "requested by the test"}}, status=500)
         if request.path == GENERATE_PATH:
+            self.requested_models.append((await request.json()).get("model"))
             return await self._generate(request)
         return web.json_response({"results": [None]})
 

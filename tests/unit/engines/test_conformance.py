@@ -16,7 +16,7 @@ from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.remote import RemoteEngine
 from instar.engines.server import DrainGate, create_engine_app
-from tests.unit.engines.conformance import EngineConformance
+from tests.unit.engines.conformance import MultiPolicyConformance
 
 LONG_REPLY = "The answer is 893, and here is a long story about it: " + "tell me more. " * 40
 
@@ -51,7 +51,7 @@ async def serve_engine(
             await server_task
 
 
-class TestLocal(EngineConformance):
+class TestLocal(MultiPolicyConformance):
     @pytest.fixture
     async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
         engine = create_local_engine(tiny_model)
@@ -59,7 +59,7 @@ class TestLocal(EngineConformance):
         await engine.close()
 
 
-class TestScripted(EngineConformance):
+class TestScripted(MultiPolicyConformance):
     seeds_matter = False
 
     @pytest.fixture
@@ -69,7 +69,7 @@ class TestScripted(EngineConformance):
         await engine.close()
 
 
-class TestRemoteLocal(EngineConformance):
+class TestRemoteLocal(MultiPolicyConformance):
     @pytest.fixture
     async def engine(self, tiny_model: Path) -> AsyncIterator[Engine]:
         local = create_local_engine(tiny_model)
@@ -80,7 +80,7 @@ class TestRemoteLocal(EngineConformance):
         await local.close()
 
 
-class TestRemoteScripted(EngineConformance):
+class TestRemoteScripted(MultiPolicyConformance):
     seeds_matter = False
 
     @pytest.fixture

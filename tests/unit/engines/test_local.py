@@ -14,8 +14,9 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig
+from instar.engines.local.adapters import Adapter, AdapterLayers
 from instar.engines.local.engine import LocalEngine
-from instar.engines.local.lora import LoraPair, install_adapter, pack_weights, replace_linears
+from instar.engines.local.lora import LoraPair, pack_weights, replace_linears
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_model
@@ -345,6 +346,11 @@ async def test_reply_ends_at_the_eos_token(tiny_model: Path) -> None:
     await engine.close()
 
 
+def select_adapters(layers: AdapterLayers, spans: list[tuple[Adapter, int]], *, stacks: bool = True) -> None:
+    count = sum(count for _, count in spans)
+    layers.select(spans, torch.arange(count), count, stacks=stacks)
+
+
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_packed_bf16_layers_match_plain_layers(rows: int) -> None:
     torch.manual_seed(0)
@@ -356,7 +362,8 @@ def test_packed_bf16_layers_match_plain_layers(rows: int) -> None:
         replace_linears(model)
         pack_weights(model)
         assert torch.equal(model(x), base)
-        install_adapter(model, {"0": pair})
+        layers = AdapterLayers(model)
+        select_adapters(layers, [(Adapter({"0": pair}), rows)])
         torch.testing.assert_close(model(x), adapted, rtol=0.05, atol=0.2)
-        install_adapter(model, {})
+        select_adapters(layers, [(Adapter({}), rows)])
         assert torch.equal(model(x), base)

@@ -19,19 +19,26 @@ from aiohttp import web
 from instar.config import ModelConfig, ScriptedEngineConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.factory import connect_engines
+from instar.engines.policies import PolicyTable
 from instar.engines.pool import EnginePool
 from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
-from instar.errors import ConfigError, EngineError, EngineUnavailable, PromptTooLong
+from instar.errors import ConfigError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
 from instar.gateway.serve import bind
-from instar.types import Artifact, Policy, SamplingParams, TokenChunk
-from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_versions, wait_until_idle
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
+from tests.unit.engines.conformance import (
+    MultiPolicyConformance,
+    collect,
+    get_ids,
+    get_versions,
+    wait_until_idle,
+)
 from tests.unit.engines.test_conformance import LONG_REPLY, create_scripted_engine, serve_engine
 
 PROMPT = [5, 6, 7]
 
 
-class TestPool(EngineConformance):
+class TestPool(MultiPolicyConformance):
     seeds_matter = False
 
     @pytest.fixture
@@ -42,7 +49,7 @@ class TestPool(EngineConformance):
         await pool.close()
 
 
-class TestRemotePool(EngineConformance):
+class TestRemotePool(MultiPolicyConformance):
     seeds_matter = False
 
     @pytest.fixture
@@ -67,12 +74,14 @@ class FlakyEngine(ScriptedEngine):
         self.chunks_before_failure = 0
         self.request_count = 0
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         self.request_count += 1
         if self.hangs:
             await asyncio.Event().wait()
         count = 0
-        async for chunk in super().generate(prompt_ids, params):
+        async for chunk in super().generate(prompt_ids, params, policy):
             if self.failure and count == self.chunks_before_failure:
                 raise self.failure
             yield chunk
@@ -86,8 +95,11 @@ class FlakyEngine(ScriptedEngine):
         self._check_reachable()
         return await super().status()
 
+    def serve_version(self, version: int) -> None:
+        self._policies.set_head(PolicyRef("p", version), None)
+
     def restart(self) -> None:
-        self._status.version = 0
+        self._policies = PolicyTable(None, 4, lambda _: None)
 
     def _check_reachable(self) -> None:
         if not self.is_reachable:
@@ -305,7 +317,7 @@ async def test_pool_waits_for_weights_that_only_the_trainer_can_send(
     newest = Policy("p", 4, Artifact("live"))
     engines[0].is_reachable = True
     await wait_until(lambda: "has not sent version 4" in pool.members[0].unhealthy_reason)
-    engines[0]._status.version = 4  # The trainer has sent the weights.
+    engines[0].serve_version(4)  # The trainer has sent the weights.
     await wait_until(lambda: pool.members[0].is_healthy)
 
 
@@ -322,7 +334,7 @@ async def test_pool_accepts_live_versions_that_are_at_most_max_versions_behind(
     engines[0].is_reachable = False
     await wait_until(lambda: not pool.members[0].is_healthy)
     newest = Policy("p", 4, Artifact("live"))
-    engines[0]._status.version = version
+    engines[0].serve_version(version)
     engines[0].is_reachable = True
     await wait_until(
         lambda: pool.members[0].is_healthy or "not sent version 4" in pool.members[0].unhealthy_reason
@@ -530,3 +542,31 @@ async def test_pool_replace_aborts_replies_of_removed_engines(tiny_model: Path) 
         with pytest.raises(EngineUnavailable):
             await asyncio.wait_for(read_all(stream), 3)
         await pool.close()
+
+
+async def test_pool_sends_named_policies_to_an_engine_that_has_them(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(3)
+    policy = Policy("p", 3, Artifact("base"))
+    await engines[1].keep(policy)
+    assert (await pool.status()).policies == (policy.ref,)
+    for _ in range(4):
+        assert set(get_versions(await collect(pool, PROMPT, policy=policy.ref))) == {3}
+    routed = pool.for_session("s")
+    await collect(routed, PROMPT, policy=policy.ref)
+    request_counts = [engine.request_count for engine in engines]
+    await collect(routed, PROMPT, policy=policy.ref)
+    request_counts[1] += 1  # The session stays on the engine that has the policy.
+    assert [engine.request_count for engine in engines] == request_counts
+    with pytest.raises(PolicyNotFound, match="does not have p@4"):
+        await collect(pool, PROMPT, policy=PolicyRef("p", 4))
+    await pool.unload(policy.ref)
+    with pytest.raises(PolicyNotFound):
+        await pool.unload(policy.ref)
+    assert all(member.is_healthy for member in pool.members)
+
+
+async def test_pool_accepts_named_policies_older_than_the_loaded_one(create_pool: CreatePool) -> None:
+    pool, _ = await create_pool(2)
+    await pool.load(Policy("p", 4, Artifact("base")))
+    await pool.load(Policy("p", 5, Artifact("base")))
+    assert set(get_versions(await collect(pool, PROMPT, policy=PolicyRef("p", 4)))) == {4}

@@ -13,6 +13,8 @@ from instar.engines.local.kv_cache import PrefixCache
 from instar.types import Ids
 
 MAX_LENGTH = 12
+KEY = 1
+"""The key of the policy."""
 
 
 def to_ids(*ids: int) -> Ids:
@@ -30,14 +32,14 @@ def make_kv(ids: Ids) -> Tensor:
 
 
 def match(cache: PrefixCache, ids: Ids) -> Tensor:
-    pieces = [kv[:, :, :, :count] for kv, count in cache.match(ids)]
+    pieces = [kv[:, :, :, :count] for kv, count in cache.match(KEY, ids)]
     return torch.cat([make_kv(ids[:0]), *pieces], 3)
 
 
 def insert(cache: PrefixCache, ids: Ids) -> None:
     # A row ends with unused capacity, which has arbitrary values.
     unused = torch.full((1, 1, 1, MAX_LENGTH, 1), -1.0, dtype=torch.float64)
-    cache.insert(ids, torch.cat([make_kv(ids), unused], 3))
+    cache.insert(KEY, ids, torch.cat([make_kv(ids), unused], 3))
 
 
 def test_prefix_cache_splits_a_node_that_has_a_child() -> None:
@@ -49,7 +51,7 @@ def test_prefix_cache_splits_a_node_that_has_a_child() -> None:
     for ids in (to_ids(1, 2, 3, 0, 3), to_ids(1, 2, 0, 3)):
         kv = match(cache, ids)
         assert torch.equal(kv, make_kv(ids[: kv.shape[3]]))
-    assert cache.match_length(to_ids(1, 2, 0, 3)) == 4
+    assert cache.match_length(KEY, to_ids(1, 2, 0, 3)) == 4
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -64,7 +66,7 @@ def test_prefix_cache_returns_values_of_the_same_prefix(seed: int) -> None:
         expected = max(
             (len(p) for n in range(len(ids) + 1) if (p := tuple(ids[:n].tolist())) in inserted), default=0
         )
-        assert cache.match_length(ids) == expected
+        assert cache.match_length(KEY, ids) == expected
         insert(cache, ids)
         inserted.update(tuple(ids[:n].tolist()) for n in range(len(ids) + 1))
     assert cache.cached_tokens == len(inserted) - 1  # One token per distinct nonempty prefix.
@@ -74,8 +76,8 @@ def test_trim_keeps_recently_used_entries() -> None:
     cache = PrefixCache()
     for last in range(4):
         insert(cache, to_ids(1, 1, 1, last))
-    cache.match(to_ids(1, 1, 1, 0))
+    cache.match(KEY, to_ids(1, 1, 1, 0))
     cache.trim(4)
     assert cache.cached_tokens == 4
-    assert cache.match_length(to_ids(1, 1, 1, 0)) == 4
-    assert cache.match_length(to_ids(1, 1, 1, 3)) == 3
+    assert cache.match_length(KEY, to_ids(1, 1, 1, 0)) == 4
+    assert cache.match_length(KEY, to_ids(1, 1, 1, 3)) == 3

@@ -20,7 +20,7 @@ from instar.engines.scripted import ScriptedEngine
 from instar.engines.server import MAX_BODY_BYTES
 from instar.engines.wire import join_chunks
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
-from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
 from tests.unit.engines.conformance import collect, get_logprobs, wait_until_idle
 from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
 
@@ -53,8 +53,9 @@ async def test_server_requires_the_token_on_all_routes_except_health(url: str) -
 
 
 def encode_request(ids: Sequence[int] = (1,), params: bytes = b"{}", *, length: int | None = None) -> bytes:
-    size = len(params) if length is None else length
-    return size.to_bytes(4, "little") + params + np.asarray(ids, "<i4").tobytes()
+    header = b'{"params":' + params + b"}"
+    size = len(header) if length is None else length
+    return size.to_bytes(4, "little") + header + np.asarray(ids, "<i4").tobytes()
 
 
 @pytest.mark.parametrize(
@@ -168,7 +169,9 @@ async def test_server_accepts_a_prompt_of_120000_tokens(tiny_model: Path) -> Non
 class PartialLogprobsEngine(ScriptedEngine):
     """Sends one token with only a logprob, then one with only a behavior logprob."""
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         yield TokenChunk([1], [-1.0], [0])
         yield TokenChunk([2], [math.nan], [0], behavior_logprobs=[-0.5], finish_reason="stop")
 
@@ -208,7 +211,9 @@ class FailingEngine(ScriptedEngine):
     def info(self) -> EngineInfo:
         return EngineInfo("failing", "none", 10, 100, ("base",))
 
-    async def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    async def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         for _ in range(self._token_count):
             yield TokenChunk([1], [-1.0], [0])
         raise self._error

@@ -89,7 +89,7 @@ async def test_old_adapters_are_unloaded_even_after_missed_health_checks(
 ) -> None:
     async with StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server:
         server.reports_start_time = reports_start_time
-        async with connect_engine(server, tiny_model) as engine:
+        async with connect_engine(server, tiny_model, max_adapters=1) as engine:
             await engine.load(make_adapter_policy(tmp_path, 1))
             for _ in range(2):
                 async with server_down(server, engine):

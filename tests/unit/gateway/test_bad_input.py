@@ -13,7 +13,7 @@ import pytest
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import EngineUnavailable
-from instar.types import CallStatus, SamplingParams, TokenChunk
+from instar.types import CallStatus, PolicyRef, SamplingParams, TokenChunk
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
 
 USER_MESSAGE = {"role": "user", "content": "hi"}
@@ -196,7 +196,9 @@ class FailingEngine(ScriptedEngine):
         super().__init__(model, ScriptedEngineConfig(replies=["some words to say"]))
         self._chunk_count = chunk_count
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncIterator[TokenChunk]:
         count = 0
         async for chunk in super().generate(prompt_ids, params):
             if count == self._chunk_count:

@@ -190,7 +190,7 @@ async def test_secret_in_external_id_is_hashed(gateway: RunningGateway, id_sourc
 
 async def test_secret_in_engine_error_is_redacted(start_gateway: StartGateway, model: ModelConfig) -> None:
     class LeakingEngine(ScriptedEngine):
-        async def generate(self, prompt_ids: Any, params: Any) -> Any:
+        async def generate(self, prompt_ids: Any, params: Any, policy: Any = None) -> Any:
             async for chunk in super().generate(prompt_ids, params):
                 yield chunk
                 raise RuntimeError(f"refused: {SECRET}")
@@ -273,7 +273,7 @@ class PromptRecordingEngine(ScriptedEngine):
 
     prompts: list[list[int]]
 
-    async def generate(self, prompt_ids: Any, params: Any) -> Any:
+    async def generate(self, prompt_ids: Any, params: Any, policy: Any = None) -> Any:
         self.prompts = [*getattr(self, "prompts", []), [int(token) for token in prompt_ids]]
         async for chunk in super().generate(prompt_ids, params):
             yield chunk

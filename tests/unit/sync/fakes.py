@@ -13,7 +13,7 @@ from instar.backends.base import Backend, BackendCapabilities
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
 from instar.engines.vllm.extension import StagedWeights, load_in_place
 from instar.errors import EngineError
-from instar.types import Json, Policy, SamplingParams, TokenChunk
+from instar.types import Json, Policy, PolicyRef, SamplingParams, TokenChunk
 
 SHAPES = {"embed.weight": (10, 4), "q.weight": (4, 4), "k.weight": (2, 4), "norm.weight": (4,)}
 
@@ -65,7 +65,9 @@ class WeightReceivingEngine(Engine):
     def info(self) -> EngineInfo:
         return EngineInfo("receiving", "none", 1, 1, ("base", "adapter", "weights"), routes=self._routes)
 
-    def generate(self, prompt_ids: Prompt, params: SamplingParams) -> AsyncGenerator[TokenChunk, None]:
+    def generate(
+        self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncGenerator[TokenChunk, None]:
         raise EngineError("this engine only receives weights")
 
     async def load(self, policy: Policy) -> None:

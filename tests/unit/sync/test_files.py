@@ -10,7 +10,7 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus
 from instar.errors import EngineError, EngineUnavailable, SyncError
 from instar.http.retry import RetryPolicy
 from instar.sync.files import RETRY, FileSync
-from instar.types import Artifact, Policy, SamplingParams, TokenChunk
+from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
 
 POLICY = Policy("p", 3, Artifact("adapter", "path"))
 
@@ -28,7 +28,9 @@ class LoadingEngine(Engine):
     def info(self) -> EngineInfo:
         return EngineInfo("loading", "none", 1, 1, ("adapter",))
 
-    def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[TokenChunk]:
+    def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, policy: PolicyRef | None = None
+    ) -> AsyncIterator[TokenChunk]:
         raise EngineError("this engine only loads")
 
     async def load(self, policy: Policy) -> None:
