@@ -15,11 +15,13 @@ import msgspec
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import MAX_LOADED_ADAPTERS
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
-from instar.engines.vllm.weights import ServerWeights
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights, require_served
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, ArtifactKind, Json, Policy
 
 BASE_POLICY = Policy("", 0, Artifact("base"))
+NO_POLICY = Policy("", NO_VERSION, Artifact("base"))
+"""The base model in a run that starts from an adapter, in which no request may be served with it."""
 UNLOAD_TIMEOUT_SECONDS = 10.0
 PREFETCH_TIMEOUT_SECONDS = 60.0
 POLL_INTERVAL_SECONDS = 0.01
@@ -56,6 +58,7 @@ class PolicyServing:
     def lease(self) -> Generator[PolicyLease]:
         """Yield the served policy for one request. If it is an adapter, it stays loaded during the block."""
         version = self._version
+        require_served(version)
         yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
@@ -129,6 +132,7 @@ class AdapterServing(PolicyServing):
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
         adapter = self._current
+        require_served(adapter.version)
         adapter.active_requests += 1
         try:
             yield PolicyLease(adapter.name, lambda: adapter.version)
@@ -259,7 +263,7 @@ class MergedServing(PolicyServing):
 
     @contextmanager
     def lease(self) -> Generator[PolicyLease]:
-        self.weights.require_served()
+        require_served(self.weights.version)
         yield PolicyLease(None, lambda: self.weights.version)
 
     def reset(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,12 @@ from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter
 from instar.cluster.adapter import make_initial_policy, prepare_adapter
 from instar.cluster.layout import RunFolder
-from instar.cluster.live_run import serve_run
 from instar.config import LocalBackendConfig, LoraConfig, RunConfig
 from instar.conformance.batches import make_tree_samples
-from instar.engines.factory import connect_engines
 from instar.errors import ConfigError
 from instar.store.sqlite import SqliteStore
 from instar.trainer.checkpoint import checkpoint_path, load_initial_weights, policy_path
-from instar.types import Artifact, Policy
+from instar.types import Artifact, Floats, Policy
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN
 from tests.unit.trainer.harness import (
@@ -39,15 +38,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny", hidden=32)
 
 
-@pytest.fixture
-async def source(tmp_path: Path, model: Path) -> RunConfig:
+@pytest.fixture(scope="module")
+def trained_run(model: Path, tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     """A run with three committed versions, of which the last two have files."""
-    config = make_config(tmp_path / "first", model, steps=SOURCE_STEPS)
-    await fill_store(config)
-    async with open_trainer(config) as harness:
-        await harness.trainer.run()
+    config = make_config(tmp_path_factory.mktemp("runs") / "first", model, steps=SOURCE_STEPS)
+
+    async def train() -> None:
+        await fill_store(config)
+        async with open_trainer(config) as harness:
+            await harness.trainer.run()
+
+    asyncio.run(train())
     RunFolder(config.run_dir).create(config)
     return config
+
+
+@pytest.fixture
+def source(trained_run: RunConfig, tmp_path: Path) -> RunConfig:
+    """A copy of the trained run."""
+    folder = shutil.copytree(trained_run.run_dir, tmp_path / "first")
+    return trained_run.model_copy(update={"dir": folder})
 
 
 def make_run(source: RunConfig, adapter: str, folder: str = "second", **sections: Any) -> RunConfig:
@@ -88,14 +98,13 @@ def make_model(model: Path, **settings: Any) -> dict[str, Any]:
     return {"name": str(model), "dtype": "fp32", "device": "cpu", **settings}
 
 
-async def compute_logprobs(config: RunConfig, *, use_adapter: bool = True) -> list[Any]:
+async def compute_logprobs(config: RunConfig) -> list[Floats]:
+    """Return the logprobs of some samples under the weights that the run starts from."""
     backend = LocalBackend(config.model, config.backend)  # pyright: ignore[reportArgumentType]
     await load_initial_weights(config, backend)
-    samples = make_tree_samples()
-    compute = backend.forward if use_adapter else backend.reference_logprobs
-    logprobs: Sequence[Any] = await compute(samples)
+    logprobs = await backend.forward(make_tree_samples())
     await backend.close()
-    return list(logprobs)
+    return logprobs
 
 
 # --- another run ----------------------------------------------------------------------------------
@@ -288,21 +297,3 @@ async def test_adapter_that_the_backend_or_engine_cannot_use_raises_config_error
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         await start_run(make_run(source, adapter, **sections))
-
-
-# --- processes ------------------------------------------------------------------------------------
-
-
-async def test_engine_of_a_served_run_starts_with_the_adapter_as_version_0(source: RunConfig) -> None:
-    config = make_run(source, "run:first", engine="local", name="served")
-    async with serve_run(config, log=print) as run:
-        engine = await connect_engines(run.engine_urls, run.engine_token)
-        assert (await engine.status()).version == 0
-        samples = make_tree_samples()
-        served = [await engine.logprobs(sample.token_ids) for sample in samples]
-        await engine.close()
-    expected = await compute_logprobs(run.config)
-    base = await compute_logprobs(run.config, use_adapter=False)
-    for actual, logprobs, base_logprobs in zip(served, expected, base, strict=True):
-        np.testing.assert_allclose(actual, logprobs, atol=1e-4)
-        assert np.nanmax(np.abs(actual - base_logprobs)) > 1e-3
