@@ -117,8 +117,8 @@ class Backend(ABC):
 
     Calls may be pipelined: they take effect in the order they were made, even if earlier calls have not been
     awaited. Any call may raise BackendUnavailable when its retries are exhausted, or BackendLost if the
-    session is lost or its state is unknown. After BackendLost, call `load_state` (or `start`, if nothing was
-    saved) to start a new session.
+    session is lost or its state is unknown. After BackendLost, call `load_state` (or `start` or
+    `load_adapter`, if nothing was saved) to start a new session.
     """
 
     @property

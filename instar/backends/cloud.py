@@ -69,8 +69,8 @@ class CloudBackend(Backend):
             raise
         except BackendError as error:
             raise BackendError(
-                f"model.adapter: cannot load {source}: {error}; the rank and the base model of this state "
-                "must match the settings of the backend"
+                f"model.adapter: cannot load {source}: {error}; check that its rank and its base model match "
+                "the settings of the backend"
             ) from error
         logger.warning("%s was loaded without an optimizer state", source)
 

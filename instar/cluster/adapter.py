@@ -15,10 +15,11 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from instar.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter_settings
+from instar.backends.base import BackendCapabilities
 from instar.backends.factory import check_adapter_source, get_known_capabilities
 from instar.backends.folders import write_folder
 from instar.cluster.layout import RunFolder
-from instar.config import CloudSection, PluginConfig, RunConfig, UpstreamEngineConfig
+from instar.config import BackendConfig, CloudSection, PluginConfig, RunConfig, UpstreamEngineConfig
 from instar.config.base import Section
 from instar.config.model import RUN_PREFIX
 from instar.errors import ConfigError
@@ -82,11 +83,14 @@ async def prepare_adapter(
             f"model.adapter: got {adapter!r}, but a provider serves the model (engine.type: upstream); "
             "remove the setting, or use a different engine"
         )
-    if capabilities := get_known_capabilities(config.backend):
+    capabilities = get_known_capabilities(config.backend)
+    if capabilities is not None:
         check_adapter_source(config, capabilities)
     target = initial_path(folder.path)
     if not resume:
         files = await _find_files(config)
+        if capabilities is not None and files.adapter and not files.state:
+            _check_loads_folders(files, config.backend.type, capabilities)
         _copy(files, target)
         optimizer = "with" if files.state is not None else "without"
         suffix = f", {optimizer} its optimizer state" if files.adapter or files.state else ""
@@ -120,6 +124,14 @@ async def _find_files(config: RunConfig) -> AdapterFiles:
             return await _find_version(config, adapter.removeprefix(RUN_PREFIX))
         case _:
             return AdapterFiles(adapter)
+
+
+def _check_loads_folders(files: AdapterFiles, backend: str, capabilities: BackendCapabilities) -> None:
+    if "folder" not in capabilities.adapter_sources:
+        raise ConfigError(
+            f"model.adapter: {files.source} has no training state of the {backend} backend, which cannot "
+            "start from an adapter alone; use a version with such a state, or backend.type: local"
+        )
 
 
 def _copy(files: AdapterFiles, target: Path) -> None:
@@ -161,7 +173,7 @@ async def _find_version(config: RunConfig, reference: str) -> AdapterFiles:
             f"model.adapter: {source.name} has no files of {missing}, because it was never published or its "
             f"files were removed (trainer.keep_checkpoints); available versions: {available}"
         )
-    state = chosen.state if source.backend.type == config.backend.type else None
+    state = chosen.state if _get_name(source.backend) == _get_name(config.backend) else None
     if chosen.adapter is not None:
         settings = _read_settings(chosen.adapter, config)
     else:
@@ -205,6 +217,10 @@ def _check_source_backend(config: RunConfig, source: RunConfig) -> None:
                 f"model.adapter: {source.name} was trained on {source_base_model!r}, but this run trains "
                 f"{base_model!r}"
             )
+
+
+def _get_name(backend: BackendConfig) -> str:
+    return backend.name if isinstance(backend, PluginConfig) else backend.type
 
 
 async def _list_versions(source: RunConfig) -> Sequence[StoredVersion]:

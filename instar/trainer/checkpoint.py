@@ -86,9 +86,14 @@ def policy_path(run_dir: Path, version: int) -> Path:
     return run_dir / "policies" / f"v{version:06d}"
 
 
+def initial_path(run_dir: Path) -> Path:
+    """Return the folder with a copy of the adapter and the training state that the run starts from."""
+    return run_dir / "initial"
+
+
 async def load_initial_weights(config: RunConfig, backend: Backend) -> None:
-    """Start the backend with the adapter in `model.adapter`, which the run's folder has a copy of unless it
-    is stored on a training service, or else with an untrained adapter."""
+    """Start the backend with the adapter in `model.adapter`, or with an untrained one if it is not set. Only
+    an adapter that is named by its path on a training service has no copy in the run's folder."""
     folder = initial_path(config.run_dir)
     if config.model.adapter is None:
         await backend.start()
@@ -98,11 +103,6 @@ async def load_initial_weights(config: RunConfig, backend: Backend) -> None:
         await backend.load_adapter(str(folder / ADAPTER_FOLDER))
     else:
         await backend.load_adapter(config.model.adapter)
-
-
-def initial_path(run_dir: Path) -> Path:
-    """Return the folder with a copy of the adapter that the run starts from."""
-    return run_dir / "initial"
 
 
 async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) -> Path:

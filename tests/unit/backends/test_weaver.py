@@ -196,7 +196,7 @@ async def test_weaver_adapter_with_another_rank_is_rejected(
     first, rank_4 = make_backend(), make_backend(rank=4)
     await first.start()
     await first.save_state(tmp_path / "state")
-    with pytest.raises(BackendError, match="the rank and the base model of this state must match"):
+    with pytest.raises(BackendError, match="check that its rank and its base model match"):
         await rank_4.load_adapter(json.loads((tmp_path / "state" / "state.json").read_text())["path"])
 
 

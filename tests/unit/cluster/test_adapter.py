@@ -287,6 +287,7 @@ async def test_resume_with_another_adapter_raises_config_error(
         ),
         ("folder", {"backend": "tinker"}, r"the tinker backend can start only from a tinker:// path or run:"),
         ("tinker://model/weights/name", {"backend": "weaver"}, r"only from a weaver:// path or run:NAME"),
+        ("run:first", {"backend": "verl"}, r"run:run@3 has no training state of the verl backend"),
         ("folder", {"backend": "verl"}, r"the verl backend can start only from run:NAME"),
         ("run:first", {"backend": {"type": "local", "lora": None}}, r"but backend\.lora is null"),
         ("run:first", {"engine": {"type": "upstream", "base_url": "http://host/v1"}}, r"a provider serves"),
