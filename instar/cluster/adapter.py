@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from instar.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter_settings
-from instar.backends.base import BackendCapabilities
 from instar.backends.factory import check_adapter_source, get_known_capabilities
 from instar.backends.folders import write_folder
 from instar.cluster.layout import RunFolder
@@ -23,7 +22,7 @@ from instar.config import BackendConfig, CloudSection, PluginConfig, RunConfig, 
 from instar.config.base import Section
 from instar.config.model import RUN_PREFIX
 from instar.errors import ConfigError
-from instar.models import resolve_model
+from instar.models import is_local, resolve_model
 from instar.store.factory import open_store
 from instar.trainer.checkpoint import (
     ADAPTER_FOLDER,
@@ -78,26 +77,26 @@ async def prepare_adapter(
         )
     if adapter is None:
         return config
-    if isinstance(config.engine, UpstreamEngineConfig):
-        raise ConfigError(
-            f"model.adapter: got {adapter!r}, but a provider serves the model (engine.type: upstream); "
-            "remove the setting, or use a different engine"
-        )
-    capabilities = get_known_capabilities(config.backend)
-    if capabilities is not None:
-        check_adapter_source(config, capabilities)
+    _check_supported(config)
     target = initial_path(folder.path)
-    if not resume:
+    if resume:
+        return _apply_adapter(config, msgspec.json.decode((target / SETTINGS_FILE).read_bytes()))
+    files = await _find_files(config)
+    config = _apply_adapter(config, files.settings)
+    _copy(files, target)
+    optimizer = "with" if files.state is not None else "without"
+    suffix = f", {optimizer} its optimizer state" if files.adapter or files.state else ""
+    log(f"starting from the adapter {files.source}{suffix}")
+    return config
+
+
+async def check_adapter(config: RunConfig) -> None:
+    """Raise ConfigError if the adapter in `model.adapter`, if any, does not exist or does not fit the config.
+    A state on a training service is not checked."""
+    if config.model.adapter is not None:
+        _check_supported(config)
         files = await _find_files(config)
-        if capabilities is not None and files.adapter and not files.state:
-            _check_loads_folders(files, config.backend.type, capabilities)
-        _copy(files, target)
-        optimizer = "with" if files.state is not None else "without"
-        suffix = f", {optimizer} its optimizer state" if files.adapter or files.state else ""
-        log(f"starting from the adapter {files.source}{suffix}")
-    settings: Json = msgspec.json.decode((target / SETTINGS_FILE).read_bytes())
-    backend = _apply_settings(config.backend, settings, "backend", adapter)
-    return config.model_copy(update={"backend": backend})
+        _apply_adapter(config, files.settings)
 
 
 def make_initial_policy(config: RunConfig) -> Policy | None:
@@ -115,23 +114,31 @@ def _make_folder_absolute(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"adapter": folder})})
 
 
+def _check_supported(config: RunConfig) -> None:
+    if isinstance(config.engine, UpstreamEngineConfig):
+        raise ConfigError(
+            f"model.adapter: got {config.model.adapter!r}, but a provider serves the model (engine.type: "
+            "upstream); remove the setting, or use a different engine"
+        )
+    # The capabilities of a plugin are checked when it is created.
+    if capabilities := get_known_capabilities(config.backend):
+        check_adapter_source(config, capabilities)
+
+
 async def _find_files(config: RunConfig) -> AdapterFiles:
     adapter = cast(str, config.model.adapter)
-    match config.model.adapter_source:
-        case "folder":
-            return AdapterFiles(adapter, Path(adapter), settings=_read_settings(Path(adapter), config))
-        case "run":
-            return await _find_version(config, adapter.removeprefix(RUN_PREFIX))
-        case _:
-            return AdapterFiles(adapter)
-
-
-def _check_loads_folders(files: AdapterFiles, backend: str, capabilities: BackendCapabilities) -> None:
-    if "folder" not in capabilities.adapter_sources:
+    if config.model.adapter_source == "folder":
+        return AdapterFiles(adapter, Path(adapter), settings=_read_settings(Path(adapter), config))
+    if config.model.adapter_source != "run":
+        return AdapterFiles(adapter)
+    files = await _find_version(config, adapter.removeprefix(RUN_PREFIX))
+    capabilities = get_known_capabilities(config.backend)
+    if files.state is None and capabilities and "folder" not in capabilities.adapter_sources:
         raise ConfigError(
-            f"model.adapter: {files.source} has no training state of the {backend} backend, which cannot "
-            "start from an adapter alone; use a version with such a state, or backend.type: local"
+            f"model.adapter: {files.source} has no training state of the {config.backend.type} backend, "
+            "which cannot start from an adapter alone; use a version with such a state, or `local`"
         )
+    return files
 
 
 def _copy(files: AdapterFiles, target: Path) -> None:
@@ -271,9 +278,9 @@ def _read_settings(folder: Path, config: RunConfig) -> Json:
 def _is_same_model(name: str, other_name: str) -> bool:
     """Return True if both may name the same model. The folder of a model differs between machines, so folders
     are compared by name."""
-    if other_name in ("", name) or str(resolve_model(name)) == other_name:
+    if not other_name or _get_short_name(name) == _get_short_name(other_name):
         return True
-    return _get_short_name(name) == _get_short_name(other_name)
+    return is_local(name) and str(resolve_model(name)) == other_name
 
 
 def _get_short_name(name: str) -> str:
@@ -282,6 +289,12 @@ def _get_short_name(name: str) -> str:
     parts = Path(name).parts
     cached = next((part for part in parts if part.startswith("models--")), None)
     return (cached.rpartition("--")[2] if cached else parts[-1]).lower()
+
+
+def _apply_adapter(config: RunConfig, settings: Json) -> RunConfig:
+    """Return the config with the settings of the backend that fit the adapter."""
+    backend = _apply_settings(config.backend, settings, "backend", cast(str, config.model.adapter))
+    return config.model_copy(update={"backend": backend})
 
 
 def _apply_settings(section: S, settings: Json, path: str, source: str) -> S:
