@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from instar.config import AdamConfig, LoraConfig, LossConfig
+from instar.config.model import AdapterSource
 from instar.errors import BackendError
 from instar.types import Artifact, ArtifactKind, Floats, Sample
 
@@ -50,16 +51,27 @@ class BackendCapabilities:
     """True if ``reference_logprobs`` is supported."""
     can_sync_live: bool = False
     """True if ``tensors`` is supported, so that weights can be sent to running engines."""
+    adapter_sources: frozenset[AdapterSource] = frozenset()
+    """The kinds of adapters that ``load_adapter`` supports."""
     reports_grad_norm: bool = True
     """True if ``optim_step`` returns the gradient norm. Otherwise the norm is NaN."""
 
 
-def make_cloud_capabilities(losses: frozenset[str]) -> BackendCapabilities:
-    return BackendCapabilities(losses=losses, artifacts=frozenset({"remote"}), has_reference=True)
+def make_cloud_capabilities(losses: frozenset[str], adapter_source: AdapterSource) -> BackendCapabilities:
+    return BackendCapabilities(
+        losses=losses,
+        artifacts=frozenset({"remote"}),
+        has_reference=True,
+        adapter_sources=frozenset({adapter_source}),
+    )
 
 
 def make_torch_capabilities(
-    lora: LoraConfig | None, *, has_reference: bool, can_sync_live: bool | None = None
+    lora: LoraConfig | None,
+    *,
+    has_reference: bool,
+    can_sync_live: bool | None = None,
+    loads_adapters: bool = False,
 ) -> BackendCapabilities:
     """Describe a torch backend. By default, it can sync live if its adapter can be merged."""
     if can_sync_live is None:
@@ -71,6 +83,7 @@ def make_torch_capabilities(
         supports_full_finetuning=True,
         has_reference=has_reference,
         can_sync_live=can_sync_live,
+        adapter_sources=frozenset({"folder"} if loads_adapters and lora is not None else ()),
     )
 
 
@@ -104,8 +117,8 @@ class Backend(ABC):
 
     Calls may be pipelined: they take effect in the order they were made, even if earlier calls have not been
     awaited. Any call may raise BackendUnavailable when its retries are exhausted, or BackendLost if the
-    session is lost or its state is unknown. After BackendLost, call `load_state` (or `start`, if nothing was
-    saved) to start a new session.
+    session is lost or its state is unknown. After BackendLost, call `load_state` (or `start` or
+    `load_adapter`, if nothing was saved) to start a new session.
     """
 
     @property
@@ -114,7 +127,14 @@ class Backend(ABC):
 
     async def start(self) -> None:  # noqa: B027 - a backend may be ready after construction
         """Start a new session with the base model and a new adapter, and abandon the current session, if any.
-        Call this or `load_state` before any other method. The local backend ignores this call."""
+        Call this, `load_adapter` or `load_state` before any other method. The local backend ignores this
+        call."""
+
+    async def load_adapter(self, source: str) -> None:
+        """Start a new session with the weights of an adapter that was not saved with `save_state`. ``source``
+        is a PEFT folder, or the path of a state on the training service, which is loaded with its optimizer
+        state if it has one. Supported if ``capabilities.adapter_sources`` contains the kind of ``source``."""
+        raise BackendError("this backend cannot start from an adapter")
 
     async def reference_logprobs(self, samples: Sequence[Sample]) -> list[Floats]:
         """Return every token's logprob under the initial weights without an adapter (NaN at index 0)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 from abc import abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -25,8 +26,10 @@ from instar.backends.folders import write_folder
 from instar.backends.loss_values import compute_loss
 from instar.clouds.base import MAX_SESSION_STARTS, SERVICES, CloudError
 from instar.config import LossConfig, ModelConfig
-from instar.errors import BackendError, BackendLost, InstarError, NonFiniteError
+from instar.errors import BackendError, BackendLost, BackendUnavailable, InstarError, NonFiniteError
 from instar.types import Floats, Sample
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -48,7 +51,32 @@ class CloudBackend(Backend):
 
     @property
     def capabilities(self) -> BackendCapabilities:
-        return make_cloud_capabilities(SERVICES[self._service].losses)
+        service = SERVICES[self._service]
+        return make_cloud_capabilities(service.losses, service.path_scheme)
+
+    async def load_adapter(self, source: str) -> None:
+        try:
+            await self._load_saved_path(source, optimizer=True)
+        except (BackendLost, BackendUnavailable):
+            raise
+        except BackendError as error:
+            logger.info("cannot load %s with an optimizer state: %s", source, error)
+        else:
+            return
+        try:
+            await self._load_saved_path(source, optimizer=False)
+        except (BackendLost, BackendUnavailable):
+            raise
+        except BackendError as error:
+            raise BackendError(
+                f"model.adapter: cannot load {source}: {error}; check that its rank and its base model match "
+                "the settings of the backend"
+            ) from error
+        logger.warning("%s was loaded without an optimizer state", source)
+
+    @abstractmethod
+    async def _load_saved_path(self, saved_path: str, *, optimizer: bool) -> None:
+        """Start a new session with the state at this path on the service."""
 
     def _check_open(self) -> None:
         if self._is_closed:

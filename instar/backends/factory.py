@@ -66,10 +66,30 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
         raise ConfigError(
             "backend.lora: null trains all weights, which this backend does not support; set a LoRA rank"
         )
+    check_adapter_source(config, capabilities)
     if loss is config.trainer.loss:
         return config, warnings
     trainer = config.trainer.model_copy(update={"loss": loss})
     return config.model_copy(update={"trainer": trainer}), warnings
+
+
+def check_adapter_source(config: RunConfig, capabilities: BackendCapabilities) -> None:
+    """Raise ConfigError if the backend cannot start from `model.adapter`."""
+    adapter, source = config.model.adapter, config.model.adapter_source
+    if source is None:
+        return
+    if getattr(config.backend, "lora", ...) is None:
+        raise ConfigError(
+            f"model.adapter: got {adapter!r}, but backend.lora is null, which trains all weights; remove one "
+            "of the two settings"
+        )
+    if source != "run" and source not in capabilities.adapter_sources:
+        names = {"folder": "a PEFT folder", "tinker": "a tinker:// path", "weaver": "a weaver:// path"}
+        supported = [name for kind, name in names.items() if kind in capabilities.adapter_sources]
+        raise ConfigError(
+            f"model.adapter: got {adapter!r}, but the {config.backend.type} backend can start only from "
+            f"{' or '.join([*supported, 'run:NAME[@VERSION]'])}"
+        )
 
 
 def check_run(config: RunConfig, env: Mapping[str, str]) -> tuple[RunConfig, list[str]]:
@@ -89,9 +109,11 @@ def get_known_capabilities(section: BackendConfig) -> BackendCapabilities | None
     """Return the capabilities that are known before the backend is created, or None for a plugin."""
     if isinstance(section, LocalBackendConfig | VerlBackendConfig):
         has_reference = section.lora is not None or section.type == "local"
-        return make_torch_capabilities(section.lora, has_reference=has_reference)
+        return make_torch_capabilities(
+            section.lora, has_reference=has_reference, loads_adapters=section.type == "local"
+        )
     service = SERVICES.get(section.type)
-    return make_cloud_capabilities(service.losses) if service else None
+    return make_cloud_capabilities(service.losses, service.path_scheme) if service else None
 
 
 def _choose_loss(trainer: TrainerConfig, capabilities: BackendCapabilities) -> tuple[LossConfig, list[str]]:

@@ -34,7 +34,7 @@ from instar.clouds.base import CloudError
 from instar.clouds.tinker import TinkerConnection
 from instar.clouds.tinker_training import TinkerTrainingSession
 from instar.config import AdamConfig, LossConfig, MintBackendConfig, ModelConfig, TinkerBackendConfig
-from instar.errors import BackendError, BackendLost, NonFiniteError
+from instar.errors import BackendError, BackendLost, ConfigError, NonFiniteError
 from instar.models import resolve_tokenizer
 from instar.types import Artifact, Floats, Ids, Sample
 
@@ -68,8 +68,29 @@ class TinkerBackend(CloudBackend):
         await self._start_session("creating the model", create)
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
-        saved_path = self._read_saved_path(path)
+        await self._load_saved_path(self._read_saved_path(path), optimizer=optimizer)
 
+    async def load_adapter(self, source: str) -> None:
+        await super().load_adapter(source)
+        connection = self._require_session().connection
+        try:
+            request = connection.create_rest_client().get_weights_info_by_tinker_path(source)
+            info = await connection.await_result(f"reading the settings of {source}", request)
+        except CloudError as error:
+            raise error.to_backend_error() from None
+        base_model = connection.access.base_model
+        if info.base_model != base_model:
+            raise ConfigError(
+                f"model.adapter: {source} was trained on {info.base_model!r}, but this run trains "
+                f"{base_model!r}; set backend.base_model to {info.base_model}"
+            )
+        if info.lora_rank not in (None, self._config.rank):
+            raise ConfigError(
+                f"backend.rank: got {self._config.rank}, but {source} has rank {info.lora_rank}; set "
+                f"backend.rank to {info.lora_rank}"
+            )
+
+    async def _load_saved_path(self, saved_path: str, *, optimizer: bool) -> None:
         def create(connection: TinkerConnection) -> Any:
             if optimizer:
                 return connection.client.create_training_client_from_state_with_optimizer(saved_path)

@@ -231,6 +231,9 @@ class WeaverBackend(CloudBackend):
 
     async def load_state(self, path: Path, *, optimizer: bool = True) -> None:
         saved_path = read_state(path, "path", self._get_state_settings())
+        await self._load_saved_path(saved_path, optimizer=optimizer)
+
+    async def _load_saved_path(self, saved_path: str, *, optimizer: bool) -> None:
         async with self._session_lock:
             model = await self._replace_model()
             try:

@@ -17,6 +17,7 @@ from instar.backends.resolve import remove_api_key
 from instar.cli.config_file import DEMO_FILE, InvalidConfigError, load_config
 from instar.cli.options import AsJson, ConfigFile, Overrides, new_app
 from instar.cli.output import print_json, print_result
+from instar.cluster.adapter import check_adapter
 from instar.cluster.data import pin_data
 from instar.config import CommandAgentConfig, RunConfig
 from instar.errors import ConfigError
@@ -33,7 +34,8 @@ def check(file: ConfigFile, overrides: Overrides = None, as_json: AsJson = False
         if missing := list(_find_missing(config)):
             raise InvalidConfigError(str(file), missing)
         try:
-            notes = check_run(config, os.environ)[1]
+            resolved, notes = check_run(config, os.environ)
+            asyncio.run(check_adapter(resolved))
         except ConfigError as error:
             raise InvalidConfigError(str(file), [str(error)]) from error
     except ConfigError as error:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from instar.cli.config_errors import explain, find_section_classes
 from instar.config import RunConfig
 from instar.config.data import DATASET_PREFIX, LIVE
+from instar.config.model import RUN_PREFIX
 from instar.errors import ConfigError
 from instar.types import Json
 
@@ -128,8 +129,9 @@ def _make_absolute(value: Any, folder: Path) -> Any:
 
 
 def _make_other_paths_absolute(data: Json, folder: Path) -> None:
-    """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an interpreter
-    (`./env/bin/python`) and exported data. Also set the default working directory of a command agent."""
+    """Make paths absolute in settings that are not typed as paths: a model (`./folder`), an adapter, an
+    interpreter (`./env/bin/python`) and exported data. Also set the default working directory of a command
+    agent."""
     if "data" in data:
         data["data"] = _make_source_absolute(data["data"], folder)
     match data:
@@ -142,6 +144,11 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
             data["model"]["name"] = str((folder / name).resolve())
         case _:
             pass
+    match data:
+        case {"model": {"adapter": str() as adapter}}:
+            data["model"]["adapter"] = _make_adapter_absolute(adapter, folder)
+        case _:
+            pass
     for section in ("backend", "engine"):
         match data.get(section):
             case {"python": str() as python} if "/" in python:
@@ -149,6 +156,15 @@ def _make_other_paths_absolute(data: Json, folder: Path) -> None:
                 data[section]["python"] = str(folder / Path(python).expanduser())
             case _:
                 pass
+
+
+def _make_adapter_absolute(adapter: str, folder: Path) -> str:
+    prefix = RUN_PREFIX if adapter.startswith(RUN_PREFIX) else ""
+    path = adapter.removeprefix(prefix)
+    is_run_name = bool(prefix) and "/" not in path
+    if not path or is_run_name or "://" in path:
+        return adapter
+    return f"{prefix}{folder / Path(path).expanduser()}"
 
 
 def _make_source_absolute(source: Any, folder: Path) -> Any:

@@ -72,6 +72,8 @@ class CloudService:
     url_words: tuple[str, ...]
     """Words that occur in the host or the path of the service's URLs."""
     losses: frozenset[str]
+    path_scheme: Literal["tinker", "weaver"]
+    """The scheme of the service's paths of saved states."""
 
     @property
     def key_env(self) -> str:
@@ -91,9 +93,9 @@ _TINKER_LOSSES = _WEAVER_LOSSES | {"ppo", "cispo", "dro"}
 SERVICES: dict[str, CloudService] = {
     service.name: service
     for service in (
-        CloudService("tinker", "tinker", ("tml-",), ("tinker", "thinkingmachines"), _TINKER_LOSSES),
-        CloudService("mint", "mindlab-toolkit", ("sk-mint-",), ("mint", "macaron"), _TINKER_LOSSES),
-        CloudService("weaver", "nex-weaver", (), ("weaver",), _WEAVER_LOSSES),
+        CloudService("tinker", "tinker", ("tml-",), ("tinker", "thinkingmachines"), _TINKER_LOSSES, "tinker"),
+        CloudService("mint", "mindlab-toolkit", ("sk-mint-",), ("mint", "macaron"), _TINKER_LOSSES, "tinker"),
+        CloudService("weaver", "nex-weaver", (), ("weaver",), _WEAVER_LOSSES, "weaver"),
     )
 }
 

@@ -13,6 +13,7 @@ from typing import Literal, Unpack
 
 from instar.async_utils import gather_or_cancel
 from instar.backends.resolve import RunSecrets, extract_secrets, resolve_run
+from instar.cluster.adapter import make_initial_policy, prepare_adapter
 from instar.cluster.base import Cluster, ListenAddress, RoleHandle, RoleOptions
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV
 from instar.cluster.control import RoleController, serve_control_socket
@@ -117,11 +118,9 @@ async def serve_run(
             log(message)
         store = open_store(config)
         resources.push_async_callback(store.close)
-        if not resume and await store.run(config.name) is not None:  # several folders may share a store
-            raise ConfigError(
-                f"name: the store already has a run named {config.name!r}. Continue it with --resume from "
-                "its folder, or start a new run under a different `name`."
-            )
+        if not resume:
+            await _check_name(config, store)
+        config = await prepare_adapter(config, folder, resume=resume, log=log)
         folder.create(config)
         await _register_run(config, store)
         cluster = await _create_cluster(config, folder, store, log)
@@ -168,6 +167,14 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
 
 
+async def _check_name(config: RunConfig, store: Store) -> None:
+    if await store.run(config.name) is not None:  # several folders may share a store
+        raise ConfigError(
+            f"name: the store already has a run named {config.name!r}. Continue it with --resume from its "
+            "folder, or start a new run under a different `name`."
+        )
+
+
 async def _create_cluster(
     config: RunConfig, folder: RunFolder, store: Store, log: Callable[[str], None]
 ) -> Cluster:
@@ -182,6 +189,8 @@ async def _register_run(config: RunConfig, store: Store) -> None:
     existing = await store.run(config.name)
     created_at = existing.created_at if existing else 0
     await store.put_run(Run(config.name, config.name, public_settings(config), created_at=created_at))
+    if (initial := make_initial_policy(config)) is not None:
+        await store.put_initial_policy(initial, config.name)
     # The stored endpoints are from an earlier process. A finished rollout among them must not end this run.
     for endpoint in await store.endpoints(config.name):
         await store.remove_endpoint(config.name, endpoint.role, endpoint.name)

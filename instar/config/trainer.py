@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from instar.config.backends import AdamConfig, LossConfig, LossName
 from instar.config.base import NonNegativeFloat, NonNegativeInt, PositiveInt, Seconds, Section, type_shorthand
@@ -73,6 +73,16 @@ class EngineReferenceConfig(Section):
     """Engine that runs the teacher."""
     weight: NonNegativeFloat = 1.0
     """Coefficient of the KL penalty that is subtracted from the advantages; 0 disables the teacher."""
+
+    @field_validator("model")
+    @classmethod
+    def _reject_adapter(cls, model: ModelConfig) -> ModelConfig:
+        if model.adapter is not None:
+            raise ValueError(
+                f"adapter: a teacher is served without an adapter, got {model.adapter!r}; merge it into the "
+                "teacher's weights"
+            )
+        return model
 
 
 ReferenceConfig = Annotated[

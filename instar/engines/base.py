@@ -66,8 +66,8 @@ class EngineStatus(msgspec.Struct):
     draining: bool = False
     """True if the engine finishes its current replies but rejects new requests."""
     policies: tuple[PolicyRef, ...] = ()
-    """The loaded policies that requests can name, in order. The base model, which is version 0 of every
-    policy, is not listed. Empty if the engine serves only one policy."""
+    """The loaded policies that requests can name, in order. The base model, which is version 0 of a
+    policy without an initial adapter, is not listed. Empty if the engine serves only one policy."""
 
 
 def one_policy_error(info: EngineInfo) -> PolicyNotFound:

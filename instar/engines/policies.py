@@ -29,17 +29,21 @@ class LoadedPolicy(Generic[T]):
 
 class PolicyTable(Generic[T]):
     """The served policy (``head``) and the other loaded policies, at most ``limit`` together. ``base`` is the
-    content of the base model, which is the first head, version 0 of every policy, and does not count.
-    ``free`` is called with a policy that was unloaded, once no request uses it."""
+    content of the base model, which is the first head and does not count. It is version 0 of every policy,
+    unless ``serves_base`` is False because the policies start from an adapter. ``free`` is called with a
+    policy that was unloaded, once no request uses it."""
 
-    def __init__(self, base: T, limit: int, free: Callable[[LoadedPolicy[T]], None]) -> None:
+    def __init__(
+        self, base: T, limit: int, free: Callable[[LoadedPolicy[T]], None], *, serves_base: bool = True
+    ) -> None:
         self._keys = count()
         self._limit = limit
         self._free = free
-        self._base: LoadedPolicy[T] | None = self._create(BASE_REF, base)
+        self._serves_base = serves_base
+        self._base: LoadedPolicy[T] | None = None
         self._entries: OrderedDict[PolicyRef, LoadedPolicy[T]] = OrderedDict()
         """The least recently used entry is the first."""
-        self.head = self._base
+        self.head = self._set_base(base)
 
     def __contains__(self, ref: PolicyRef) -> bool:
         return ref in self._entries
@@ -111,9 +115,14 @@ class PolicyTable(Generic[T]):
         entries, self._base = [*self._entries.values()], None
         self._entries.clear()
         if base is not None:
-            self.head = self._base = self._create(BASE_REF, base)
+            self.head = self._set_base(base)
         for entry in entries:
             self._retire(entry)
+
+    def _set_base(self, content: T) -> LoadedPolicy[T]:
+        entry = self._create(BASE_REF, content)
+        self._base = entry if self._serves_base else None
+        return entry
 
     def _create(self, ref: PolicyRef, content: T) -> LoadedPolicy[T]:
         return LoadedPolicy(ref, content, next(self._keys))

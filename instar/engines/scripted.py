@@ -54,7 +54,9 @@ class ScriptedEngine(Engine):
             can_score=True,
             serves_several_policies=True,
         )
-        self._policies = PolicyTable(None, config.max_adapters, lambda _: None)
+        self._policies = PolicyTable(
+            None, config.max_adapters, lambda _: None, serves_base=model.adapter is None
+        )
         self._status = EngineStatus(version=0)
         self._is_closed = False
 

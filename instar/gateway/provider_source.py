@@ -123,7 +123,7 @@ class _ProviderSamplingRun(SamplingRun):
         reply.ids = choice.sampled_ids.tolist()
         reply.logprobs = choice.sampled_logprobs.tolist()
         reply.behavior_logprobs = [float("nan")] * len(reply.ids)
-        # A provider serves the base model, which is version 0.
+        # A provider's model does not change, so its tokens have the version that the run starts from.
         reply.versions = [0] * len(reply.ids)
         unsupported_error = request.unsupported_error
         if not self._call.is_trainable:

@@ -221,7 +221,8 @@ class Store:
     datasets = _read(shared_queries.get_datasets)
     remove_dataset = _write(shared_queries.remove_dataset)
 
-    # policy versions; version 0 is the base model and always exists
+    # policy versions; version 0 always exists, and is the base model unless the run starts from an adapter
+    put_initial_policy = _write(policies.put_initial_policy)
     reserve_version = _write(policies.reserve_version)
     publish = _write(policies.publish)
     tombstone = _write(policies.tombstone)

@@ -1,4 +1,5 @@
-"""Queries for policy versions. Version 0, the base model, has no row."""
+"""Queries for policy versions. Version 0 has a row only if the run starts from an adapter. Otherwise, it is
+the base model."""
 
 from __future__ import annotations
 
@@ -23,6 +24,20 @@ def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int
         (policy_id, version, run_id, step, PolicyState.RESERVED.value, time.time()),
     )
     return version
+
+
+def put_initial_policy(db: Database, policy: Policy, run_id: str) -> None:
+    """Record the artifact of version 0, from which the run starts. Replaces an earlier artifact."""
+    artifact, state = policy.artifact, PolicyState.PUBLISHED.value
+    values = (artifact.kind, artifact.path, artifact.expires_at, state, time.time())
+    columns = "artifact_kind, artifact_path, expires_at, state, updated_at"
+    changes = ", ".join(f"{column} = excluded.{column}" for column in columns.split(", "))
+    db.execute(
+        f"INSERT INTO policies (policy_id, version, run_id, step, {columns}) "
+        "VALUES (?, 0, ?, 0, ?, ?, ?, ?, ?) "
+        f"ON CONFLICT (policy_id, version) DO UPDATE SET {changes}",
+        (policy.policy_id, run_id, *values),
+    )
 
 
 def publish(db: Database, policy: Policy) -> None:
@@ -75,7 +90,7 @@ def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
 
 
 def get_latest_policy(db: Database, policy_id: str) -> Policy:
-    """Return the newest published version, or version 0 with a ``base`` artifact if there is none."""
+    """Return the newest published version. Without any, return version 0 with a ``base`` artifact."""
     sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1"
     row = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value)).fetchone()
     return _decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))

@@ -19,12 +19,16 @@ import msgspec
 
 from instar.backends.base import Backend
 from instar.backends.folders import flush_to_disk
+from instar.config import RunConfig
 from instar.errors import BackendError, InstarError, NonFiniteError
 from instar.types import Artifact, Json
 
 logger = logging.getLogger(__name__)
 
 HASHES_FILE = "hashes.json"
+BACKEND_FOLDER = "backend"
+"""The folder with the state of the backend, in a checkpoint and in `initial_path`."""
+ADAPTER_FOLDER = "adapter"
 MAX_REWINDS = 3
 REWIND_LR_SCALE = 0.5
 """The factor by which each rewind changes the learning rate."""
@@ -78,6 +82,29 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
+def policy_path(run_dir: Path, version: int) -> Path:
+    return run_dir / "policies" / f"v{version:06d}"
+
+
+def initial_path(run_dir: Path) -> Path:
+    """Return the folder with a copy of the adapter and the training state that the run starts from."""
+    return run_dir / "initial"
+
+
+async def load_initial_weights(config: RunConfig, backend: Backend) -> None:
+    """Start the backend with the adapter in `model.adapter`, or with an untrained one if it is not set. Only
+    an adapter that is named by its path on a training service has no copy in the run's folder."""
+    folder = initial_path(config.run_dir)
+    if config.model.adapter is None:
+        await backend.start()
+    elif (folder / BACKEND_FOLDER).is_dir():
+        await backend.load_state(folder / BACKEND_FOLDER)
+    elif config.model.adapter_source in ("folder", "run"):
+        await backend.load_adapter(str(folder / ADAPTER_FOLDER))
+    else:
+        await backend.load_adapter(config.model.adapter)
+
+
 async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) -> Path:
     target = checkpoint_path(run_dir, state.step)
     scratch = target.with_name(f".{target.name}.partial")
@@ -85,7 +112,7 @@ async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) 
         # `target` exists if an earlier process crashed before the store recorded the checkpoint.
         shutil.rmtree(leftover, ignore_errors=True)
     scratch.mkdir(parents=True)
-    await backend.save_state(scratch / "backend")
+    await backend.save_state(scratch / BACKEND_FOLDER)
     (scratch / "trainer.json").write_bytes(msgspec.json.encode(state))
     hashes = await asyncio.to_thread(_hash_files, scratch)
     (scratch / HASHES_FILE).write_bytes(msgspec.json.encode(hashes))
@@ -144,7 +171,7 @@ async def load_newest_intact(
         damage = await asyncio.to_thread(_find_damage, path)
         if damage is None:
             try:
-                await backend.load_state(path / "backend")
+                await backend.load_state(path / BACKEND_FOLDER)
                 break
             except NonFiniteError as error:  # earlier versions of Instar could save such weights
                 damage = str(error)
@@ -190,7 +217,7 @@ async def remove_outdated_checkpoints(
     exclude = frozenset(checkpoint_path(run_dir, step) for step in kept_steps)
     for path in find_outdated(folder, keep_count, exclude):
         try:
-            await backend.discard_state(path / "backend")
+            await backend.discard_state(path / BACKEND_FOLDER)
         except BackendError as error:
             logger.warning("the backend could not delete the state of %s: %s", path.name, error)
     prune_folder(folder, keep_count, exclude)

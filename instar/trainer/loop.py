@@ -28,13 +28,16 @@ from instar.reference.penalty import ReferencePenalty
 from instar.store.base import Store
 from instar.trainer.alarms import AlarmDetector
 from instar.trainer.checkpoint import (
+    BACKEND_FOLDER,
     MAX_REWINDS,
     RewindState,
     TrainerState,
     TrainingTimer,
     checkpoint_path,
     is_pruned,
+    load_initial_weights,
     load_newest_intact,
+    policy_path,
     prune_folder,
     remove_checkpoints_after,
     remove_outdated_checkpoints,
@@ -249,13 +252,14 @@ class Trainer:
         version = await self.store.reserve_version(self.policy_id, self.run_id, step)
         await self.publisher.push_if_due(await self._record_policy(version, self.publisher.sync.is_live))
         # A recovery makes the last saved version the head again, so its weights must not be removed.
-        saved_path = self._policy_path(self.saved_version)
+        saved_path = policy_path(self.config.run_dir, self.saved_version)
         prune_folder(saved_path.parent, self.config.trainer.keep_checkpoints, frozenset({saved_path}))
         return version
 
     async def _record_policy(self, version: int, is_live: bool) -> Policy:
         """Publish a version in the store. Write its weights to disk first, unless ``is_live``."""
-        artifact = Artifact("live") if is_live else await self.backend.publish(self._policy_path(version))
+        path = policy_path(self.config.run_dir, version)
+        artifact = Artifact("live") if is_live else await self.backend.publish(path)
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
         return policy
@@ -269,9 +273,6 @@ class Trainer:
         logger.info("exporting version %s again before its sampler expires", head.version)
         await self.publisher.push(await self._record_policy(head.version, self.publisher.sync.is_live))
         return True
-
-    def _policy_path(self, version: int) -> Path:
-        return self.config.run_dir / "policies" / f"v{version:06d}"
 
     # --- alarms ------------------------------------------------------------------------------------
 
@@ -292,7 +293,7 @@ class Trainer:
         step, started = self.step + 1, time.monotonic()
         await self.store.claim_step(self.run_id, step, [])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        await self.backend.load_state(checkpoint_path(self.config.run_dir, best) / "backend")
+        await self.backend.load_state(checkpoint_path(self.config.run_dir, best) / BACKEND_FOLDER)
         self.rewind = msgspec.structs.replace(self.rewind, count=self.rewind.count + 1)
         self.step = step
         text = f"step {step}: restored step {best}; the learning rate is scaled by {self.rewind.lr_scale:g}"
@@ -307,7 +308,7 @@ class Trainer:
     # --- recovery ----------------------------------------------------------------------------------
 
     async def recover(self) -> None:
-        """Load the newest intact checkpoint, or start from the base model if none was saved. Release the
+        """Load the newest intact checkpoint, or the initial weights if none was saved. Release the
         claims of later steps, tombstone their versions, and push the head to the engines. Raises InstarError
         if no saved checkpoint is intact."""
         self.activity = "recovering"
@@ -323,7 +324,7 @@ class Trainer:
             self.rewind = state.rewind
             self.kl_limiter.lr_scale = state.kl_lr_scale
         else:
-            await self.backend.start()
+            await load_initial_weights(self.config, self.backend)
         await self._tombstone_abandoned_versions()
         await self._push_head()
         if released := await self.store.release_steps(
@@ -351,7 +352,7 @@ class Trainer:
             head = await self._record_policy(head.version, is_live=False)
         self.publisher.renewal_time = compute_renewal_time(head.artifact)
         if not await self._renew_head():
-            # Even the base model is pushed, because an engine may serve a version that is now tombstoned.
+            # Even version 0 is pushed, because an engine may serve a version that is now tombstoned.
             await self.publisher.push(head)
 
     async def _tombstone_abandoned_versions(self) -> None:

@@ -84,6 +84,7 @@ class LocalBackend(ThreadedBackend):
         return make_torch_capabilities(
             self._config.lora,
             has_reference=True,
+            loads_adapters=True,
             can_sync_live=not has_adapter_on_tied_head(self._model.model),
         )
 
@@ -169,6 +170,12 @@ class LocalBackend(ThreadedBackend):
                 path, self._parameters, self._optimizer, with_optimizer=optimizer
             )
         self._optim_steps = counters["optim_steps"] if optimizer else 0
+
+    @in_thread
+    def load_adapter(self, source: str) -> None:
+        state.load_adapter_weights(Path(source), self._parameters)
+        self._optimizer.state.clear()
+        self._optim_steps = 0
 
     # --- called in the worker thread ---
 

@@ -14,7 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from instar.adapters import CONFIG_FILE, WEIGHTS_FILE
 from instar.backends.folders import write_folder
+from instar.backends.weight_export import ADAPTER
 from instar.errors import BackendError, NonFiniteError
 
 FORMAT = 1
@@ -47,13 +49,13 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_adapter_files(weights: Mapping[str, Tensor], config: Mapping[str, Any], folder: Path) -> None:
-    write_tensors(folder / "adapter_model.safetensors", weights)
+    write_tensors(folder / WEIGHTS_FILE, weights)
     content: dict[str, Any] = {**config, "inference_mode": True}
     # Sorted, so that equal adapters have equal files.
     if isinstance(content["target_modules"], (set, list)):
         content["target_modules"] = sorted(cast(list[str], content["target_modules"]))
     text = json.dumps(content, indent=2, sort_keys=True, default=list)
-    (folder / "adapter_config.json").write_text(text + "\n")
+    (folder / CONFIG_FILE).write_text(text + "\n")
 
 
 def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dtype: torch.dtype) -> None:
@@ -67,6 +69,46 @@ def write_weights(weights: Mapping[str, Tensor], source: Path, folder: Path, dty
     config.pop("torch_dtype", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_adapter_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Copy the weights of an adapter folder to the parameters, and drop gradients. Raises BackendError,
+    without changing anything, if the adapter cannot be read or does not fit the parameters."""
+    try:
+        tensors = load_file(path / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise BackendError(f"the adapter in {path} cannot be read: {error}") from error
+    weights = {_to_parameter_name(name): tensor for name, tensor in tensors.items()}
+    _check_fits(path, weights, parameters)
+    _copy_weights(weights, parameters)
+
+
+def _to_parameter_name(name: str) -> str:
+    """Convert a name in an adapter's file to the name of the parameter in the model."""
+    module, separator, matrix = name.removeprefix("base_model.model.").rpartition(".lora_")
+    return f"{module}{separator}{matrix.removesuffix('.weight')}.{ADAPTER}.weight"
+
+
+def _check_fits(path: Path, weights: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise BackendError unless the weights have the names and shapes of the parameters and are finite."""
+    shapes = {name: parameter.shape for name, parameter in parameters.items()}
+    saved_shapes = {name: tensor.shape for name, tensor in weights.items()}
+    names = saved_shapes.keys() | shapes.keys()
+    if differing_names := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
+        name = differing_names[0]
+        raise BackendError(
+            f"{path} belongs to a different model or adapter: {len(differing_names)} tensors differ, for "
+            f"example {name}: {saved_shapes.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
+        )
+    if name := find_non_finite(weights):
+        raise NonFiniteError(f"cannot load {path}: {name} is not finite; load an earlier state")
+
+
+@torch.no_grad()
+def _copy_weights(weights: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        parameter.copy_(weights[name])
+        parameter.grad = None
 
 
 def hash_adapter(path: Path) -> str:
@@ -128,24 +170,15 @@ def load_training_state(
         raise BackendError(
             f"{path} has format {metadata.get('format')!r}, but this version of Instar needs format {FORMAT}"
         )
-    shapes = {f"weight/{name}": parameter.shape for name, parameter in parameters.items()}
-    saved_shapes = {name: t.shape for name, t in tensors.items() if name.startswith("weight/")}
-    names = saved_shapes.keys() | shapes.keys()
-    if differing_names := sorted(name for name in names if saved_shapes.get(name) != shapes.get(name)):
-        name = differing_names[0]
-        raise BackendError(
-            f"{path} belongs to a different model or adapter: {len(differing_names)} tensors differ, for "
-            f"example {name}: {saved_shapes.get(name, 'missing')} instead of {shapes.get(name, 'missing')}"
-        )
-    if name := find_non_finite({name: tensors[name] for name in shapes}):
-        raise NonFiniteError(f"cannot load {path}: {name} is not finite; load an earlier state")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(tensors[f"weight/{name}"])
-            grad = tensors.get(f"grad/{name}") if with_optimizer else None
-            parameter.grad = None if grad is None else grad.to(parameter.device)
+    prefix = "weight/"
+    weights = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+    _check_fits(path, weights, parameters)
+    _copy_weights(weights, parameters)
     optimizer.state.clear()
     if with_optimizer:
+        for name, parameter in parameters.items():
+            if (grad := tensors.get(f"grad/{name}")) is not None:
+                parameter.grad = grad.to(parameter.device)
         moments = {
             index: {key: tensors[f"{key}/{name}"] for key in ("step", "exp_avg", "exp_avg_sq")}
             for index, name in enumerate(parameters)

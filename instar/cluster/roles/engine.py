@@ -8,6 +8,8 @@ import os
 import time
 from pathlib import Path
 
+from instar.backends.factory import create_backend
+from instar.cluster.adapter import make_initial_policy
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names, engine_process_config, teacher_config, teacher_names
@@ -19,7 +21,8 @@ from instar.engines.server import DrainGate, LeaseFence, create_engine_app
 from instar.errors import ConfigError, EngineUnavailable
 from instar.gateway.serve import serve
 from instar.store.base import Store
-from instar.types import Policy
+from instar.trainer.checkpoint import initial_path, load_initial_weights, policy_path
+from instar.types import Artifact, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +33,9 @@ async def run_engine(context: RoleContext) -> None:
     names = engine_names(context.config)
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
     await engine.start(context.folder.log(context.name), logger.info)
-    head = await store.latest_policy(context.policy_id)
-    if head.version > 0 and _is_loadable(head):
-        await engine.load(head)
+    policy = await _choose_policy(context, store)
+    if policy.artifact.kind != "base":
+        await engine.load(policy)
     await _serve_engine(context, store, engine, "trainer", process_count=len(names))
 
 
@@ -106,6 +109,39 @@ async def _serve_engine(
     )
     await engine.close()
     await store.close()
+
+
+async def _choose_policy(context: RoleContext, store: Store) -> Policy:
+    """Return the newest policy or, if a new engine cannot load it, version 0. The engine serves it until the
+    trainer sends another policy."""
+    config = context.config
+    head = await store.latest_policy(context.policy_id)
+    if head.artifact.kind != "base" and _is_loadable(head):
+        return head
+    if config.model.adapter is None:
+        return Policy(context.policy_id, 0, Artifact("base"))
+    if (initial := make_initial_policy(config)) is not None:
+        return initial
+    if not initial_path(config.run_dir).is_dir():
+        raise ConfigError(
+            f"model.adapter: {initial_path(config.run_dir)} is not on this machine; set `dir` to a folder on "
+            "a shared disk"
+        )
+    return await _export_initial_policy(context, store)
+
+
+async def _export_initial_policy(context: RoleContext, store: Store) -> Policy:
+    """Export a sampler from the state on the training service that the run starts from."""
+    await context.announce(store, f"exporting {context.config.model.adapter}")
+    backend = create_backend(context.config)
+    try:
+        await load_initial_weights(context.config, backend)
+        artifact = await backend.publish(policy_path(context.config.run_dir, 0))
+    finally:
+        await backend.close()
+    policy = Policy(context.policy_id, 0, artifact)
+    await store.put_initial_policy(policy, context.run_id)
+    return policy
 
 
 def _is_loadable(policy: Policy) -> bool:

@@ -3,38 +3,21 @@ adapter copies only its own matrices."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from instar.adapters import WEIGHTS_FILE, read_adapter_settings
 from instar.errors import EngineError
 
 PEFT_PREFIX = "base_model.model."
-UNSUPPORTED_SETTINGS = (
-    "use_dora",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "lora_bias",
-    "rank_pattern",
-    "alpha_pattern",
-    "target_parameters",
-    "trainable_token_indices",
-    "layer_replication",
-    "use_qalora",
-    "alora_invocation_tokens",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-)
 # These operators are internal to torch's compiler, and some builds do not have them.
 _MKLDNN_OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
 _has_mkldnn = torch.backends.mkldnn.is_available() and all(
@@ -136,44 +119,19 @@ def read_updates(folder: Path) -> tuple[dict[str, dict[str, Tensor]], float]:
     """Return the matrices A and B of each module, and the scale of their product B A. Raises EngineError if
     the adapter cannot be read or is not supported."""
     try:
-        config: dict[str, Any] = msgspec.json.decode((folder / "adapter_config.json").read_bytes(), type=dict)
-        tensors = load_file(folder / "adapter_model.safetensors")
-    except (OSError, msgspec.DecodeError, SafetensorError) as error:
+        settings = read_adapter_settings(folder)
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except ValueError as error:
+        raise EngineError(str(error)) from error
+    except (OSError, SafetensorError) as error:
         raise EngineError(f"The adapter in {folder} cannot be read: {error}") from error
-    _check_supported(config, folder)
-    try:
-        rank = float(config["r"])
-        scale = float(config["lora_alpha"]) / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise EngineError(
-            f"The adapter in {folder} cannot be read: `r` and `lora_alpha` in adapter_config.json must be "
-            f"positive numbers ({type(error).__name__}: {error})"
-        ) from error
     updates: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         module, _, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
         if not name.startswith(PEFT_PREFIX) or matrix not in ("A.weight", "B.weight"):
-            raise _unsupported_error(folder, f"contains {name}")
+            raise EngineError(f"The adapter in {folder} contains {name}, which Instar does not support.")
         updates.setdefault(module, {})[matrix[0]] = tensor
-    return updates, scale
-
-
-def _check_supported(config: dict[str, Any], folder: Path) -> None:
-    if config.get("peft_type") != "LORA":
-        raise _unsupported_error(folder, f"has type {config.get('peft_type')}")
-    for name in UNSUPPORTED_SETTINGS:
-        if config.get(name):
-            raise _unsupported_error(folder, f"uses {name}")
-    if config.get("bias", "none") != "none":
-        raise _unsupported_error(folder, "trains biases")
-    # These methods also change the base weights, and the adapter's folder does not contain the change.
-    init = str(config.get("init_lora_weights", True)).lower()
-    if init.startswith(("pissa", "olora", "loftq", "corda", "lora_ga")):
-        raise _unsupported_error(folder, f"was initialized with {init}")
-
-
-def _unsupported_error(folder: Path, problem: str) -> EngineError:
-    return EngineError(f"The adapter in {folder} {problem}, which Instar does not support.")
+    return updates, settings.alpha / settings.rank
 
 
 def check_update(name: str, matrices: dict[str, Tensor], weight_shape: tuple[int, ...]) -> None:

@@ -45,6 +45,7 @@ class EngineModel:
         self.device, dtype = device_and_dtype(config)
         self.dtype = DTYPES[dtype]
         self.folder = resolve_model(config.name)
+        self.starts_from_adapter = config.adapter is not None
         self._source = self.folder
         if base is None:
             self._model = _load_model(self.folder, self.dtype)

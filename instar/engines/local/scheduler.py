@@ -56,7 +56,9 @@ class Scheduler:
         self._waiting: deque[SchedulerRequest] = deque()
         self._running: list[SchedulerRequest] = []
         self._decoding_rows = 0
-        self._policies = PolicyTable(Adapter({}), max_adapters, self._free_policy)
+        self._policies = PolicyTable(
+            Adapter({}), max_adapters, self._free_policy, serves_base=not model.starts_from_adapter
+        )
         # Computing the attention to a shared prefix once for all rows needs a CPU kernel.
         has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
         self._share_prefixes = model.device == "cpu" and has_kernel and not is_batch_invariant

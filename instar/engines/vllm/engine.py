@@ -22,7 +22,7 @@ from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, 
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
 from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
-from instar.engines.vllm.serving import BASE_POLICY, AdapterServing, MergedServing, PolicyServing
+from instar.engines.vllm.serving import BASE_POLICY, NO_POLICY, AdapterServing, MergedServing, PolicyServing
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights, TransferReceiver, find_routes
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
@@ -144,6 +144,8 @@ class VllmEngine(Engine):
         except EngineUnavailable:
             raise
         except EngineError as error:
+            if self._model.adapter is not None:
+                fallback = NO_POLICY  # the base model is not a version of this run
             if fallback is not None:
                 await self._serving.load(fallback)
             served = self._serving.version
@@ -188,7 +190,9 @@ class VllmEngine(Engine):
         if policy == "adapter":
             rank = round_up_rank(self._config.lora_rank or 16) if is_own_server else None
             max_adapters = self._config.max_adapters or DEFAULT_MAX_ADAPTERS
-            return AdapterServing(weights.client, rank, max_adapters, self._report)
+            return AdapterServing(
+                weights.client, rank, max_adapters, self._report, serves_base=self._model.adapter is None
+            )
         if self._config.max_adapters is not None:
             raise ConfigError(
                 f"engine.max_adapters: {self._config.max_adapters} is not possible, because the server does "

@@ -16,11 +16,13 @@ from instar.engines.policies import BASE_REF, LoadedPolicy, PolicyTable
 from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import MAX_DRAINING_ADAPTERS
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
-from instar.engines.vllm.weights import ServerWeights
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights, require_served
 from instar.errors import EngineError, EngineUnavailable
 from instar.types import Artifact, ArtifactKind, Json, Policy, PolicyRef
 
 BASE_POLICY = Policy(BASE_REF.policy_id, BASE_REF.version, Artifact("base"))
+NO_POLICY = Policy("", NO_VERSION, Artifact("base"))
+"""The base model in a run that starts from an adapter, in which no request may be served with it."""
 UNLOAD_TIMEOUT_SECONDS = 10.0
 PREFETCH_TIMEOUT_SECONDS = 60.0
 POLL_INTERVAL_SECONDS = 0.01
@@ -63,6 +65,7 @@ class PolicyServing:
         """Yield ``policy``, or the served one if it is None, for one request. If it is an adapter, it stays
         loaded during the block. Only AdapterServing can yield other policies than the served one."""
         version = self._version
+        require_served(version)
         yield PolicyLease(None, lambda: version)
 
     def reset(self) -> None:
@@ -84,18 +87,25 @@ class _ServerAdapter:
 class AdapterServing(PolicyServing):
     """Serves each version as an adapter with a unique name, which keeps vLLM's caches for the versions
     separate. A request finishes under its adapter. Adapters beyond ``max_adapters`` are unloaded after their
-    last request. ``max_rank`` is the largest rank that the server accepts, or None if it is unknown."""
+    last request. ``max_rank`` is the largest rank that the server accepts, or None if it is unknown.
+    ``serves_base`` is False if version 0 is an adapter."""
 
     artifacts = ("adapter", "base")
 
     def __init__(
-        self, client: VllmClient, max_rank: int | None, max_adapters: int, report: Callable[[str], None]
+        self,
+        client: VllmClient,
+        max_rank: int | None,
+        max_adapters: int,
+        report: Callable[[str], None],
+        *,
+        serves_base: bool,
     ) -> None:
         self._client = client
         self._max_rank = max_rank
         self._max_adapters = max_adapters
         self._report = report
-        self._table = PolicyTable(_ServerAdapter(None), max_adapters, self._free)
+        self._table = PolicyTable(_ServerAdapter(None), max_adapters, self._free, serves_base=serves_base)
         self._loaded: set[_ServerAdapter] = set()
         """The adapters on the server, including those that only requests in flight use."""
         self._unload_tasks: set[asyncio.Task[None]] = set()
@@ -151,6 +161,8 @@ class AdapterServing(PolicyServing):
 
     @contextmanager
     def lease(self, policy: PolicyRef | None = None) -> Generator[PolicyLease]:
+        if policy is None:
+            require_served(self.version)
         loaded = self._table.acquire_head() if policy is None else self._table.acquire(policy)
         try:
             yield PolicyLease(loaded.content.name, lambda: loaded.ref.version)
@@ -279,7 +291,7 @@ class MergedServing(PolicyServing):
 
     @contextmanager
     def lease(self, policy: PolicyRef | None = None) -> Generator[PolicyLease]:
-        self.weights.require_served()
+        require_served(self.weights.version)
         yield PolicyLease(None, lambda: self.weights.version)
 
     def reset(self) -> None:

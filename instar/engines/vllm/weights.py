@@ -51,6 +51,13 @@ class WeightChange:
         self.version = version
 
 
+def require_served(version: int) -> None:
+    if version == NO_VERSION:
+        raise EngineUnavailable(
+            "The vLLM server serves no policy, because a weight change failed; load a policy."
+        )
+
+
 class ServerWeights:
     """Tracks the version of one server's weights. ``replies`` contains the replies in progress."""
 
@@ -63,12 +70,6 @@ class ServerWeights:
         self.can_store_version = False
         """True if the server can store the version of its weights, to report it with replies."""
         self._lock = asyncio.Lock()
-
-    def require_served(self) -> None:
-        if self.version == NO_VERSION:
-            raise EngineUnavailable(
-                "The vLLM server serves no policy, because a weight change failed; load a policy."
-            )
 
     @asynccontextmanager
     async def pause_sampling(self) -> AsyncGenerator[WeightChange]:

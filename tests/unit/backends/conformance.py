@@ -88,6 +88,8 @@ async def start_backend(make_backend: Callable[[], Backend]) -> Backend:
 class BackendConformance:
     names_non_finite_samples = True
     """True if the error for a non-finite loss names the sample."""
+    adapter_has_optimizer_state = False
+    """True if `Backend.load_adapter` also restores the optimizer state."""
 
     @pytest.fixture
     def make_backend(self) -> Callable[[], Backend]:
@@ -229,6 +231,29 @@ class BackendConformance:
         assert read_files(self.get_adapter_folder(expected)) == read_files(self.get_adapter_folder(actual))
         for backend in (uninterrupted, interrupted, resumed):
             await backend.close()
+
+    async def test_load_adapter_continues_with_the_same_loss(
+        self, make_backend: Callable[[], Backend], make_trained_backend: Callable[[], Any], tmp_path: Path
+    ) -> None:
+        first, second = await make_trained_backend(), make_backend()
+        await second.load_adapter(await self.save_adapter(first, tmp_path))
+        losses: list[float] = []
+        for backend in (first, second):
+            losses.append((await backend.forward_backward(make_tree_samples(), LOSS)).loss)
+            await backend.optim_step(ADAM)
+        assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+        after = [await backend.forward(make_tree_samples()) for backend in (first, second)]
+        differences = [np.nanmax(np.abs(x - y)) for x, y in zip(*after, strict=True)]
+        if self.adapter_has_optimizer_state:
+            assert max(differences) < 1e-6
+        else:
+            assert min(differences) > 1e-4
+        for backend in (first, second):
+            await backend.close()
+
+    async def save_adapter(self, backend: Backend, folder: Path) -> str:
+        """Save an adapter for `Backend.load_adapter`, and return its source."""
+        return (await backend.publish(folder / "adapter")).path
 
     async def test_load_state_without_optimizer_restores_weights(
         self, make_trained_backend: Callable[[], Any], make_backend: Callable[[], Backend], tmp_path: Path

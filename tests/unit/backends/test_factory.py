@@ -96,7 +96,7 @@ def test_loss_fallback_uses_own_defaults_and_warns() -> None:
 def test_default_loss_has_a_fallback_with_one_update() -> None:
     config = make_config("weaver")
     adjusted, (warning,) = apply_capabilities(
-        config, make_cloud_capabilities(frozenset({"importance_sampling", "cross_entropy"}))
+        config, make_cloud_capabilities(frozenset({"importance_sampling", "cross_entropy"}), "weaver")
     )
     assert (adjusted.trainer.loss.name, adjusted.trainer.update_count) == ("importance_sampling", 1)
     assert "does not support ppo" in warning

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import math
+import re
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from pathlib import Path
@@ -63,8 +64,15 @@ def make_backend(model: ModelConfig, url: str) -> Callable[[], Backend]:
     return lambda: TinkerBackend(model, make_config(url), seed=5)
 
 
+async def save_on_service(backend: Backend, folder: Path) -> str:
+    """Save the backend's state, and return its path on the service."""
+    await backend.save_state(folder / "state")
+    return json.loads((folder / "state" / "state.json").read_text())["state"]
+
+
 class TestConformance(BackendConformance):
     names_non_finite_samples = False
+    adapter_has_optimizer_state = True
     server_folder: Path
     # `instar backends check tinker`, which tests/integration/backends runs, covers these tests.
     test_published_adapter_reproduces_backend_logprobs = None
@@ -77,6 +85,9 @@ class TestConformance(BackendConformance):
     def make_backend(self, model: ModelConfig, url: str, server_folder: Path) -> Callable[[], Backend]:
         self.server_folder = server_folder
         return lambda: TinkerBackend(model, make_config(url), seed=5)
+
+    async def save_adapter(self, backend: Backend, folder: Path) -> str:
+        return await save_on_service(backend, folder)
 
     def get_adapter_folder(self, artifact: Artifact) -> Path:
         assert artifact.kind == "remote"
@@ -158,6 +169,31 @@ async def test_tinker_state_file_names_service_path_and_is_checked_on_load(
 
 def make_tinker_backend(model: ModelConfig, url: str, **overrides: Any) -> TinkerBackend:
     return TinkerBackend(model, make_config(url, **overrides), seed=5)
+
+
+async def test_tinker_adapter_with_another_rank_or_base_model_raises_config_error(
+    model: ModelConfig, make_backend: Callable[[], Backend], url: str, tmp_path: Path
+) -> None:
+    backend = await start_backend(make_backend)
+    source = await save_on_service(backend, tmp_path)
+    await backend.close()
+    rank_4 = make_tinker_backend(model, url, rank=4)
+    with pytest.raises(ConfigError, match=r"backend\.rank: got 4, but .* has rank 8; set backend\.rank to 8"):
+        await rank_4.load_adapter(source)
+    await rank_4.close()
+    other_model = make_tinker_backend(model, url, base_model="other")
+    with pytest.raises(ConfigError, match=r"this run trains 'other'; set backend\.base_model to"):
+        await other_model.load_adapter(source)
+    await other_model.close()
+
+
+async def test_tinker_adapter_that_is_a_sampler_is_rejected(make_backend: Callable[[], Backend]) -> None:
+    first, second = await start_backend(make_backend), make_backend()
+    sampler = await first.publish(Path("v1"))
+    with pytest.raises(BackendError, match=re.escape(f"model.adapter: cannot load {sampler.path}")):
+        await second.load_adapter(sampler.path)
+    await first.close()
+    await second.close()
 
 
 async def test_tinker_saved_state_survives_close(make_backend: Callable[[], Backend], tmp_path: Path) -> None:

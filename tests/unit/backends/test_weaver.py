@@ -164,6 +164,42 @@ async def test_weaver_state_continues_in_new_session(make_backend: MakeBackend, 
         np.testing.assert_array_equal(x, y)
 
 
+async def test_weaver_adapter_continues_with_its_optimizer_state(
+    make_backend: MakeBackend, tmp_path: Path
+) -> None:
+    first, second = make_backend(), make_backend()
+    await first.start()
+    await train_step(first)
+    await first.save_state(tmp_path / "state")
+    await second.load_adapter(json.loads((tmp_path / "state" / "state.json").read_text())["path"])
+    losses = [[await train_step(backend, seed) for seed in (1, 2)] for backend in (first, second)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+async def test_weaver_adapter_without_optimizer_state_is_loaded(make_backend: MakeBackend) -> None:
+    first, second = make_backend(), make_backend()
+    await first.start()
+    await train_step(first)
+    model = await first._get_model()
+    saved = await model.call_exclusively(
+        "save_state", lambda: model.client.save_state(name="weights", checkpoint_type="weight")
+    )
+    await second.load_adapter(saved.path)
+    losses = [[await train_step(backend, seed) for seed in (1, 2)] for backend in (first, second)]
+    assert losses[1][0] == pytest.approx(losses[0][0], abs=1e-6)
+    assert losses[1][1] != pytest.approx(losses[0][1], abs=1e-6)
+
+
+async def test_weaver_adapter_with_another_rank_is_rejected(
+    make_backend: MakeBackend, tmp_path: Path
+) -> None:
+    first, rank_4 = make_backend(), make_backend(rank=4)
+    await first.start()
+    await first.save_state(tmp_path / "state")
+    with pytest.raises(BackendError, match="check that its rank and its base model match"):
+        await rank_4.load_adapter(json.loads((tmp_path / "state" / "state.json").read_text())["path"])
+
+
 async def test_weaver_load_state_rejects_missing_or_mismatched_state(
     make_backend: MakeBackend, tmp_path: Path
 ) -> None:

@@ -125,6 +125,25 @@ INVALID_CONFIGS = {
         "reward.1.functon: unknown setting (did you mean 'function'?). "
         "Available: args, function, name, thread, type",
     ),
+    "adapter with an unknown scheme": (
+        "model: {adapter: 's3://bucket/adapter'}",
+        "model.adapter: must be a folder, run:NAME[@VERSION], tinker://PATH or weaver://PATH, "
+        "got 's3://bucket/adapter'",
+    ),
+    "adapter of a teacher": (
+        "trainer: {reference: {type: engine, model: {adapter: a}}}",
+        "trainer.reference.model: adapter: a teacher is served without an adapter, got 'a'; "
+        "merge it into the teacher's weights",
+    ),
+    "adapter for another backend": (
+        "model: {adapter: 'weaver://model/checkpoints/a'}",
+        "model.adapter: got 'weaver://model/checkpoints/a', but the local backend can start only from a PEFT "
+        "folder or run:NAME[@VERSION]",
+    ),
+    "adapter of a missing run": (
+        "dir: /missing/b\nmodel: {adapter: 'run:/missing/a'}",
+        "model.adapter: there is no run in /missing/a; runs: none",
+    ),
     "function in a missing module": (
         "reward: {type: rule, function: 'missing:score'}",
         "reward.function: cannot import 'missing' (from 'missing:score'): "
@@ -255,6 +274,23 @@ def test_relative_paths_in_a_file_are_relative_to_the_file(instar: Instar, tmp_p
     assert config.eval.model_dump()["tasks"]["path"] == Path("/absolute.jsonl")
     # Overrides are relative to the working directory, because a shell completes paths from there.
     assert load_config(path, ["dir=other"]).run_dir == Path("other")
+
+
+@pytest.mark.parametrize(
+    ("adapter", "expected"),
+    [
+        ("adapter", "{folder}/adapter"),
+        ("../adapter", "{folder}/../adapter"),
+        ("/absolute", "/absolute"),
+        ("run:first@3", "run:first@3"),
+        ("run:./first@3", "run:{folder}/first@3"),
+        ("run:/runs/first", "run:/runs/first"),
+        ("tinker://model/weights/name", "tinker://model/weights/name"),
+    ],
+)
+def test_relative_adapter_is_relative_to_the_file(tmp_path: Path, adapter: str, expected: str) -> None:
+    path = write_config(tmp_path, f"model: {{adapter: '{adapter}'}}")
+    assert load_config(path).model.adapter == expected.format(folder=tmp_path)
 
 
 def test_relative_paths_in_lists_are_relative_to_the_file(tmp_path: Path) -> None:

@@ -42,6 +42,15 @@ def test_table_finds_loaded_policies_and_the_base_model(create_table: CreateTabl
         table.acquire(PolicyRef("other", 1))
 
 
+def test_base_model_is_not_a_version_if_the_policy_starts_from_an_adapter() -> None:
+    table = PolicyTable("base", 1, lambda _: None, serves_base=False)
+    table.set_head(make_ref(0), "initial adapter")
+    assert table.acquire(make_ref(0)).content == "initial adapter"
+    table.set_head(make_ref(1), "one")
+    with pytest.raises(PolicyNotFound, match=r"does not have p@0; it has p@1\."):
+        table.acquire(make_ref(0))
+
+
 def test_keep_evicts_the_least_recently_used_policy(create_table: CreateTable, freed: list[str]) -> None:
     table = create_table(3)
     table.set_head(make_ref(1), "head")

@@ -32,7 +32,7 @@ from instar.engines.vllm.client import VllmClient
 from instar.engines.vllm.command import VllmInstallation, VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.merge import check_same_shapes, merge_adapter
 from instar.engines.vllm.reply import VllmReply
-from instar.engines.vllm.weights import NO_VERSION, ServerWeights
+from instar.engines.vllm.weights import NO_VERSION, ServerWeights, require_served
 from instar.engines.vllm.wire import GENERATE_PATH, encode_generate_request
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
@@ -104,7 +104,7 @@ async def test_weight_change_that_fails_after_start_invalidates_the_version(
             await client.rpc("reload_weights")
     assert weights.version == NO_VERSION
     with pytest.raises(EngineUnavailable):
-        weights.require_served()
+        require_served(weights.version)
     with pytest.raises(EngineUnavailable):
         await anext(stream)
     assert "/resume" not in vllm.paths

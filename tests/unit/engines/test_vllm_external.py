@@ -21,7 +21,8 @@ from tests.unit.engines.fake_vllm import END_EVENT, FakeVllm, StatefulFakeVllm, 
 
 @asynccontextmanager
 async def connect_engine(server: FakeVllm, tiny_model: Path, **settings: Any) -> AsyncIterator[VllmEngine]:
-    model = ModelConfig(name=str(tiny_model), max_context=64, device=settings.pop("device", "auto"))
+    device, adapter = settings.pop("device", "auto"), settings.pop("adapter", None)
+    model = ModelConfig(name=str(tiny_model), max_context=64, device=device, adapter=adapter)
     config = VllmEngineConfig.model_validate({"servers": [server.url], "start_timeout": 10, **settings})
     engine = VllmEngine(model, config, check_interval=0.02)
     await engine.start(Path("unused.log"), lambda _: None)
@@ -109,6 +110,25 @@ async def test_restarted_server_reloads_its_adapter(tiny_model: Path, tmp_path: 
             server.restart()
         assert await get_served_version(engine) == 3
         assert list(server.adapters.values()) == [str(tmp_path / "v3")]
+
+
+async def test_restarted_server_without_the_initial_adapter_serves_no_policy(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    async with (
+        StatefulFakeVllm(tiny_model, supports_adapters=True).serving() as server,
+        connect_engine(server, tiny_model, adapter="run:first") as engine,
+    ):
+        initial = make_adapter_policy(tmp_path, 0)
+        await engine.load(initial)
+        (tmp_path / "v0" / "adapter_config.json").unlink()
+        async with server_down(server, engine):
+            server.restart()
+        assert await get_served_version(engine) == -1
+        with pytest.raises(EngineUnavailable, match="serves no policy"):
+            await anext(engine.generate([1, 2], SamplingParams(max_tokens=1)))
+        await engine.load(make_adapter_policy(tmp_path, 0))
+        assert await get_served_version(engine) == 0
 
 
 async def test_missed_health_checks_without_restart_keep_version_and_replies(tiny_model: Path) -> None:

@@ -35,6 +35,18 @@ class PolicyTests:
         assert await store.latest_policy(POLICY_ID) == Policy(POLICY_ID, 0, Artifact("base"))
         assert await store.published_policies(POLICY_ID) == []
 
+    async def test_initial_policy_is_version_0_and_can_be_replaced(self, store: Store) -> None:
+        adapter = Policy(POLICY_ID, 0, Artifact("adapter", "/initial/adapter"))
+        sampler = Policy(POLICY_ID, 0, Artifact("remote", "sampler", expires_at=9.5))
+        for policy in (adapter, sampler):
+            await store.put_initial_policy(policy, RUN_ID)
+            assert await store.latest_policy(POLICY_ID) == policy
+            assert await store.published_policies(POLICY_ID) == [(policy, 0)]
+        assert await store.reserve_version(POLICY_ID, RUN_ID, 1) == 1
+        renewed = Policy(POLICY_ID, 0, Artifact("remote", "renewed-sampler", expires_at=99.0))
+        await store.publish(renewed)
+        assert await store.latest_policy(POLICY_ID) == renewed
+
     async def test_reserve_version_after_a_tombstone_returns_a_new_one(self, store: Store) -> None:
         versions = await asyncio.gather(
             *(store.reserve_version(POLICY_ID, RUN_ID, step) for step in range(10))
