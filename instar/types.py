@@ -343,8 +343,8 @@ class StepState(StrEnum):
     RELEASED = "released"
 
 
-LIVE_EPOCH = 0
-"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
+SINGLE_EPOCH = 0
+"""The epoch of claims on rollouts and corrections. Only exported data is used in several epochs."""
 
 
 class ClaimOutcome(StrEnum):

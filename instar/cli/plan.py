@@ -18,7 +18,7 @@ from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.errors import InstarError
 from instar.store.base import Store
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
-from instar.types import LIVE_EPOCH, Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
+from instar.types import SINGLE_EPOCH, Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
 
 WAITING_STATUSES = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
 
@@ -62,8 +62,8 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
         state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, LIVE_EPOCH, version, step_by_version)
-    corrections = await load_corrections(store, config.name, config.trainer, step, LIVE_EPOCH)
+    batch = await batcher.preview(step, SINGLE_EPOCH, version, step_by_version)
+    corrections = await load_corrections(store, config.name, config.trainer, step, SINGLE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
     return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting)
@@ -76,7 +76,7 @@ async def _load_groups(
     waiting_groups: dict[str, Group] = {}
     counts: Counter[str] = Counter()
     for status in WAITING_STATUSES:
-        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=LIVE_EPOCH):
+        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=SINGLE_EPOCH):
             waiting_groups[group.group_id] = group
             counts[status.value] += 1
     batch_ids = dict.fromkeys(claim.group_id for claim in batch.claims if claim.group_id is not None)

@@ -86,7 +86,7 @@ async def train(
 
 def _check_trainable(config: RunConfig) -> None:
     if config.rollout is None:
-        if any(section.is_live for section in config.data):
+        if any(section.is_rollout for section in config.data):
             raise ConfigError(
                 "rollout: this section is missing; add it with `tasks` and `agent`, or train only on "
                 "exported data (data: dataset:NAME)"
@@ -156,7 +156,7 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     """Train until the trainer exits or ``stop`` is set, then stop the trainer and the rollout."""
     cluster = run.cluster
     starts = [start_trainer(run)]
-    if run.config.trains_live:
+    if run.config.trains_on_rollouts:
         starts.append(start_rollout(run))
     try:
         if await _run_until(stop, run, gather_or_cancel(starts)) is None:

@@ -5,17 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
-from instar.config.data import DataConfig, check_data_sources, count_groups, normalize_data
+from instar.config.data import (
+    DataConfig,
+    check_data_sources,
+    count_groups,
+    normalize_data,
+    rename_previous_source,
+)
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig, ScoringConfig
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
+
+STORED_SETTINGS = {"is_stored": True}
+"""The validation context for settings that are read from a run's folder. An earlier version may have written
+them."""
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -51,9 +61,9 @@ class RunConfig(Section):
     cluster: ClusterConfig = LocalClusterConfig()
     """Where the run's processes are started."""
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. Required by `eval` and for training on `live` data."""
+    """Agents to run on tasks. Required by `eval` and for training on `rollout` data."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
-    """Data to train on: live sessions of this run, exported data, or both."""
+    """Data to train on: the run's own rollouts, exported data, or both."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
     """A reward, or a list of rewards to combine with `scoring.combine`."""
     scoring: ScoringConfig = ScoringConfig()
@@ -69,6 +79,15 @@ class RunConfig(Section):
     def store_path(self) -> Path:
         assert isinstance(self.store, SqliteStoreConfig)
         return self.store.path or self.run_dir / "store.db"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_previous_settings(cls, data: Any, info: ValidationInfo) -> Any:
+        if info.context is not STORED_SETTINGS or not isinstance(data, dict):
+            return data
+        settings = cast(dict[str, Any], data)
+        sections = cast(list[Any], settings.get("data", []))
+        return {**settings, "data": [rename_previous_source(section) for section in sections]}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -128,21 +147,21 @@ class RunConfig(Section):
         return self
 
     @property
-    def trains_live(self) -> bool:
+    def trains_on_rollouts(self) -> bool:
         """True if the run trains on its own agents' sessions."""
-        return self.rollout is not None and any(source.is_live for source in self.data)
+        return self.rollout is not None and any(source.is_rollout for source in self.data)
 
     @property
     def trains(self) -> bool:
-        return self.trains_live or any(not source.is_live for source in self.data)
+        return self.trains_on_rollouts or any(source.is_exported for source in self.data)
 
     def count_groups_by_source(self, steps: int) -> list[int]:
         """Return the number of groups that the first ``steps`` steps take from each source in `data`."""
         return count_groups([source.share for source in self.data], steps * self.trainer.groups_per_step)
 
-    def count_live_groups(self, steps: int) -> int:
+    def count_rollout_groups(self, steps: int) -> int:
         counts = zip(self.data, self.count_groups_by_source(steps), strict=True)
-        return sum(count for source, count in counts if source.is_live)
+        return sum(count for source, count in counts if source.is_rollout)
 
     @property
     def max_staleness(self) -> int:

@@ -60,9 +60,9 @@ class StepBatch:
     drops: list[Claim]
     """Drops without a step and, for late sessions, drops in an earlier step."""
     session_starts: list[float]
-    """For each live sample, the Unix time at which its session started."""
+    """For each sample that is not exported data, the Unix time at which its session started."""
     is_full: bool
-    """True if the batch has all its live groups or, in a run without live data, at least one group."""
+    """True if the batch has all its rollout groups or, in a run without rollouts, at least one group."""
     report: Json
 
 
@@ -100,7 +100,7 @@ class Batcher:
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
-        Live groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
+        Rollout groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
         ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
         consists of the remaining groups. Returns None if no groups are left, or if there are still too few
         when ``stop`` is set or after ``timeout`` seconds. Drops are stored while this method waits.
@@ -113,9 +113,9 @@ class Batcher:
             is_last = is_finished is not None and is_finished()
             fresh, stale_drops = await self._load_ready(step, epoch, staleness)
             drops += stale_drops
-            if self._has_enough_live_groups(step, fresh) or (is_last and fresh):
+            if self._has_enough_rollouts(step, fresh) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
-                if groups or self.mixture.has_live_data:
+                if groups or self.mixture.has_rollouts:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
                 # Store the claims now, because the rollout is waiting to replace the dropped groups.
@@ -137,8 +137,8 @@ class Batcher:
         groups = [*fresh, *await self._load_exported(step)]
         return await self._assemble(groups, [*drops, *stale_drops], step, epoch, staleness)
 
-    def _has_enough_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
-        return len(live) >= self.mixture.count_live_groups_in_step(step)
+    def _has_enough_rollouts(self, step: int, rollouts: Sequence[LoadedGroup]) -> bool:
+        return len(rollouts) >= self.mixture.count_rollout_groups_in_step(step)
 
     async def _load_exported(self, step: int) -> list[LoadedGroup]:
         picked = await self.mixture.pick_groups(step)
@@ -150,7 +150,7 @@ class Batcher:
     ) -> tuple[list[LoadedGroup], list[Claim]]:
         """Return unclaimed finished groups, lowest index first and at most as many as the step needs. Also
         return drops for groups that were skipped because all their samples are too stale."""
-        needed = self.mixture.count_live_groups_in_step(step)
+        needed = self.mixture.count_rollout_groups_in_step(step)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
         )
@@ -215,15 +215,17 @@ class Batcher:
         # If the trainer recomputes logprobs, its importance weights already include this reweighting.
         reweight = self.config.trainer.off_policy.proximal == "behavior"
         mode = self.config.trainer.advantage.normalize
-        live = [group for group in groups if group.epoch is None]
+        own_groups = [group for group in groups if group.epoch is None]
         start_by_session = {
             session.session.session_id: session.session.created_at
-            for group in live
+            for group in own_groups
             for session in group.sessions
         }
-        live_samples = [sample for sample in samples if sample.session_id in start_by_session]
-        unmasked = {sample.sample_key: sample.trained_tokens for group in live for sample in group.samples}
-        masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
+        own_samples = [sample for sample in samples if sample.session_id in start_by_session]
+        unmasked = {
+            sample.sample_key: sample.trained_tokens for group in own_groups for sample in group.samples
+        }
+        masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in own_samples)
         reweighted = [reweight_truncated_sampling(s) for s in samples] if reweight else samples
         return StepBatch(
             samples=normalize(reweighted, mode),
@@ -231,12 +233,12 @@ class Batcher:
             divisor=compute_divisor(samples, mode),
             claims=claims,
             drops=drops,
-            session_starts=[start_by_session[sample.session_id] for sample in live_samples],
-            is_full=self._has_enough_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
+            session_starts=[start_by_session[sample.session_id] for sample in own_samples],
+            is_full=self._has_enough_rollouts(step, own_groups) and bool(groups or self.mixture.has_rollouts),
             report=report_groups(groups)
-            | report_batch(samples, live_samples, [*claims, *drops], staleness)
+            | report_batch(samples, own_samples, [*claims, *drops], staleness)
             | {"stale_masked_tokens": masked_tokens}
-            | report_outputs([[session.samples for session in group.sessions] for group in live])
+            | report_outputs([[session.samples for session in group.sessions] for group in own_groups])
             | {"zero_signal": zero_signal_groups},
         )
 

@@ -39,7 +39,7 @@ class LoadedGroup:
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     """The final sessions that are tagged as untrainable."""
     epoch: int | None = None
-    """The epoch in which an exported group is claimed, or None for live groups."""
+    """The epoch in which an exported group is claimed, or None for groups that this run sampled."""
 
     @property
     def samples(self) -> list[Sample]:

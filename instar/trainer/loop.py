@@ -43,7 +43,7 @@ from instar.trainer.checkpoint import (
 from instar.trainer.monitor import Monitor, read_steps
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
 from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
-from instar.types import LIVE_EPOCH, Artifact, Json, Policy, StepState
+from instar.types import SINGLE_EPOCH, Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Trainer:
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """True if no more live groups will arrive."""
+        """True if no more rollout groups will arrive."""
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -118,7 +118,7 @@ class Trainer:
         was_finished = self.is_rollout_finished
         next_batch = self.batcher.next_batch(
             step=self.step + 1,
-            epoch=LIVE_EPOCH,
+            epoch=SINGLE_EPOCH,
             version=head.version,
             step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
@@ -155,7 +155,7 @@ class Trainer:
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
         started = time.monotonic()
-        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, LIVE_EPOCH)
+        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)

@@ -63,7 +63,7 @@ async def run_trainer(context: RoleContext) -> None:
                 monitor=monitor,
                 penalty=penalty,
             )
-            trainer.is_rollout_finished = not config.trains_live
+            trainer.is_rollout_finished = not config.trains_on_rollouts
             context.is_started = True
             async with background_tasks(
                 call_when_set(trainer.stop, context.stop, context.drain),
