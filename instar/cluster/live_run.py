@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Unpack
@@ -35,7 +36,7 @@ from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
 from instar.gateway.auth import resolve_admin_key
 from instar.rewards.factory import create_background_scorers
-from instar.store.base import Run, Store
+from instar.store.base import KeyRow, Run, Store
 from instar.store.factory import open_store
 from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
@@ -150,6 +151,8 @@ async def serve_run(
         listen = (config.gateway.host, config.gateway.port)
         await gather_or_cancel([*engine_starts, start_role(run, "gateway", env=run.env, listen=listen)])
         await _wait_until_up(run, "engine", "gateway")
+        for message in describe_agents_without_key(config, await store.keys()):
+            log(message)
         if needs_rewards:
             withheld = run_secrets.withheld_variables - run.judge_key_variables
             await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
@@ -166,6 +169,23 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
         )
     if resume and not exists:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
+
+
+def describe_agents_without_key(config: RunConfig, keys: Sequence[KeyRow]) -> list[str]:
+    """Return a message for each agent in `agents` that has no active key, so that a wrong name is noticed.
+    The run's own agent needs no key: it also owns sessions that are opened with the admin key."""
+    names = sorted({key.agent_id for key in keys if key.agent_id is not None and key.revoked_at is None})
+    messages: list[str] = []
+    for name in config.agents:
+        if name not in names and name != config.agent_id:
+            similar = difflib.get_close_matches(name, [*names, config.agent_id], n=1)
+            hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+            messages.append(
+                f"agents.{name}: no active API key belongs to this agent{hint}; create one with "
+                f"`instar keys create {config.run_dir} --agent {name}`. Agents with keys: "
+                f"{', '.join(names) or 'none'}"
+            )
+    return messages
 
 
 async def _create_cluster(

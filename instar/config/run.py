@@ -18,6 +18,7 @@ from instar.config.data import (
     rename_previous_source,
 )
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
+from instar.config.live import LiveAgentConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import AgentRewardConfig, EvalConfig, RewardConfig, RolloutConfig, ScoringConfig
 from instar.config.simulate import SimulateConfig
@@ -43,6 +44,8 @@ class RunConfig(Section):
     """Folder of the run. Default: `runs/<name>` in the working directory."""
     agent_id: str = "default"
     """Id of the agent that recorded sessions belong to, unless their API key belongs to a different agent."""
+    agents: dict[str, LiveAgentConfig] = {}
+    """Agents by the name that their API keys have (see `instar keys`), each with its `mode`."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
     """Database for sessions, rewards and training steps."""
@@ -86,6 +89,8 @@ class RunConfig(Section):
         if info.context is not STORED_SETTINGS or not isinstance(data, dict):
             return data
         settings = cast(dict[str, Any], data)
+        if "agents" in settings:  # the version that added `agents` gave `live` its present meaning
+            return settings
         sections = cast(list[Any], settings.get("data", []))
         return {**settings, "data": [rename_previous_source(section) for section in sections]}
 
@@ -145,6 +150,11 @@ class RunConfig(Section):
                 "signal; set at least one of them above 0"
             )
         return self
+
+    @property
+    def learning_agents(self) -> list[str]:
+        """The agents whose live sessions the run may train on."""
+        return [name for name, agent in self.agents.items() if agent.mode == "learn"]
 
     @property
     def trains_on_rollouts(self) -> bool:

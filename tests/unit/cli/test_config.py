@@ -22,9 +22,9 @@ AGENT = "{type: command, command: [sh]}"
 INVALID_CONFIGS = {
     "unknown section": (
         "trainr: {}",
-        "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, backend, cluster, data, "
-        "dir, engine, eval, gateway, model, models, name, reward, rollout, scoring, seed, simulate, store, "
-        "sync, trainer, upstreams",
+        "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, agents, backend, cluster, "
+        "data, dir, engine, eval, gateway, model, models, name, reward, rollout, scoring, seed, simulate, "
+        "store, sync, trainer, upstreams",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
@@ -48,6 +48,10 @@ INVALID_CONFIGS = {
     "unknown value": (
         "trainer: {mode: asynch}",
         "trainer.mode: must be async or sync, got 'asynch' (did you mean 'async'?)",
+    ),
+    "unknown mode of a live agent": (
+        "agents: {support: {mode: lern}}",
+        "agents.support.mode: must be observe or learn, got 'lern' (did you mean 'learn'?)",
     ),
     "wrong type": (
         "trainer: {steps: many}",
