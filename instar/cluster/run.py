@@ -62,7 +62,7 @@ async def train(
             log(f"this run continues with another setting: {change}")
         previous_data = previous.data
     config = await pin_data(config, previous_data)
-    async with serve_run(config, resume=resume, live=False, log=log) as run:
+    async with serve_run(config, resume=resume, live=config.trains_on_live, log=log) as run:
         if on_started is not None:
             on_started(run)
         try:
@@ -85,6 +85,11 @@ async def train(
 
 
 def _check_trainable(config: RunConfig) -> None:
+    if config.trains_on_live:
+        raise ConfigError(
+            "data: training on 'live' is not supported yet, because new versions would be served without an "
+            "evaluation; use 'rollout', or export the sessions as a dataset"
+        )
     if config.rollout is None:
         if any(section.is_rollout for section in config.data):
             raise ConfigError(

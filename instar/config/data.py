@@ -24,14 +24,16 @@ class DataConfig(Section):
     """A source of groups to train on. Use a list to mix several sources."""
 
     source: str = ROLLOUT
-    """`rollout`: the sessions of this run's rollout. `dataset:NAME` or `dataset:NAME@VERSION`: a named
+    """`rollout`: the sessions of this run's rollout. `live`: the sessions outside any rollout of agents whose
+    mode in `agents` is `learn`; see docs/live.md. `dataset:NAME` or `dataset:NAME@VERSION`: a named
     dataset (see `instar datasets`), by default its newest version. Any other value is the path of an exported
     folder."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the groups in each step. The shares of all sources must add up to 1."""
     epochs: PositiveInt | None = None
     """Number of passes over exported data. After the last pass, the source's share of each step stays
-    empty. Default: 1, or as many as the run needs if the data is mixed with `rollout`."""
+    empty. Default: 1, or as many as the run needs if the data is mixed with `rollout` or
+    `live`."""
     content: str | None = None
     """Content hash that the exported data must have. Default: the hash at the start of the run, which also
     applies when the run is resumed."""
@@ -39,15 +41,11 @@ class DataConfig(Section):
     @field_validator("source")
     @classmethod
     def _check_source(cls, source: str) -> str:
-        if source == LIVE:
-            raise ValueError(
-                "live traffic cannot be trained on, got 'live'; for this run's own sessions, which earlier "
-                "versions called 'live', use 'rollout'"
-            )
         name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
         if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
             raise ValueError(
-                f"must be rollout, dataset:NAME, dataset:NAME@VERSION or the path of a folder, got {source!r}"
+                "must be rollout, live, dataset:NAME, dataset:NAME@VERSION or the path of a folder, got "
+                f"{source!r}"
             )
         return source
 
@@ -62,8 +60,12 @@ class DataConfig(Section):
         return self.source == ROLLOUT
 
     @property
+    def is_live(self) -> bool:
+        return self.source == LIVE
+
+    @property
     def is_exported(self) -> bool:
-        return self.source != ROLLOUT
+        return not (self.is_rollout or self.is_live)
 
     @property
     def dataset(self) -> tuple[str, int | None] | None:

@@ -11,6 +11,7 @@ from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
 from instar.config.data import (
+    ROLLOUT,
     DataConfig,
     check_data_sources,
     count_groups,
@@ -66,7 +67,7 @@ class RunConfig(Section):
     rollout: RolloutConfig | None = None
     """Agents to run on tasks. Required by `eval` and for training on `rollout` data."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
-    """Data to train on: the run's own rollouts, exported data, or both."""
+    """Data to train on: the run's own rollouts or live traffic, exported data, or a mixture."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
     """A reward, or a list of rewards to combine with `scoring.combine`."""
     scoring: ScoringConfig = ScoringConfig()
@@ -119,6 +120,32 @@ class RunConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_live(self) -> Self:
+        if not self.trains_on_live:
+            return self
+        if not self.learning_agents:
+            raise ValueError(
+                "data: 'live' is live traffic, and no agent has the mode learn, so there is nothing to train "
+                "on; set agents.NAME.mode to learn, or use 'rollout' for the run's own rollouts, which "
+                "earlier versions called 'live'"
+            )
+        if any(source.is_rollout for source in self.data):
+            raise ValueError(
+                "data: 'live' and 'rollout' cannot be mixed, because rollouts would become stale while "
+                "versions from live data wait for their promotion; use two runs"
+            )
+        conflicts = {
+            "trainer.loss.name: cross_entropy": self.trainer.loss.name == "cross_entropy",
+            "trainer.on_collapse: rewind": self.trainer.on_collapse == "rewind",
+            f"sync.every: {self.sync.every}": self.sync.every > 1,
+            "eval.every": self.eval is not None and self.eval.every is not None,
+        }
+        for setting, is_set in conflicts.items():
+            if is_set:
+                raise ValueError(f"{setting} cannot be used with data 'live'; remove this setting")
+        return self
+
+    @model_validator(mode="after")
     def _check_training(self) -> Self:
         trainer, estimator = self.trainer, self.trainer.advantage.estimator
         if trainer.mode == "sync" and trainer.max_staleness:
@@ -162,16 +189,26 @@ class RunConfig(Section):
         return self.rollout is not None and any(source.is_rollout for source in self.data)
 
     @property
+    def trains_on_live(self) -> bool:
+        """True if the run trains on live traffic. Its versions are then candidates, which no engine serves
+        before they are promoted."""
+        return any(source.is_live for source in self.data)
+
+    @property
     def trains(self) -> bool:
-        return self.trains_on_rollouts or any(source.is_exported for source in self.data)
+        return self.trains_on_rollouts or any(not source.is_rollout for source in self.data)
 
     def count_groups_by_source(self, steps: int) -> list[int]:
         """Return the number of groups that the first ``steps`` steps take from each source in `data`."""
         return count_groups([source.share for source in self.data], steps * self.trainer.groups_per_step)
 
-    def count_rollout_groups(self, steps: int) -> int:
+    def count_groups(self, steps: int, source: str) -> int:
+        """Return the number of groups that the first ``steps`` steps take from a source in `data`."""
         counts = zip(self.data, self.count_groups_by_source(steps), strict=True)
-        return sum(count for source, count in counts if source.is_rollout)
+        return sum(count for section, count in counts if section.source == source)
+
+    def count_rollout_groups(self, steps: int) -> int:
+        return self.count_groups(steps, ROLLOUT)
 
     @property
     def max_staleness(self) -> int:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from instar.errors import StoreError
-from instar.store import annotations, listing, policies
+from instar.store import annotations, listing, live, policies
 from instar.store import calls as call_queries
 from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
@@ -31,6 +31,7 @@ from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import UnscoredSession as UnscoredSession
+from instar.store.models import is_correction_key as is_correction_key
 from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
@@ -128,6 +129,7 @@ class Store:
     idle_sessions = _read_statement(session_queries.get_idle_sessions)
     seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
+    rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:

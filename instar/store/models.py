@@ -16,6 +16,11 @@ def make_feedback_reward_id(feedback_id: str) -> str:
     return FEEDBACK_ID_PREFIX + feedback_id
 
 
+def is_correction_key(sample_key: str) -> bool:
+    """Return True if the sample is the correction of a reply."""
+    return sample_key.startswith(FEEDBACK_ID_PREFIX)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     run_id: str

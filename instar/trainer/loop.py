@@ -79,7 +79,7 @@ class Trainer:
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """True if no more rollout groups will arrive."""
+        """True if no more rollout groups will arrive. Never true if the run trains on live traffic."""
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -155,7 +155,7 @@ class Trainer:
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
         started = time.monotonic()
-        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, SINGLE_EPOCH)
+        corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
