@@ -25,6 +25,7 @@ from instar.model_types import Ids as Ids
 from instar.model_types import Json as Json
 from instar.model_types import Message as Message
 from instar.model_types import Policy as Policy
+from instar.model_types import PolicyStage as PolicyStage
 from instar.model_types import PolicyState as PolicyState
 from instar.model_types import SamplingParams as SamplingParams
 from instar.model_types import TokenChunk as TokenChunk

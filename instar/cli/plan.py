@@ -83,6 +83,8 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
     version = (await store.latest_policy(run.policy_id)).version
+    if config.trains_on_live:  # training continues from the newest version, even if no engine serves it yet
+        version = next((row.version for row in reversed(steps) if row.version is not None), version)
     batcher = Batcher(store, config.name, config)
     saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved_steps and (config.trains_on_live or config.trainer.advantage.estimator == "running"):

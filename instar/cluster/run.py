@@ -20,6 +20,7 @@ from instar.cluster.tasks import cancel_tasks
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
+    CloudSection,
     DataConfig,
     EngineReferenceConfig,
     RunConfig,
@@ -52,6 +53,7 @@ async def train(
     config, notes = check_run(config, os.environ)
     for note in notes:
         log(note)
+    _check_live(config)
     _check_teacher(config)
     folder = RunFolder(config.run_dir.resolve())
     previous_data: Sequence[DataConfig] = ()
@@ -85,11 +87,6 @@ async def train(
 
 
 def _check_trainable(config: RunConfig) -> None:
-    if config.trains_on_live:
-        raise ConfigError(
-            "data: training on 'live' is not supported yet, because new versions would be served without an "
-            "evaluation; use 'rollout', or export the sessions as a dataset"
-        )
     if config.rollout is None:
         if any(section.is_rollout for section in config.data):
             raise ConfigError(
@@ -101,6 +98,15 @@ def _check_trainable(config: RunConfig) -> None:
     if not engine_names(config):
         raise ConfigError(
             "engine.type: the model of an upstream cannot be trained; use a different engine, such as local"
+        )
+
+
+def _check_live(config: RunConfig) -> None:
+    if config.trains_on_live and isinstance(config.backend, CloudSection):
+        raise ConfigError(
+            f"backend.type: {config.backend.type!r} cannot be used with data 'live', because the sampler of "
+            "the serving version expires and cannot be exported again while training continues; use local or "
+            "verl"
         )
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from instar.errors import StoreError
-from instar.store import annotations, listing, live, policies
+from instar.store import annotations, lineage, listing, live, policies
 from instar.store import calls as call_queries
 from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
@@ -24,6 +24,7 @@ from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import KeyKind as KeyKind
 from instar.store.models import KeyRow as KeyRow
+from instar.store.models import PolicyVersion as PolicyVersion
 from instar.store.models import Progress as Progress
 from instar.store.models import ProgressDetails as ProgressDetails
 from instar.store.models import Run as Run
@@ -229,6 +230,10 @@ class Store:
     steps_by_version = _read(policies.get_steps_by_version)
     latest_policy = _read(policies.get_latest_policy)
     published_policies = _read(policies.get_published_policies)
+    policy_versions = _read(lineage.get_policy_versions)
+    promote_version = _write(lineage.promote_version)
+    reject_version = _write(lineage.reject_version)
+    roll_back = _write(lineage.roll_back)
 
     # training steps
     claim_step = _write(step_queries.claim_step)

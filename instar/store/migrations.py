@@ -36,6 +36,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
         "DROP INDEX IF EXISTS sessions_by_run",
     ),
+    4: _build_migration(5),
 }
 
 

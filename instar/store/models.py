@@ -33,6 +33,23 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """A version of a policy and its place in the lineage."""
+
+    policy: types.Policy
+    step: int
+    """The training step whose weights the version has."""
+    state: types.PolicyState
+    stage: types.PolicyStage
+    parent: int | None
+    """The version from which this one was trained, or whose weights it serves again; None if not recorded."""
+    promoted_at: float | None
+    """The Unix time at which a person chose to serve the version, or None if nobody did."""
+    updated_at: float
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Counts of groups and sessions in one channel of a run, for admission control and the progress display.
     Each group counts as open, ready or consumed. Groups that are being scored count as open."""
@@ -44,7 +61,7 @@ class Progress:
     next_group_index: int
     committed_steps: int
     head_version: int
-    """The newest published version of the run's policy."""
+    """The newest serving version of the run's policy."""
     sessions: dict[str, int] = field(default_factory=dict[str, int])
     """The number of sessions by status."""
 

@@ -15,7 +15,7 @@ from instar.column_types import ColumnType, get_field_types
 from instar.store.models import DatasetRow, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Reward, Score, Session, Step, Tag
 
-VERSION = 4
+VERSION = 5
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -267,8 +267,12 @@ POLICIES = Table(
         "expires_at": "REAL",
         "reason": "TEXT",
         "updated_at": REAL,
+        "parent": "INTEGER",
+        "stage": "TEXT NOT NULL DEFAULT 'serving'",
+        "promoted_at": "REAL",
     },
     constraints=("PRIMARY KEY (policy_id, version)",),
+    later_columns={"parent": 5, "stage": 5, "promoted_at": 5},
 )
 
 STEPS = Table("steps", _build_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
