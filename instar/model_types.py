@@ -114,7 +114,7 @@ class PolicyState(StrEnum):
 
 
 class PolicyStage(StrEnum):
-    """Whether engines may serve a version. Engines load the newest serving version."""
+    """States whether engines may serve a version. Engines load the newest serving version."""
 
     CANDIDATE = "candidate"
     """Trained on live traffic, and not promoted yet."""

@@ -124,7 +124,7 @@ async def serve_run(
                 "its folder, or start a new run under a different `name`."
             )
         folder.create(config)
-        await _register_run(config, store)
+        await _register_run(config, store, log)
         cluster = await _create_cluster(config, folder, store, log)
         resources.push_async_callback(cluster.close)
         interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
@@ -151,8 +151,6 @@ async def serve_run(
         listen = (config.gateway.host, config.gateway.port)
         await gather_or_cancel([*engine_starts, start_role(run, "gateway", env=run.env, listen=listen)])
         await _wait_until_up(run, "engine", "gateway")
-        for message in describe_agents_without_key(config, await store.keys()):
-            log(message)
         if needs_rewards:
             withheld = run_secrets.withheld_variables - run.judge_key_variables
             await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
@@ -198,7 +196,9 @@ async def _create_cluster(
     return Supervisor(folder, log=log)
 
 
-async def _register_run(config: RunConfig, store: Store) -> None:
+async def _register_run(config: RunConfig, store: Store, log: Callable[[str], None]) -> None:
+    for message in describe_agents_without_key(config, await store.keys()):
+        log(message)
     existing = await store.run(config.name)
     created_at = existing.created_at if existing else 0
     await store.put_run(Run(config.name, config.name, public_settings(config), created_at=created_at))

@@ -8,7 +8,7 @@ from instar.config.base import Section
 
 
 class LiveAgentConfig(Section):
-    """What a run does with the live sessions of an agent, which are its sessions outside any rollout."""
+    """Sets what a run does with the live sessions of an agent, which are its sessions outside any rollout."""
 
     mode: Literal["observe", "learn"] = "observe"
     """`observe`: record the sessions, and never train on them. `learn`: train on them if `data` lists `live`.
