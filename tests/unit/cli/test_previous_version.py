@@ -124,7 +124,9 @@ def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> No
     read_store(run_dir, read)
 
 
-def test_commands_read_the_previous_run(instar: Instar, run_dir: Path) -> None:
+def test_commands_read_the_previous_run_after_its_migration(instar: Instar, run_dir: Path) -> None:
+    assert "migrate the store by opening it for writing" in instar("sessions", "ls", run_dir).err
+    read_store(run_dir, lambda store: store.run(RUN_ID))
     assert len(instar("sessions", "ls", run_dir, "--json").json) == 32
     assert len(instar("sessions", "ls", run_dir, "--json", "--tag", "topic=numbers").json) == 2
     output = instar("sessions", "show", run_dir, CORRECTED_ID).out
