@@ -98,12 +98,12 @@ async def show(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson =
         {"session_id": claim.session_id, "reward": claim.reward, "advantage": claim.advantage}
         for claim in trained
     ]
-    details = {**_version_json(lineage, row), "trained_on": claims_json}
+    details = _version_json(lineage, row)
     if as_json:
-        print_json(details)
+        print_json({**details, "trained_on": claims_json})
         return
     for name, value in details.items():
-        if name != "trained_on" and value is not None:
+        if value is not None:
             shown = format_time(value) if name.endswith("_at") else value
             Console().print(f"{name}: {shown}", highlight=False, markup=False)
     sessions = sorted({claim.session_id for claim in trained})
