@@ -60,6 +60,11 @@ async def train(
     if resume and folder.config_file.is_file():
         previous = folder.read_config()
         _check_same_backend(config, previous)
+        if previous.trains_on_live and not config.trains_on_live:
+            raise ConfigError(
+                "data: this run has trained on 'live', so its weights may be those of a candidate that "
+                "nobody promoted, and without 'live' they would be served; keep 'live', or start a new run"
+            )
         for change in describe_changes(previous.trainer.model_dump(), config.trainer.model_dump(), "trainer"):
             log(f"this run continues with another setting: {change}")
         previous_data = previous.data
