@@ -125,3 +125,15 @@ class PolicyState(StrEnum):
     RESERVED = "reserved"
     PUBLISHED = "published"
     TOMBSTONED = "tombstoned"
+
+
+class PolicyStage(StrEnum):
+    """States whether engines may serve a version. Engines load the newest serving version."""
+
+    CANDIDATE = "candidate"
+    """Trained on live traffic, and not promoted yet."""
+    SERVING = "serving"
+    REJECTED = "rejected"
+    """A candidate that will not be served, or a version that was trained from one."""
+    RETIRED = "retired"
+    """A version that was replaced by a later serving version."""

@@ -26,6 +26,7 @@ from instar.model_types import Json as Json
 from instar.model_types import Message as Message
 from instar.model_types import Policy as Policy
 from instar.model_types import PolicyRef as PolicyRef
+from instar.model_types import PolicyStage as PolicyStage
 from instar.model_types import PolicyState as PolicyState
 from instar.model_types import SamplingParams as SamplingParams
 from instar.model_types import TokenChunk as TokenChunk
@@ -346,8 +347,8 @@ class StepState(StrEnum):
     RELEASED = "released"
 
 
-LIVE_EPOCH = 0
-"""The epoch of claims on live groups and corrections. Only exported data is used in several epochs."""
+SINGLE_EPOCH = 0
+"""The epoch of claims on rollouts and corrections. Only exported data is used in several epochs."""
 
 
 class ClaimOutcome(StrEnum):

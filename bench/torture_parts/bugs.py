@@ -103,7 +103,7 @@ def _check_nothing(db: Database) -> None:
 class StoreWithReusedVersions(SimulatedStore):
     """The numbers of abandoned versions are reused."""
 
-    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
+    async def reserve_version(self, policy_id: str, run_id: str, step: int, **_lineage: Any) -> int:
         def work(db: Database) -> int:
             sql = "SELECT MAX(version) AS newest FROM policies WHERE state = ?"
             row = db.execute(sql, (PolicyState.PUBLISHED.value,)).fetchone()

@@ -172,7 +172,7 @@ def _check_optimizer(adam: AdamConfig, capabilities: BackendCapabilities) -> Non
 def _check_sampling(config: RunConfig) -> None:
     """Raise ConfigError if a service would sample neither greedily nor from the full softmax. Services
     return only logprobs of the full softmax, so tokens sampled in any other way cannot be trained on."""
-    if not config.trains_live or not isinstance(config.engine, CloudEngineConfig):
+    if not config.trains_on_groups or not isinstance(config.engine, CloudEngineConfig):
         return
     sampling, section = config.group_settings.sampling, "groups" if config.rollout is None else "rollout"
     if sampling.temperature == 0:

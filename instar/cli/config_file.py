@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from instar.cli.config_errors import explain, find_section_classes
 from instar.config import RunConfig
-from instar.config.data import DATASET_PREFIX, LIVE
+from instar.config.data import DATASET_PREFIX, LIVE, ROLLOUT
 from instar.config.model import RUN_PREFIX
 from instar.errors import ConfigError
 from instar.types import Json
@@ -173,7 +173,7 @@ def _make_source_absolute(source: Any, folder: Path) -> Any:
             return [_make_source_absolute(item, folder) for item in cast(list[Any], source)]
         case {"source": str() as path}:
             return {**cast(Json, source), "source": _make_source_absolute(path, folder)}
-        case str() if source != LIVE and not source.startswith(DATASET_PREFIX):
+        case str() if source not in (ROLLOUT, LIVE) and not source.startswith(DATASET_PREFIX):
             return str(folder / Path(source).expanduser())
         case _:
             return source

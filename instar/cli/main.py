@@ -41,6 +41,7 @@ COMMANDS = {
     "config": Command("config:app", "Check and show the YAML file of a run."),
     "sessions": Command("sessions:app", "Inspect, tag, export and import recorded sessions."),
     "datasets": Command("datasets:app", "Manage exported data by name and version."),
+    "versions": Command("versions:app", "List, promote, reject and roll back versions from live traffic."),
     "keys": Command("keys:app", "Create, list and revoke API keys."),
     "backends": Command("backends:app", "List, check and serve training backends."),
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 from instar.cli.options import AsJson, RunDir, async_command
@@ -15,12 +16,36 @@ from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.data.corrections import CorrectionBatch, load_corrections
+from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
-from instar.store.base import Store
+from instar.store.base import Store, is_correction_key
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
-from instar.types import LIVE_EPOCH, Channel, Claim, ClaimOutcome, Group, GroupStatus, Json, StepState
+from instar.types import (
+    SINGLE_EPOCH,
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    GroupStatus,
+    Json,
+    Session,
+    StepState,
+)
 
 WAITING_STATUSES = (GroupStatus.READY, GroupStatus.SCORING, GroupStatus.OPEN)
+
+
+MAX_LIVE_SESSIONS = 20
+"""The maximum number of live sessions that are listed, newest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedSession:
+    session: Session
+    claim: Claim | None
+    """The session's claim in the planned step or, with the number of the step, in an earlier one."""
+    reason: str
+    """Why the session is, or is not, in the planned step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +60,8 @@ class StepPlan:
     corrections: CorrectionBatch
     waiting: dict[str, int]
     """Number of groups that no step has claimed, by status."""
+    live: list[PlannedSession]
+    """The newest live sessions, or empty if the run does not train on live traffic."""
 
 
 @async_command
@@ -56,17 +83,47 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     steps = await store.steps(config.name)
     step = max((row.step for row in steps), default=0) + 1
     version = (await store.latest_policy(run.policy_id)).version
+    if config.trains_on_live:  # training continues from the newest version, even if no engine serves it yet
+        version = next((row.version for row in reversed(steps) if row.version is not None), version)
     batcher = Batcher(store, config.name, config)
     saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
-    if saved_steps and config.trainer.advantage.estimator == "running":
+    if saved_steps and (config.trains_on_live or config.trainer.advantage.estimator == "running"):
         state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
-    batch = await batcher.preview(step, LIVE_EPOCH, version, step_by_version)
-    corrections = await load_corrections(store, config.name, config.trainer, step, LIVE_EPOCH)
+    batch = await batcher.preview(step, SINGLE_EPOCH, version, step_by_version)
+    corrections = await load_corrections(store, config, step, SINGLE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
-    return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting)
+    live = await _describe_live(store, config, batch)
+    return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting, live)
+
+
+async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> list[PlannedSession]:
+    if not config.trains_on_live:
+        return []
+    rows = await store.sessions(config.name, channel=Channel.LIVE, limit=MAX_LIVE_SESSIONS)
+    sessions = [row.session for row in reversed(rows)]
+    planned = {claim.session_id: claim for claim in [*batch.drops, *batch.claims]}
+    described: list[PlannedSession] = []
+    for live in await LiveLoader(store, config).describe(sessions):
+        session_id = live.session.session_id
+        stored = await store.claims(config.name, session_id=session_id)
+        claims = [claim for claim in stored if not is_correction_key(claim.sample_key)]
+        if claims:
+            step = f"in step {claims[0].step}" if claims[0].step is not None else "without a step"
+            reason = f"already {claims[0].outcome.value} {step}"
+            reason += f": {claims[0].reason}" if claims[0].reason else ""
+        elif live.exclusion is not None:
+            reason = f"excluded: {EXCLUSIONS[live.exclusion]}"
+        elif session_id in planned:
+            claim = planned[session_id]
+            reason = "included" if claim.outcome is ClaimOutcome.TRAINED else f"dropped: {claim.reason}"
+        else:
+            reason = "waits for a later step, because sessions that ended earlier come first"
+        claim = claims[0] if claims else planned.get(session_id)
+        described.append(PlannedSession(live.session, claim, reason))
+    return described
 
 
 async def _load_groups(
@@ -76,7 +133,7 @@ async def _load_groups(
     waiting_groups: dict[str, Group] = {}
     counts: Counter[str] = Counter()
     for status in WAITING_STATUSES:
-        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=LIVE_EPOCH):
+        for group in await store.groups(config.name, Channel.TRAIN, status, unclaimed_in_epoch=SINGLE_EPOCH):
             waiting_groups[group.group_id] = group
             counts[status.value] += 1
     batch_ids = dict.fromkeys(claim.group_id for claim in batch.claims if claim.group_id is not None)
@@ -103,6 +160,15 @@ def plan_json(plan: StepPlan) -> Json:
             for group in plan.groups
         ],
         "dropped_in_other_groups": [_claim_json(claim) for claim in plan.batch.drops],
+        "live_sessions": [
+            {
+                **select_fields(live.session, "session_id", "agent_id", "status"),
+                "reason": live.reason,
+                "reward": live.claim and live.claim.reward,
+                "advantage": live.claim and live.claim.advantage,
+            }
+            for live in plan.live
+        ],
         "corrections": [_claim_json(claim) for claim in plan.corrections.claims],
         "report": plan.batch.report,
     }
@@ -121,9 +187,25 @@ def _tokens_by_sample(plan: StepPlan) -> dict[str, int]:
     return {sample.sample_key: sample.trained_tokens for sample in plan.batch.samples}
 
 
+def _make_live_table(sessions: Sequence[PlannedSession]) -> Table:
+    right = [Column(name, justify="right") for name in ("reward", "advantage")]
+    table = plain_table("live session", "agent", *right, "in this step?")
+    for live in sessions:
+        claim = live.claim
+        table.add_row(
+            live.session.session_id,
+            Text(live.session.agent_id),
+            format_number(claim and claim.reward),
+            "" if claim is None or claim.advantage is None else f"{claim.advantage:+.3f}",
+            Text(live.reason),
+        )
+    return table
+
+
 def _print(console: Console, plan: StepPlan) -> None:
     report = plan.batch.report
-    ready = f"{len(plan.groups)} of {plan.groups_needed} groups are ready"
+    ready_count = len(plan.groups) + len({c.session_id for c in plan.batch.claims if c.group_id is None})
+    ready = f"{ready_count} of {plan.groups_needed} groups are ready"
     status = "would train on" if plan.batch.is_full else f"is waiting ({ready}); it would train on"
     console.print(
         f"step {plan.step} (from version {plan.version}) {status} {report['samples']} samples "
@@ -147,6 +229,8 @@ def _print(console: Console, plan: StepPlan) -> None:
             )
     if plan.groups:
         console.print(table)
+    if plan.live:
+        console.print(_make_live_table(plan.live))
     lines = [
         f"{count} sample(s) from other groups would be dropped: {reason}"
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()

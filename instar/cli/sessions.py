@@ -18,7 +18,9 @@ from instar.cli.filters import build_session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, async_command, new_app
 from instar.cli.output import format_number, plain_table, print_json, select_fields
 from instar.cli.run_store import open_run_store
+from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
+from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
 from instar.store.base import SessionRow, Store
 from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward, Session, SessionStatus, Tag
@@ -122,6 +124,8 @@ class SessionDetails:
     group: Group | None
     group_sessions: list[SessionRow]
     """The sessions in the group's slots, including the session itself, or empty if there is no group."""
+    live_exclusion: str | None = None
+    """Why the live session is not trained on, or None if it waits for a step or is not a live session."""
 
 
 @app.command()
@@ -134,7 +138,7 @@ async def show(
     """Show one session: its messages, rewards, advantage and claims."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         session = await _find_session(store, config.name, session_id)
-        details = await _load_details(store, config.name, session)
+        details = await _load_details(store, config, session)
     if as_json:
         print_json(_details_json(details))
     else:
@@ -157,7 +161,8 @@ async def _find_session(store: Store, run_id: str, id_prefix: str) -> Session:
     return matches[0]
 
 
-async def _load_details(store: Store, run_id: str, session: Session) -> SessionDetails:
+async def _load_details(store: Store, config: RunConfig, session: Session) -> SessionDetails:
+    run_id = config.name
     group, group_sessions = None, []
     if session.group_id is not None:
         groups = await store.groups(run_id, session.channel)
@@ -171,7 +176,17 @@ async def _load_details(store: Store, run_id: str, session: Session) -> SessionD
         claims=await store.claims(run_id, session_id=session.session_id),
         group=group,
         group_sessions=group_sessions,
+        live_exclusion=await _find_live_exclusion(store, config, session),
     )
+
+
+async def _find_live_exclusion(store: Store, config: RunConfig, session: Session) -> str | None:
+    if session.channel is not Channel.LIVE:
+        return None
+    if not config.trains_on_live:
+        return "this run does not train on live sessions (see `data`)"
+    (described,) = await LiveLoader(store, config).describe([session])
+    return None if described.exclusion is None else EXCLUSIONS[described.exclusion]
 
 
 def _details_json(details: SessionDetails) -> Json:
@@ -257,6 +272,10 @@ def _describe_outcome(details: SessionDetails) -> list[str]:
 
 def _explain_unclaimed(details: SessionDetails) -> str:
     session, group = details.session, details.group
+    if session.channel is Channel.LIVE:
+        if details.live_exclusion is None:
+            return "not claimed yet: the session waits for a step"
+        return f"not claimed: {details.live_exclusion}"
     if session.channel is not Channel.TRAIN:
         return f"not claimed: {session.channel} sessions are not trained on"
     if session.status is SessionStatus.ABANDONED:

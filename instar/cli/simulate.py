@@ -111,8 +111,8 @@ def cluster_from_config(
             f"sync.every: only 1 can be simulated, got {config.sync.every}; use `--set sync.every=1` to "
             "simulate engines that are updated in every step"
         )
-    if not config.count_live_groups(config.trainer.steps):
-        raise ConfigError("data: the run has no `live` groups to simulate; add a `live` source")
+    if not config.count_rollout_groups(config.trainer.steps):
+        raise ConfigError("data: the run has no rollouts to simulate; add the source `rollout`")
     return ClusterSpec(
         engines=engines or count_engines(config),
         max_batch=_get_max_batch(config),
@@ -128,7 +128,7 @@ def cluster_from_config(
         trains_on_failed=rollout.failed_reward is not None,
         masks_stale=config.trainer.stale == "mask",
         versions_per_token=switches_policy_mid_reply(config),
-        live_group_counter=config.count_live_groups,
+        rollout_group_counter=config.count_rollout_groups,
     )
 
 

@@ -34,14 +34,16 @@ async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> Ru
     """Return the config with the version and content hash of all exported data filled in. A resumed run keeps
     those in ``previous``, the `data` of its saved config. Otherwise, datasets without a version get their
     newest one."""
-    if all(section.is_live for section in config.data):
+    if not any(section.is_exported for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
     rows = await _list_datasets(config)
     pinned: list[DataConfig] = []
     for index, section in enumerate(config.data):
         path = "data" if len(config.data) == 1 else f"data.{index}"
-        pinned.append(section if section.is_live else _pin(section, previous_by_index.get(index), rows, path))
+        pinned.append(
+            _pin(section, previous_by_index.get(index), rows, path) if section.is_exported else section
+        )
     _check_distinct(config.data, pinned)
     return config.model_copy(update={"data": pinned})
 
@@ -85,7 +87,7 @@ def _check_distinct(sections: Sequence[DataConfig], pinned: Sequence[DataConfig]
     """Raise ConfigError if two sections refer to the same data, whose groups would be claimed twice."""
     sources: dict[str, str] = {}
     for section, pinned_section in zip(sections, pinned, strict=True):
-        if pinned_section.is_live:
+        if not pinned_section.is_exported:
             continue
         label = pinned_section.label
         if (other := sources.setdefault(label, section.source)) != section.source:
@@ -129,11 +131,11 @@ def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) ->
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
     """Import the run's exported data into its store. Groups that were already imported are not changed.
     Raises DataError if the data has changed or cannot be trained on."""
-    if all(section.is_live for section in config.data):
+    if not any(section.is_exported for section in config.data):
         return
     rows = await _list_datasets(config)
     for index, section in enumerate(config.data):
-        if section.is_live:
+        if not section.is_exported:
             continue
         row = _find_dataset(section, rows, f"data.{index}")
         folder = Path(section.source if row is None else row.path)

@@ -20,6 +20,7 @@ from instar.config import (
     UpstreamEngineConfig,
     VllmEngineConfig,
 )
+from instar.config.run import STORED_SETTINGS
 from instar.errors import ConfigError, InstarError
 from instar.types import Json
 
@@ -122,7 +123,7 @@ class RunFolder:
         if not self.config_file.is_file():
             raise ConfigError(f"{self.path} is not a run folder: it has no config.json")
         try:
-            config = RunConfig.model_validate_json(self.config_file.read_bytes())
+            config = RunConfig.model_validate_json(self.config_file.read_bytes(), context=STORED_SETTINGS)
         except ValidationError as error:
             first = error.errors()[0]
             raise ConfigError(

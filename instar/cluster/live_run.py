@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import os
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Literal, Unpack
@@ -36,7 +37,7 @@ from instar.engines.factory import connect_engines
 from instar.errors import ConfigError, EngineUnavailable, InstarError
 from instar.gateway.auth import resolve_admin_key
 from instar.rewards.factory import create_background_scorers
-from instar.store.base import Run, Store
+from instar.store.base import KeyRow, Run, Store
 from instar.store.factory import open_store
 from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
@@ -122,7 +123,7 @@ async def serve_run(
             await _check_name(config, store)
         config = await prepare_adapter(config, folder, resume=resume, log=log)
         folder.create(config)
-        await _register_run(config, store)
+        await _register_run(config, store, log)
         cluster = await _create_cluster(config, folder, store, log)
         resources.push_async_callback(cluster.close)
         interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
@@ -175,6 +176,23 @@ async def _check_name(config: RunConfig, store: Store) -> None:
         )
 
 
+def describe_agents_without_key(config: RunConfig, keys: Sequence[KeyRow]) -> list[str]:
+    """Return a message for each agent in `agents` that has no active key, so that a wrong name is noticed.
+    The run's own agent needs no key: it also owns sessions that are opened with the admin key."""
+    names = sorted({key.agent_id for key in keys if key.agent_id is not None and key.revoked_at is None})
+    messages: list[str] = []
+    for name in config.agents:
+        if name not in names and name != config.agent_id:
+            similar = difflib.get_close_matches(name, [*names, config.agent_id], n=1)
+            hint = f" (did you mean {similar[0]!r}?)" if similar else ""
+            messages.append(
+                f"agents.{name}: no active API key belongs to this agent{hint}; create one with "
+                f"`instar keys create {config.run_dir} --agent {name}`. Agents with keys: "
+                f"{', '.join(names) or 'none'}"
+            )
+    return messages
+
+
 async def _create_cluster(
     config: RunConfig, folder: RunFolder, store: Store, log: Callable[[str], None]
 ) -> Cluster:
@@ -185,7 +203,9 @@ async def _create_cluster(
     return Supervisor(folder, log=log)
 
 
-async def _register_run(config: RunConfig, store: Store) -> None:
+async def _register_run(config: RunConfig, store: Store, log: Callable[[str], None]) -> None:
+    for message in describe_agents_without_key(config, await store.keys()):
+        log(message)
     existing = await store.run(config.name)
     created_at = existing.created_at if existing else 0
     await store.put_run(Run(config.name, config.name, public_settings(config), created_at=created_at))

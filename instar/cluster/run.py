@@ -20,6 +20,7 @@ from instar.cluster.tasks import cancel_tasks
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
+    CloudSection,
     DataConfig,
     EngineReferenceConfig,
     GroupsConfig,
@@ -54,17 +55,23 @@ async def train(
     config, notes = check_run(config, os.environ)
     for note in notes:
         log(note)
+    _check_live(config)
     _check_teacher(config)
     folder = RunFolder(config.run_dir.resolve())
     previous_data: Sequence[DataConfig] = ()
     if resume and folder.config_file.is_file():
         previous = folder.read_config()
         _check_same_backend(config, previous)
+        if previous.trains_on_live and not config.trains_on_live:
+            raise ConfigError(
+                "data: this run has trained on 'live', so its weights may be those of a candidate that "
+                "nobody promoted, and without 'live' they would be served; keep 'live', or start a new run"
+            )
         for change in describe_changes(previous.trainer.model_dump(), config.trainer.model_dump(), "trainer"):
             log(f"this run continues with another setting: {change}")
         previous_data = previous.data
     config = await pin_data(config, previous_data)
-    async with serve_run(config, resume=resume, live=False, log=log) as run:
+    async with serve_run(config, resume=resume, live=config.trains_on_live, log=log) as run:
         if on_started is not None:
             on_started(run)
         try:
@@ -88,7 +95,7 @@ async def train(
 
 def add_default_groups(config: RunConfig) -> RunConfig:
     """Return a training run's config. With live data but no rollout, the run accepts groups from outside."""
-    if config.rollout is None and config.groups is None and config.has_live_data:
+    if config.rollout is None and config.groups is None and config.has_rollout_data:
         return config.model_copy(update={"groups": GroupsConfig()})
     return config
 
@@ -99,6 +106,15 @@ def _check_trainable(config: RunConfig) -> None:
     if not engine_names(config):
         raise ConfigError(
             "engine.type: the model of an upstream cannot be trained; use a different engine, such as local"
+        )
+
+
+def _check_live(config: RunConfig) -> None:
+    if config.trains_on_live and isinstance(config.backend, CloudSection):
+        raise ConfigError(
+            f"backend.type: {config.backend.type!r} cannot be used with data 'live', because the sampler of "
+            "the serving version expires and cannot be exported again while training continues; use local or "
+            "verl"
         )
 
 
@@ -161,7 +177,7 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     starts = [start_trainer(run)]
     if run.config.accepts_groups:
         cluster.log(f"this run has no rollout; it trains on groups from POST {run.gateway_url}/groups")
-    elif run.config.trains_live:
+    elif run.config.trains_on_groups:
         starts.append(start_rollout(run))
     try:
         if await _run_until(stop, run, gather_or_cancel(starts)) is None:

@@ -33,6 +33,7 @@ from instar.config.engines import MixedEngineConfig as MixedEngineConfig
 from instar.config.engines import ScriptedEngineConfig as ScriptedEngineConfig
 from instar.config.engines import UpstreamEngineConfig as UpstreamEngineConfig
 from instar.config.engines import VllmEngineConfig as VllmEngineConfig
+from instar.config.live import LiveAgentConfig as LiveAgentConfig
 from instar.config.model import GatewayConfig as GatewayConfig
 from instar.config.model import ModelConfig as ModelConfig
 from instar.config.model import ModelRoute as ModelRoute

@@ -12,7 +12,10 @@ from pydantic import Field, field_validator, model_validator
 
 from instar.config.base import PositiveInt, Section
 
+ROLLOUT = "rollout"
+"""The source of a run's own rollouts."""
 LIVE = "live"
+"""The source of live traffic."""
 DATASET_PREFIX = "dataset:"
 MAX_SHARE_DENOMINATOR = 10_000
 
@@ -20,14 +23,17 @@ MAX_SHARE_DENOMINATOR = 10_000
 class DataConfig(Section):
     """A source of groups to train on. Use a list to mix several sources."""
 
-    source: str = LIVE
-    """`live`: this run's own sessions. `dataset:NAME` or `dataset:NAME@VERSION`: a named dataset (see
-    `instar datasets`), by default its newest version. Any other value is the path of an exported folder."""
+    source: str = ROLLOUT
+    """`rollout`: the sessions of this run's rollout. `live`: the sessions outside any rollout of agents whose
+    mode in `agents` is `learn`; see docs/live.md. `dataset:NAME` or `dataset:NAME@VERSION`: a named
+    dataset (see `instar datasets`), by default its newest version. Any other value is the path of an exported
+    folder."""
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the groups in each step. The shares of all sources must add up to 1."""
     epochs: PositiveInt | None = None
     """Number of passes over exported data. After the last pass, the source's share of each step stays
-    empty. Default: 1, or as many as the run needs if the data is mixed with `live`."""
+    empty. Default: 1, or as many as the run needs if the data is mixed with `rollout` or
+    `live`."""
     content: str | None = None
     """Content hash that the exported data must have. Default: the hash at the start of the run, which also
     applies when the run is resumed."""
@@ -38,19 +44,28 @@ class DataConfig(Section):
         name, at, version = source.removeprefix(DATASET_PREFIX).partition("@")
         if not name or (source.startswith(DATASET_PREFIX) and at and not version.isdecimal()):
             raise ValueError(
-                f"must be live, dataset:NAME, dataset:NAME@VERSION or the path of a folder, got {source!r}"
+                "must be rollout, live, dataset:NAME, dataset:NAME@VERSION or the path of a folder, got "
+                f"{source!r}"
             )
         return source
 
     @model_validator(mode="after")
     def _check_export_settings(self) -> Self:
-        if self.is_live and (self.epochs is not None or self.content is not None):
-            raise ValueError("epochs and content can only be set for exported data, not for live data")
+        if not self.is_exported and (self.epochs is not None or self.content is not None):
+            raise ValueError(f"epochs and content can only be set for exported data, not for {self.source!r}")
         return self
+
+    @property
+    def is_rollout(self) -> bool:
+        return self.source == ROLLOUT
 
     @property
     def is_live(self) -> bool:
         return self.source == LIVE
+
+    @property
+    def is_exported(self) -> bool:
+        return not (self.is_rollout or self.is_live)
 
     @property
     def dataset(self) -> tuple[str, int | None] | None:
@@ -71,6 +86,12 @@ class DataConfig(Section):
 def group_id_prefix(run_id: str, label: str) -> str:
     """Return the id prefix of the run's groups that come from the source with this label."""
     return f"{run_id}/data/{label}/"
+
+
+def rename_previous_source(section: Any) -> Any:
+    """Return a section from the stored settings of an earlier version, which called rollouts `live`."""
+    is_previous = isinstance(section, dict) and cast(Any, section).get("source") == LIVE
+    return {**section, "source": ROLLOUT} if is_previous else section
 
 
 def normalize_data(value: Any) -> Any:

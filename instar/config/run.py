@@ -5,13 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 
 from instar.config.backends import BackendConfig, LocalBackendConfig
 from instar.config.base import Section
 from instar.config.cluster import ClusterConfig, LocalClusterConfig, SyncConfig
-from instar.config.data import DataConfig, check_data_sources, count_groups, normalize_data
+from instar.config.data import (
+    ROLLOUT,
+    DataConfig,
+    check_data_sources,
+    count_groups,
+    normalize_data,
+    rename_previous_source,
+)
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
+from instar.config.live import LiveAgentConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import (
     AgentRewardConfig,
@@ -24,6 +32,10 @@ from instar.config.rollout import (
 )
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
+
+STORED_SETTINGS = {"is_stored": True}
+"""The validation context for settings that are read from a run's folder. An earlier version may have written
+them."""
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -41,6 +53,8 @@ class RunConfig(Section):
     """Folder of the run. Default: `runs/<name>` in the working directory."""
     agent_id: str = "default"
     """Id of the agent that recorded sessions belong to, unless their API key belongs to a different agent."""
+    agents: dict[str, LiveAgentConfig] = {}
+    """Agents by the name that their API keys have (see `instar keys`), each with its `mode`."""
     model: ModelConfig = ModelConfig()
     store: StoreConfig = SqliteStoreConfig()
     """Database for sessions, rewards and training steps."""
@@ -59,12 +73,13 @@ class RunConfig(Section):
     cluster: ClusterConfig = LocalClusterConfig()
     """Where the run's processes are started."""
     rollout: RolloutConfig | None = None
-    """Agents to run on tasks. Required by `eval`. Without this section, `instar train` trains on `groups`."""
+    """Agents to run on tasks. Required by `eval`. Without this section, the source `rollout` in `data` means
+    `groups`."""
     groups: GroupsConfig | None = None
     """Groups from outside, instead of `rollout`. `instar train` accepts them by default if there is no
     `rollout`; `instar serve` only accepts them if this section is set."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
-    """Data to train on: live sessions of this run, exported data, or both."""
+    """Data to train on: the run's own rollouts or live traffic, exported data, or a mixture."""
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
     """A reward, or a list of rewards to combine with `scoring.combine`."""
     scoring: ScoringConfig = ScoringConfig()
@@ -81,6 +96,17 @@ class RunConfig(Section):
         assert isinstance(self.store, SqliteStoreConfig)
         return self.store.path or self.run_dir / "store.db"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_previous_settings(cls, data: Any, info: ValidationInfo) -> Any:
+        if info.context is not STORED_SETTINGS or not isinstance(data, dict):
+            return data
+        settings = cast(dict[str, Any], data)
+        if "agents" in settings:  # the version that added `agents` gave `live` its present meaning
+            return settings
+        sections = cast(list[Any], settings.get("data", []))
+        return {**settings, "data": [rename_previous_source(section) for section in sections]}
+
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
         for name, route in self.models.items():
@@ -96,9 +122,9 @@ class RunConfig(Section):
                 "groups: cannot be combined with `rollout`, because a run either runs its agents itself or "
                 "accepts groups from outside; remove one of the two sections"
             )
-        if self.groups is not None and not self.has_live_data:
+        if self.groups is not None and not self.has_rollout_data:
             raise ValueError(
-                "groups: cannot be used, because `data` lists only exported data; add the source `live`, or "
+                "groups: cannot be used, because `data` does not list the source `rollout`; add it, or "
                 "remove this section"
             )
         deadline = self.scoring.deadline
@@ -113,6 +139,32 @@ class RunConfig(Section):
                         f"reward.{index}.{name}: must not exceed scoring.deadline ({deadline:g} seconds), "
                         f"got {seconds:g}"
                     )
+        return self
+
+    @model_validator(mode="after")
+    def _check_live(self) -> Self:
+        if not self.trains_on_live:
+            return self
+        if not self.learning_agents:
+            raise ValueError(
+                "data: 'live' is live traffic, and no agent has the mode learn, so there is nothing to train "
+                "on; set agents.NAME.mode to learn, or use 'rollout' for the run's own rollouts, which "
+                "earlier versions called 'live'"
+            )
+        if self.has_rollout_data:
+            raise ValueError(
+                "data: 'live' and 'rollout' cannot be mixed, because rollouts would become stale while "
+                "versions from live data wait for their promotion; use two runs"
+            )
+        conflicts = {
+            "trainer.loss.name: cross_entropy": self.trainer.loss.name == "cross_entropy",
+            "trainer.on_collapse: rewind": self.trainer.on_collapse == "rewind",
+            f"sync.every: {self.sync.every}": self.sync.every > 1,
+            "eval.every": self.eval is not None and self.eval.every is not None,
+        }
+        for setting, is_set in conflicts.items():
+            if is_set:
+                raise ValueError(f"{setting} cannot be used with data 'live'; remove this setting")
         return self
 
     @model_validator(mode="after")
@@ -149,7 +201,7 @@ class RunConfig(Section):
 
     @property
     def group_settings(self) -> GroupConfig:
-        """The settings of the run's live groups."""
+        """The settings of the run's groups from its rollout or from outside."""
         return self.rollout or self.groups or GroupsConfig()
 
     @property
@@ -160,30 +212,45 @@ class RunConfig(Section):
         return 2 if compares_sessions else 1
 
     @property
-    def has_live_data(self) -> bool:
-        return any(source.is_live for source in self.data)
+    def has_rollout_data(self) -> bool:
+        return any(source.is_rollout for source in self.data)
 
     @property
-    def trains_live(self) -> bool:
+    def trains_on_groups(self) -> bool:
         """True if the run trains on groups of its own rollout or from outside."""
-        return (self.rollout is not None or self.groups is not None) and self.has_live_data
+        return (self.rollout is not None or self.groups is not None) and self.has_rollout_data
 
     @property
     def accepts_groups(self) -> bool:
         """True if programs outside the run may open groups."""
-        return self.groups is not None and self.has_live_data
+        return self.groups is not None and self.has_rollout_data
+
+    @property
+    def learning_agents(self) -> list[str]:
+        """The agents whose live sessions the run may train on."""
+        return [name for name, agent in self.agents.items() if agent.mode == "learn"]
+
+    @property
+    def trains_on_live(self) -> bool:
+        """True if the run trains on live traffic. Its versions are then candidates, which no engine serves
+        before they are promoted."""
+        return any(source.is_live for source in self.data)
 
     @property
     def trains(self) -> bool:
-        return self.trains_live or any(not source.is_live for source in self.data)
+        return self.trains_on_groups or any(not source.is_rollout for source in self.data)
 
     def count_groups_by_source(self, steps: int) -> list[int]:
         """Return the number of groups that the first ``steps`` steps take from each source in `data`."""
         return count_groups([source.share for source in self.data], steps * self.trainer.groups_per_step)
 
-    def count_live_groups(self, steps: int) -> int:
+    def count_groups(self, steps: int, source: str) -> int:
+        """Return the number of groups that the first ``steps`` steps take from a source in `data`."""
         counts = zip(self.data, self.count_groups_by_source(steps), strict=True)
-        return sum(count for source, count in counts if source.is_live)
+        return sum(count for section, count in counts if section.source == source)
+
+    def count_rollout_groups(self, steps: int) -> int:
+        return self.count_groups(steps, ROLLOUT)
 
     @property
     def max_staleness(self) -> int:

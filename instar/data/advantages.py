@@ -6,7 +6,7 @@ batcher trains on such a session only if its calls have rewards, or if the run l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import wraps
 from typing import Literal
@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from instar.config import AdvantageConfig
-from instar.types import Floats, Json, Sample
+from instar.data.reward_history import MAX_ADVANTAGE, RewardHistory
+from instar.types import Floats, Json, Sample, Session
 
 Rewards = Sequence[float | None]
 Advantages = list[float | None]
@@ -68,8 +69,10 @@ ESTIMATORS: dict[str, Callable[[Rewards], Advantages]] = {
 
 
 class AdvantageEstimator:
-    def __init__(self, config: AdvantageConfig) -> None:
+    def __init__(self, config: AdvantageConfig, reward_range: tuple[float, float] = (-1.0, 1.0)) -> None:
         self.config = config
+        self.history = RewardHistory(sum(reward_range) / 2)
+        """The rewards of earlier live sessions."""
         self.baseline: float | None = None
         """The moving average of rewards for the `running` estimator. None before the first reward."""
 
@@ -87,13 +90,37 @@ class AdvantageEstimator:
             self.baseline = self.config.decay * self.baseline + (1 - self.config.decay) * reward
         return [None if r is None else r - baseline for r in rewards]
 
+    def estimate_live(
+        self, session: Session, kind: str, reward: float | None, call_rewards: Mapping[str, float]
+    ) -> tuple[float, dict[str, float]]:
+        """Return the advantage of a live session, and what to add to it on the tokens of each rewarded call.
+
+        Both are relative to the rewards of earlier sessions of this kind (see `reward_history`), whatever the
+        estimator for groups is. Their sum is limited like the advantage of a session. A session in which only
+        calls have rewards has advantage 0. Its mean reward becomes part of later baselines.
+        """
+        baseline = self.history.estimate(session.agent_id, kind, session.created_at)
+        advantage = 0.0 if reward is None else baseline.compute_advantage(reward)
+        by_call = {
+            call_id: min(max(advantage + baseline.compute_advantage(value), -MAX_ADVANTAGE), MAX_ADVANTAGE)
+            for call_id, value in call_rewards.items()
+        }
+        value = float(np.mean(list(call_rewards.values()))) if reward is None else reward
+        ended_at = session.created_at if session.ended_at is None else session.ended_at
+        self.history.add(session.agent_id, kind, ended_at, value)
+        weight = self.config.weight
+        return weight * advantage, {key: weight * (total - advantage) for key, total in by_call.items()}
+
     def to_json(self) -> Json:
         """Return the state to checkpoint. It is empty for stateless estimators."""
-        return {"mean": self.baseline} if self.config.estimator == "running" else {}
+        state: Json = {"mean": self.baseline} if self.config.estimator == "running" else {}
+        history = self.history.to_json()
+        return {**state, "live": history} if history else state
 
     def load_json(self, state: Json) -> None:
         if self.config.estimator == "running":
             self.baseline = state.get("mean")
+        self.history.load_json(state.get("live", {}))
 
 
 def has_signal(advantages: Advantages) -> bool:
@@ -139,15 +166,17 @@ def _count_trained_tokens_by_session(samples: Sequence[Sample]) -> dict[str, int
 
 
 def compute_token_scales(
-    samples: Sequence[Sample], mode: Normalization, *, reweight: bool = True
+    samples: Sequence[Sample], mode: Normalization, *, recomputed: Collection[str] = ()
 ) -> list[Floats]:
     """Return, for each sample, the scale of every token's advantage, which is 0 for untrained tokens. Terms
-    that are added to the advantages later must be multiplied by these scales. With ``reweight``, they include
-    the weights of `reweight_truncated_sampling`."""
+    that are added to the advantages later must be multiplied by these scales. They include the weights of
+    `reweight_truncated_sampling`, except for the samples with the keys ``recomputed``."""
     unit_samples = [replace(sample, advantages=sample.mask) for sample in samples]
-    if reweight:
-        unit_samples = [reweight_truncated_sampling(sample) for sample in unit_samples]
-    return [sample.advantages for sample in normalize(unit_samples, mode)]
+    reweighted = [
+        sample if sample.sample_key in recomputed else reweight_truncated_sampling(sample)
+        for sample in unit_samples
+    ]
+    return [sample.advantages for sample in normalize(reweighted, mode)]
 
 
 def reweight_truncated_sampling(sample: Sample) -> Sample:

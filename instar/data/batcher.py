@@ -10,10 +10,13 @@ used for training or dropped for one of the following reasons:
 - ``too_long``: the sample is longer than the model's context. This only happens with exported data.
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
 - ``late``: the session ended after a step had consumed its group. Its claim belongs to that step.
+- ``greedy``, ``no_tokens``: the live session can never be trained on (see `live`).
 
 Groups whose samples are all stale are claimed without a step. So are groups that the rollout dropped, with
 the rollout's reason. If `data` lists exported data, its groups make up part of each step and are claimed
-once per epoch; they are never stale. A batch depends only on the store's rows and the estimator's state.
+once per epoch; they are never stale. If it lists live traffic, each completed live session is a group of one.
+It is never stale: the trainer recomputes the logprobs of old sessions. A batch depends only on the store's
+rows, the estimator's state and, for the age of live sessions, the time.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from instar.config import RunConfig
+from instar.config.data import LIVE, ROLLOUT
 from instar.data.advantages import (
     AdvantageEstimator,
     Advantages,
@@ -38,6 +42,7 @@ from instar.data.advantages import (
 from instar.data.claims import ClaimBuilder, ConsumedGroups
 from instar.data.group_loader import GroupLoader, LoadedGroup, LoadedSession
 from instar.data.linearize import with_advantage
+from instar.data.live import LiveLoader
 from instar.data.mixture import DataMixture
 from instar.data.report import report_batch, report_groups, report_outputs
 from instar.data.staleness import Staleness
@@ -45,6 +50,9 @@ from instar.store.base import Store
 from instar.types import UNTRAINABLE, Channel, Claim, Floats, GroupStatus, Json, Sample
 
 POLL_INTERVAL_SECONDS = 0.05
+LIVE_POLL_INTERVAL_SECONDS = 0.5
+MAX_LIVE_AGE_SECONDS = 86400.0
+"""The logprobs of live sessions that ended earlier are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +67,13 @@ class StepBatch:
     """Claims for all samples in the step's groups, trained or dropped."""
     drops: list[Claim]
     """Drops without a step and, for late sessions, drops in an earlier step."""
+    recomputed: frozenset[str]
+    """The keys of the samples whose logprobs the trainer must recompute."""
     session_starts: list[float]
-    """For each live sample, the Unix time at which its session started."""
+    """For each sample that is not exported data, the Unix time at which its session started."""
     is_full: bool
-    """True if the batch has all its live groups or, in a run without live data, at least one group."""
+    """True if the batch has all its groups except exported ones, and at least one group if it needs only
+    exported ones."""
     report: Json
 
 
@@ -71,8 +82,9 @@ class Batcher:
         self.store = store
         self.run_id = run_id
         self.config = config
-        self.estimator = AdvantageEstimator(config.trainer.advantage)
+        self.estimator = AdvantageEstimator(config.trainer.advantage, config.gateway.reward_range)
         self.loader = GroupLoader(store, config)
+        self.live_loader = LiveLoader(store, config)
         self.mixture = DataMixture(store, run_id, config)
         self._uses_reference = config.trainer.reference.weight > 0
         self._loaded: dict[str, LoadedGroup] = {}
@@ -85,6 +97,7 @@ class Batcher:
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
+        self.live_loader.reset()
         self.estimator.load_json({})
 
     async def next_batch(
@@ -100,7 +113,7 @@ class Batcher:
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
 
-        Live groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
+        Rollout groups are claimed in ``epoch``, exported groups in `LoadedGroup.epoch`. See `Staleness` for
         ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
         consists of the remaining groups. Returns None if no groups are left, or if there are still too few
         when ``stop`` is set or after ``timeout`` seconds. Drops are stored while this method waits.
@@ -111,11 +124,11 @@ class Batcher:
         while True:
             # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
-            fresh, stale_drops = await self._load_ready(step, epoch, staleness)
-            drops += stale_drops
-            if self._has_enough_live_groups(step, fresh) or (is_last and fresh):
+            fresh, new_drops = await self._load_fresh(step, epoch, staleness)
+            drops += new_drops
+            if self._has_enough(step, fresh) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
-                if groups or self.mixture.has_live_data:
+                if groups or self.mixture.has_own_data:
                     return await self._assemble(groups, drops, step, epoch, staleness)
             if drops:
                 # Store the claims now, because the rollout is waiting to replace the dropped groups.
@@ -124,7 +137,9 @@ class Batcher:
             has_timed_out = deadline is not None and time.monotonic() >= deadline
             if is_last or has_timed_out or (stop is not None and stop.is_set()):
                 return None
-            await asyncio.sleep(POLL_INTERVAL_SECONDS)
+            await asyncio.sleep(
+                LIVE_POLL_INTERVAL_SECONDS if self.config.trains_on_live else POLL_INTERVAL_SECONDS
+            )
 
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
@@ -133,12 +148,26 @@ class Batcher:
         changed, but this batcher treats the groups as consumed, so do not use it afterwards."""
         staleness = Staleness(version, step_by_version)
         drops = await self._build_late_and_rollout_drops(epoch)
-        fresh, stale_drops = await self._load_ready(step, epoch, staleness)
+        fresh, new_drops = await self._load_fresh(step, epoch, staleness)
         groups = [*fresh, *await self._load_exported(step)]
-        return await self._assemble(groups, [*drops, *stale_drops], step, epoch, staleness)
+        return await self._assemble(groups, [*drops, *new_drops], step, epoch, staleness)
 
-    def _has_enough_live_groups(self, step: int, live: Sequence[LoadedGroup]) -> bool:
-        return len(live) >= self.mixture.count_live_groups_in_step(step)
+    def _has_enough(self, step: int, fresh: Sequence[LoadedGroup]) -> bool:
+        """Return True if the groups that are not exported are as many as the step needs."""
+        return len(fresh) >= self.mixture.count_own_groups_in_step(step)
+
+    async def _load_fresh(
+        self, step: int, epoch: int, staleness: Staleness
+    ) -> tuple[list[LoadedGroup], list[Claim]]:
+        """Return finished rollout groups and live sessions for the step, and drops for those that cannot be
+        trained on."""
+        fresh, drops = await self._load_ready(step, epoch, staleness)
+        live_count = self.mixture.count_groups_in_step(step, LIVE)
+        ready, excluded = await self.live_loader.load_ready(epoch, live_count)
+        builder = ClaimBuilder(self.run_id, epoch, staleness)
+        for group in excluded:
+            drops += builder.build_group_drops(group, group.group.reason or "no_tokens")
+        return [*fresh, *ready], drops
 
     async def _load_exported(self, step: int) -> list[LoadedGroup]:
         picked = await self.mixture.pick_groups(step)
@@ -150,7 +179,7 @@ class Batcher:
     ) -> tuple[list[LoadedGroup], list[Claim]]:
         """Return unclaimed finished groups, lowest index first and at most as many as the step needs. Also
         return drops for groups that were skipped because all their samples are too stale."""
-        needed = self.mixture.count_live_groups_in_step(step)
+        needed = self.mixture.count_groups_in_step(step, ROLLOUT)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.READY, unclaimed_in_epoch=epoch
         )
@@ -197,7 +226,7 @@ class Batcher:
             builder = ClaimBuilder(self.run_id, epoch, staleness)
             if group.epoch is not None:
                 builder = ClaimBuilder(self.run_id, group.epoch)
-            advantages = self._estimate_advantages(group.sessions)
+            group, advantages = self._estimate(group)
             for session in group.untrainable:
                 claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)
             call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
@@ -209,36 +238,66 @@ class Batcher:
             else:
                 zero_signal_groups += any(advantage is not None for advantage in advantages)
                 claims += builder.build_group_drops(group, "zero_signal", advantages)
-            if group.epoch is None:
+            if group.epoch is None and not group.is_live:
                 self._consumed.add(group, step)
         claims = [replace(claim, step=step) for claim in claims]
-        # If the trainer recomputes logprobs, its importance weights already include this reweighting.
-        reweight = self.config.trainer.off_policy.proximal == "behavior"
+        recomputed = self._select_recomputed(groups, samples, staleness)
         mode = self.config.trainer.advantage.normalize
-        live = [group for group in groups if group.epoch is None]
+        own_groups = [group for group in groups if group.epoch is None]
         start_by_session = {
             session.session.session_id: session.session.created_at
-            for group in live
+            for group in own_groups
             for session in group.sessions
         }
-        live_samples = [sample for sample in samples if sample.session_id in start_by_session]
-        unmasked = {sample.sample_key: sample.trained_tokens for group in live for sample in group.samples}
-        masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in live_samples)
-        reweighted = [reweight_truncated_sampling(s) for s in samples] if reweight else samples
+        own_samples = [sample for sample in samples if sample.session_id in start_by_session]
+        unmasked = {
+            sample.sample_key: sample.trained_tokens for group in own_groups for sample in group.samples
+        }
+        masked_tokens = sum(unmasked[sample.sample_key] - sample.trained_tokens for sample in own_samples)
+        # The importance weights of recomputed logprobs already include this reweighting.
+        reweighted = [s if s.sample_key in recomputed else reweight_truncated_sampling(s) for s in samples]
         return StepBatch(
             samples=normalize(reweighted, mode),
-            scales=compute_token_scales(samples, mode, reweight=reweight),
+            scales=compute_token_scales(samples, mode, recomputed=recomputed),
             divisor=compute_divisor(samples, mode),
             claims=claims,
             drops=drops,
-            session_starts=[start_by_session[sample.session_id] for sample in live_samples],
-            is_full=self._has_enough_live_groups(step, live) and bool(groups or self.mixture.has_live_data),
+            recomputed=recomputed,
+            session_starts=[start_by_session[sample.session_id] for sample in own_samples],
+            is_full=self._has_enough(step, own_groups) and bool(groups or self.mixture.has_own_data),
             report=report_groups(groups)
-            | report_batch(samples, live_samples, [*claims, *drops], staleness)
+            | report_batch(samples, own_samples, [*claims, *drops], staleness)
             | {"stale_masked_tokens": masked_tokens}
-            | report_outputs([[session.samples for session in group.sessions] for group in live])
+            | report_outputs([[session.samples for session in group.sessions] for group in own_groups])
             | {"zero_signal": zero_signal_groups},
         )
+
+    def _select_recomputed(
+        self, groups: Sequence[LoadedGroup], samples: Sequence[Sample], staleness: Staleness
+    ) -> frozenset[str]:
+        """Return the keys of the samples whose logprobs the trainer must recompute: all samples if the run is
+        configured so, and otherwise those from live sessions that are too stale or too old."""
+        if self.config.trainer.off_policy.proximal == "recompute":
+            return frozenset(sample.sample_key for sample in samples)
+        oldest = time.time() - MAX_LIVE_AGE_SECONDS
+        live_sessions = [group.sessions[0].session for group in groups if group.is_live and group.sessions]
+        is_old = {session.session_id: (session.ended_at or 0.0) < oldest for session in live_sessions}
+        return frozenset(
+            sample.sample_key
+            for sample in samples
+            if sample.session_id in is_old
+            and (is_old[sample.session_id] or staleness.of_sample(sample) > self.config.max_staleness)
+        )
+
+    def _estimate(self, group: LoadedGroup) -> tuple[LoadedGroup, Advantages]:
+        """Return the group's advantages, and the group with what the rewards of its calls add to them."""
+        if not group.is_live or not group.sessions:
+            return group, self._estimate_advantages(group.sessions)
+        (loaded,) = group.sessions
+        advantage, call_rewards = self.estimator.estimate_live(
+            loaded.session, group.kind, loaded.reward, loaded.call_rewards
+        )
+        return replace(group, sessions=[replace(loaded, call_rewards=call_rewards)]), [advantage]
 
     def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
         """Return the advantages of a group's sessions. A session without a reward gets advantage 0 if its
@@ -263,7 +322,7 @@ class Batcher:
                 claims += builder.build_loaded_session_drops(session, "no_reward", advantage)
                 continue
             for sample in session.samples:
-                fresh = self._mask_stale_tokens(sample, builder.staleness)
+                fresh = sample if group.is_live else self._mask_stale_tokens(sample, builder.staleness)
                 if fresh is None:
                     claims.append(builder.build_sample_drop(session, sample, advantage, "stale"))
                 elif len(fresh) > self.config.model.max_context:

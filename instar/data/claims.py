@@ -50,7 +50,8 @@ class ClaimBuilder:
             reason = "failed" if session.is_failed else "no_reward"
         if session.samples:
             return [self.build_sample_drop(session, sample, advantage, reason) for sample in session.samples]
-        key = f"{session.session.group_id}/{session.session.slot}/0"
+        group_id, slot = session.session.group_id, session.session.slot
+        key = f"{session.session.session_id}/0" if group_id is None else f"{group_id}/{slot}/0"
         claim = self.build_session_drop(session.session, "no_tokens" if reason == "no_reward" else reason)
         return [replace(claim, sample_key=key, reward=session.reward, advantage=advantage)]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from instar.config import TrainerConfig
+from instar.config import RunConfig
 from instar.data.advantages import normalize
 from instar.store.base import Store, make_feedback_reward_id
 from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
@@ -24,17 +24,17 @@ class CorrectionBatch:
     claims: list[Claim] = field(default_factory=list[Claim])
 
 
-async def load_corrections(
-    store: Store, run_id: str, config: TrainerConfig, step: int, epoch: int
-) -> CorrectionBatch:
+async def load_corrections(store: Store, config: RunConfig, step: int, epoch: int) -> CorrectionBatch:
     """Load the corrections for a step, and the claims that the step must store. Corrections without tokens
-    are claimed as dropped. The batch is empty if `corrections.weight` is 0."""
-    section = config.corrections
+    are claimed as dropped. The batch is empty if `corrections.weight` is 0. Corrections of live replies are
+    used only if the run trains on the agent's live sessions."""
+    section, run_id = config.trainer.corrections, config.name
     if section.weight == 0:
         return CorrectionBatch()
+    live_agents = config.learning_agents if config.trains_on_live else []
     samples: list[Sample] = []
     claims: list[Claim] = []
-    for feedback in await store.corrections(run_id, epoch, section.per_step):
+    for feedback in await store.corrections(run_id, epoch, section.per_step, live_agents):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
         sample = None if call is None else _make_sample(feedback, call, section.weight)
         if sample is not None:
@@ -52,7 +52,7 @@ async def load_corrections(
                 advantage=section.weight if sample else None,
             )
         )
-    return CorrectionBatch(normalize(samples, config.advantage.normalize), claims)
+    return CorrectionBatch(normalize(samples, config.trainer.advantage.normalize), claims)
 
 
 def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:

@@ -10,7 +10,7 @@ from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.data.linearize import linearize
 from instar.store.base import Store
-from instar.types import UNTRAINABLE, Group, Sample, Session, SessionStatus
+from instar.types import UNTRAINABLE, Channel, Group, Sample, Session, SessionStatus
 
 FINISHED_STATUSES = (SessionStatus.COMPLETED, SessionStatus.FAILED)
 """Only sessions with these statuses are loaded. An abandoned session did not finish."""
@@ -39,7 +39,13 @@ class LoadedGroup:
     untrainable: list[LoadedSession] = field(default_factory=list[LoadedSession])
     """The final sessions that are tagged as untrainable."""
     epoch: int | None = None
-    """The epoch in which an exported group is claimed, or None for live groups."""
+    """The epoch in which an exported group is claimed, or None for groups that this run sampled."""
+    kind: str = ""
+    """The kind of a live session's task, whose earlier rewards are its baseline."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.group.channel is Channel.LIVE
 
     @property
     def samples(self) -> list[Sample]:

@@ -1,9 +1,9 @@
-"""Selects the exported groups that a step trains on in addition to live groups."""
+"""Selects the exported groups that a step trains on in addition to the run's own groups."""
 
 from __future__ import annotations
 
 from instar.config import DataConfig, RunConfig
-from instar.config.data import group_id_prefix
+from instar.config.data import LIVE, ROLLOUT, group_id_prefix
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus
 
@@ -23,21 +23,26 @@ class DataMixture:
         """The first epoch that may have unclaimed groups, by source label."""
 
     @property
-    def has_live_data(self) -> bool:
-        return self.config.has_live_data
+    def has_own_data(self) -> bool:
+        """True if the run trains on sessions that it samples itself, in rollouts or live traffic."""
+        return any(not source.is_exported for source in self.config.data)
 
     def reset(self) -> None:
         self._first_epoch = {}
 
-    def count_live_groups_in_step(self, step: int) -> int:
-        return self.config.count_live_groups(step) - self.config.count_live_groups(step - 1)
+    def count_groups_in_step(self, step: int, source: str) -> int:
+        return self.config.count_groups(step, source) - self.config.count_groups(step - 1, source)
+
+    def count_own_groups_in_step(self, step: int) -> int:
+        """Return the number of the step's groups that are not exported data."""
+        return self.count_groups_in_step(step, ROLLOUT) + self.count_groups_in_step(step, LIVE)
 
     async def pick_groups(self, step: int) -> list[ExportedGroup]:
         """Return unclaimed exported groups for a step. An exhausted source contributes fewer groups."""
         before, after = (self.config.count_groups_by_source(count) for count in (step - 1, step))
         picked: list[ExportedGroup] = []
         for section, start, end in zip(self.config.data, before, after, strict=True):
-            if not section.is_live:
+            if section.is_exported:
                 picked += await self._pick_from_source(section, end - start)
         return picked
 
@@ -47,7 +52,7 @@ class DataMixture:
             return []
         picked: list[ExportedGroup] = []
         epoch = self._first_epoch.get(label, 0)
-        max_epochs = section.epochs or (None if self.has_live_data else 1)
+        max_epochs = section.epochs or (None if self.has_own_data else 1)
         while len(picked) < count and (max_epochs is None or epoch < max_epochs):
             picked_ids = {group.group_id for group, _ in picked}
             remaining = await self._read_groups(label, unclaimed_in_epoch=epoch)

@@ -18,14 +18,14 @@ NGRAM_LENGTH = 4
 def report_groups(groups: Sequence[LoadedGroup]) -> Json:
     """Return the mean reward and the numbers of groups, sessions and failed sessions. Exported sessions are
     reported separately, because the policy did not sample them; ``groups`` counts all groups."""
-    live = [session for group in groups if group.epoch is None for session in group.sessions]
+    own = [session for group in groups if group.epoch is None for session in group.sessions]
     exported = [session for group in groups if group.epoch is not None for session in group.sessions]
     exported_metrics = {"data_reward_mean": _average_reward(exported), "data_sessions": len(exported)}
     return {
-        "reward_mean": _average_reward(live),
+        "reward_mean": _average_reward(own),
         "groups": len(groups),
-        "sessions": len(live),
-        "failed": sum(session.is_failed for session in live),
+        "sessions": len(own),
+        "failed": sum(session.is_failed for session in own),
         **(exported_metrics if exported else {}),
     }
 
@@ -36,17 +36,20 @@ def _average_reward(sessions: Sequence[LoadedSession]) -> float | None:
 
 
 def report_batch(
-    samples: Sequence[Sample], live: Sequence[Sample], claims: Iterable[Claim], staleness: Staleness
+    samples: Sequence[Sample], own_samples: Sequence[Sample], claims: Iterable[Claim], staleness: Staleness
 ) -> Json:
-    """Return the size of the batch, the staleness and versions of its live samples, and drops by reason."""
-    versions = np.concatenate([np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in live)])
-    sample_staleness = [staleness.of_sample(sample) for sample in live]
+    """Return the size of the batch, the drops by reason, and the staleness and versions of ``own_samples``,
+    which are all samples except exported ones."""
+    versions = np.concatenate(
+        [np.empty(0, np.int32), *(sample.versions[sample.mask > 0] for sample in own_samples)]
+    )
+    sample_staleness = [staleness.of_sample(sample) for sample in own_samples]
     reasons = Counter(claim.reason or "unknown" for claim in claims if claim.outcome is ClaimOutcome.DROPPED)
     return {
         "samples": len(samples),
-        "data_samples": len(samples) - len(live),
+        "data_samples": len(samples) - len(own_samples),
         "tokens": sum(sample.trained_tokens for sample in samples),
-        "entropy": _estimate_entropy(live),
+        "entropy": _estimate_entropy(own_samples),
         "sequence_tokens": sum(len(sample) for sample in samples),
         "dropped": dict(sorted(reasons.items())),
         "stale_dropped": reasons["stale"],

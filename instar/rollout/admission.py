@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from instar.config import RunConfig
 from instar.store.base import Progress, Store
-from instar.types import LIVE_EPOCH
+from instar.types import SINGLE_EPOCH
 
 MAX_STATE_AGE_SECONDS = 0.25
 """How long a computed state is used if the progress in the store does not change."""
@@ -32,7 +32,7 @@ class Admission:
         self.store = store
         self.run_id = run_id
         self.steps = config.trainer.steps
-        self.count_groups = config.count_live_groups
+        self.count_groups = config.count_rollout_groups
         # Including the step that is trained next. The engines' version may be sync.every - 1 steps old.
         self.steps_ahead = config.max_staleness + 1 - (config.sync.every - 1)
         self._state: AdmissionState | None = None
@@ -48,7 +48,7 @@ class Admission:
         return self._state
 
     async def _compute_state(self) -> AdmissionState:
-        details = await self.store.progress_details(self.run_id, LIVE_EPOCH)
+        details = await self.store.progress_details(self.run_id, SINGLE_EPOCH)
         progress, trained_steps = details.progress, details.trained_steps
         started_groups = progress.next_group_index
         # Groups that are neither running, nor waiting, nor in a step were dropped and must be replaced.

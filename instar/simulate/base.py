@@ -78,11 +78,11 @@ class ClusterSpec:
     """If True, stale tokens are masked; otherwise samples with stale tokens are dropped."""
     versions_per_token: bool = True
     """True if replies continue under a new policy, so that their tokens can have different versions."""
-    live_group_counter: Callable[[int], int] | None = None
+    rollout_group_counter: Callable[[int], int] | None = None
     """Returns how many groups in the first n steps are run by agents. If None, agents run all groups."""
 
-    def count_live_groups(self, steps: int) -> int:
-        counter = self.live_group_counter
+    def count_rollout_groups(self, steps: int) -> int:
+        counter = self.rollout_group_counter
         return steps * self.groups_per_step if counter is None else counter(steps)
 
 
@@ -104,7 +104,7 @@ class SimulationResult:
     in_flight: float = 0.0
     """Mean number of concurrent sessions."""
     staleness: Counter[int] = field(default_factory=Counter[int])
-    """Number of trained live samples by staleness in steps."""
+    """Number of trained rollout samples by staleness in steps."""
     dropped: Counter[str] = field(default_factory=Counter[str])
     """Number of sessions without a trained sample, by reason."""
     crashes: int = 0
@@ -124,6 +124,6 @@ class SimulationResult:
 
     @property
     def stale_fraction(self) -> float:
-        """Fraction of the live samples that were dropped as stale instead of trained on."""
+        """Fraction of the rollout samples that were dropped as stale instead of trained on."""
         stale = self.dropped["stale"]
         return stale / max(1, stale + self.staleness.total())

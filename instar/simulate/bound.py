@@ -57,19 +57,19 @@ def compute_upper_bound(workload: Workload, cluster: ClusterSpec) -> ThroughputB
     batch size and the latency is linear in the number of calls. The duration of one step is added, because
     the last step is trained after the last session has ended.
     """
-    groups = cluster.count_live_groups(cluster.steps)
-    live_slots = cluster.group_size * groups
+    groups = cluster.count_rollout_groups(cluster.steps)
+    rollout_slots = cluster.group_size * groups
     data_samples = cluster.group_size * (cluster.groups_per_step * cluster.steps - groups)
     slot = compute_slot_cost(workload, cluster)
     if slot is None:
         return ThroughputBound(rollout=0.0, trainer=0.0)
     data_tokens = compute_session_cost(workload.sessions, fails=False).tokens * data_samples
     signal_fraction = 1 - workload.zero_signal
-    samples = signal_fraction * (slot.samples * live_slots + data_samples)
-    tokens = signal_fraction * (slot.tokens * live_slots + data_tokens)
+    samples = signal_fraction * (slot.samples * rollout_slots + data_samples)
+    tokens = signal_fraction * (slot.tokens * rollout_slots + data_tokens)
     train_seconds = workload.train_base + workload.train_per_token * tokens / cluster.steps
     step_seconds = train_seconds + compute_mean(workload.publish_seconds)
-    rollout_seconds = live_slots / _find_max_slot_rate(workload, cluster, slot.cost)
+    rollout_seconds = rollout_slots / _find_max_slot_rate(workload, cluster, slot.cost)
     return ThroughputBound(
         rollout=3600 * samples / (rollout_seconds + step_seconds),
         trainer=3600 * samples / (cluster.steps * step_seconds) if step_seconds else float("inf"),

@@ -132,11 +132,11 @@ class PipelineSimulation:
 
     def _can_start_group(self) -> bool:
         cluster = self.cluster
-        claimed_groups = cluster.count_live_groups(self.claimed_steps)
+        claimed_groups = cluster.count_rollout_groups(self.claimed_steps)
         kept_groups = self.open_groups + len(self.ready_groups) + claimed_groups
         replacements = max(0, self.started_groups - kept_groups)
         last_step = min(self.served_steps + cluster.max_staleness + 1, cluster.steps)
-        return self.started_groups < cluster.count_live_groups(last_step) + replacements
+        return self.started_groups < cluster.count_rollout_groups(last_step) + replacements
 
     def _new_attempt(self, group: SimulatedGroup, refills: int = 0, retries: int = 0) -> SessionAttempt:
         sessions = self.workload.sessions
@@ -285,7 +285,7 @@ class PipelineSimulation:
             self._schedule_admission()
         fresh.sort(key=lambda group: group.index)
         self.ready_groups = fresh
-        count_groups = self.cluster.count_live_groups
+        count_groups = self.cluster.count_rollout_groups
         needed = count_groups(self.claimed_steps + 1) - count_groups(self.claimed_steps)
         if len(fresh) >= needed and self.claimed_steps < self.cluster.steps:
             self.ready_groups = fresh[needed:]

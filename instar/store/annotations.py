@@ -224,17 +224,30 @@ def get_feedback(
     return FEEDBACK_ROWS.select(db, sql, [*values, limit])
 
 
-def get_corrections(db: Database, run_id: str, epoch: int, limit: int) -> list[Feedback]:
+def get_corrections(
+    db: Database, run_id: str, epoch: int, limit: int, live_agents: Sequence[str] = ()
+) -> list[Feedback]:
     """Return up to ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
-    first. Evaluation sessions and sessions tagged as untrainable are excluded."""
+    first. Evaluation sessions, sessions tagged as untrainable, and live sessions of agents that are not in
+    ``live_agents`` are excluded."""
     return FEEDBACK_ROWS.select(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
+        f"AND (s.channel != ? OR s.agent_id IN ({db.json_array_sql.format('?')})) "
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
-        (run_id, Channel.VAL.value, UNTRAINABLE, epoch, FEEDBACK_ID_PREFIX, limit),
+        (
+            run_id,
+            Channel.VAL.value,
+            Channel.LIVE.value,
+            json.dumps(list(live_agents)),
+            UNTRAINABLE,
+            epoch,
+            FEEDBACK_ID_PREFIX,
+            limit,
+        ),
     )
 
 

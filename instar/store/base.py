@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from instar.errors import StoreError
-from instar.store import annotations, listing, policies
+from instar.store import annotations, lineage, listing, live, policies
 from instar.store import calls as call_queries
 from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
@@ -24,6 +24,7 @@ from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import KeyKind as KeyKind
 from instar.store.models import KeyRow as KeyRow
+from instar.store.models import PolicyVersion as PolicyVersion
 from instar.store.models import Progress as Progress
 from instar.store.models import ProgressDetails as ProgressDetails
 from instar.store.models import Run as Run
@@ -31,6 +32,7 @@ from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import UnscoredSession as UnscoredSession
+from instar.store.models import is_correction_key as is_correction_key
 from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
@@ -129,6 +131,7 @@ class Store:
     idle_sessions = _read_statement(session_queries.get_idle_sessions)
     seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
+    rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
@@ -230,6 +233,10 @@ class Store:
     steps_by_version = _read(policies.get_steps_by_version)
     latest_policy = _read(policies.get_latest_policy)
     published_policies = _read(policies.get_published_policies)
+    policy_versions = _read(lineage.get_policy_versions)
+    promote_version = _write(lineage.promote_version)
+    reject_version = _write(lineage.reject_version)
+    roll_back = _write(lineage.roll_back)
 
     # training steps
     claim_step = _write(step_queries.claim_step)

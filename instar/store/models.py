@@ -16,6 +16,11 @@ def make_feedback_reward_id(feedback_id: str) -> str:
     return FEEDBACK_ID_PREFIX + feedback_id
 
 
+def is_correction_key(sample_key: str) -> bool:
+    """Return True if the sample is the correction of a reply."""
+    return sample_key.startswith(FEEDBACK_ID_PREFIX)
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     run_id: str
@@ -25,6 +30,23 @@ class Run:
     """``running``, ``finished``, ``stopped`` or ``failed``."""
     reason: str | None = None
     created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyVersion:
+    """A version of a policy and its place in the lineage."""
+
+    policy: types.Policy
+    step: int
+    """The training step whose weights the version has."""
+    state: types.PolicyState
+    stage: types.PolicyStage
+    parent: int | None
+    """The version from which this one was trained, or whose weights it serves again; None if not recorded."""
+    promoted_at: float | None
+    """The Unix time at which a person chose to serve the version, or None if nobody did."""
+    updated_at: float
+    reason: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +61,7 @@ class Progress:
     next_group_index: int
     committed_steps: int
     head_version: int
-    """The newest published version of the run's policy."""
+    """The newest serving version of the run's policy."""
     sessions: dict[str, int] = field(default_factory=dict[str, int])
     """The number of sessions by status."""
 

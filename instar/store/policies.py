@@ -8,20 +8,38 @@ import time
 from instar.errors import StoreError
 from instar.store.codec import DatabaseRow, sanitize_text
 from instar.store.database import Database
-from instar.types import Artifact, Policy, PolicyState
+from instar.types import Artifact, Policy, PolicyStage, PolicyState
+
+ABANDONED_STAGES = (PolicyStage.REJECTED, PolicyStage.RETIRED)
+"""The stages of versions from which training does not continue."""
 
 
-def reserve_version(db: Database, policy_id: str, run_id: str, step: int) -> int:
-    """Reserve and return the next version number of the policy."""
-    db.lock_name(f"versions of {policy_id}")
+def reserve_version(
+    db: Database,
+    policy_id: str,
+    run_id: str,
+    step: int,
+    *,
+    parent: int | None = None,
+    is_candidate: bool = False,
+) -> int:
+    """Reserve and return the next version number of the policy. A candidate is rejected at once if its parent
+    was rejected or replaced by a rollback while it was trained."""
+    lock_versions(db, policy_id)
+    stage = PolicyStage.SERVING
+    if is_candidate:
+        sql = "SELECT stage FROM policies WHERE policy_id = ? AND version = ?"
+        parent_row = db.execute(sql, (policy_id, parent)).fetchone()
+        is_abandoned = parent_row is not None and parent_row["stage"] in ABANDONED_STAGES
+        stage = PolicyStage.REJECTED if is_abandoned else PolicyStage.CANDIDATE
     row = db.execute(
         "SELECT MAX(version) AS newest FROM policies WHERE policy_id = ?", (policy_id,)
     ).fetchone()
     version: int = (row["newest"] or 0) + 1
     db.execute(
-        "INSERT INTO policies (policy_id, version, run_id, step, state, updated_at) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (policy_id, version, run_id, step, PolicyState.RESERVED.value, time.time()),
+        "INSERT INTO policies (policy_id, version, run_id, step, state, updated_at, parent, stage) "
+        "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+        (policy_id, version, run_id, step, PolicyState.RESERVED.value, time.time(), parent, stage.value),
     )
     return version
 
@@ -38,6 +56,11 @@ def put_initial_policy(db: Database, policy: Policy, run_id: str) -> None:
         f"ON CONFLICT (policy_id, version) DO UPDATE SET {changes}",
         (policy.policy_id, run_id, *values),
     )
+
+
+def lock_versions(db: Database, policy_id: str) -> None:
+    """Make other transactions that change the policy's lineage wait for this one."""
+    db.lock_name(f"versions of {policy_id}")
 
 
 def publish(db: Database, policy: Policy) -> None:
@@ -90,19 +113,21 @@ def get_steps_by_version(db: Database, policy_id: str) -> dict[int, int]:
 
 
 def get_latest_policy(db: Database, policy_id: str) -> Policy:
-    """Return the newest published version. Without any, return version 0 with a ``base`` artifact."""
-    sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version DESC LIMIT 1"
-    row = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value)).fetchone()
-    return _decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
+    """Return the newest serving version, or version 0 with a ``base`` artifact if there is none."""
+    sql = (
+        "SELECT * FROM policies WHERE policy_id = ? AND state = ? AND stage = ? ORDER BY version DESC LIMIT 1"
+    )
+    row = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value, PolicyStage.SERVING.value)).fetchone()
+    return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
 
 
 def get_published_policies(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
     """Return the policy and step of each published version, oldest first."""
     sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version"
     rows = db.execute(sql, (policy_id, PolicyState.PUBLISHED.value))
-    return [(_decode_policy(row), row["step"]) for row in rows]
+    return [(decode_policy(row), row["step"]) for row in rows]
 
 
-def _decode_policy(row: DatabaseRow) -> Policy:
+def decode_policy(row: DatabaseRow) -> Policy:
     artifact = Artifact(row["artifact_kind"], row["artifact_path"], row["expires_at"])
     return Policy(row["policy_id"], row["version"], artifact)

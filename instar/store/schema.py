@@ -268,8 +268,12 @@ POLICIES = Table(
         "expires_at": "REAL",
         "reason": "TEXT",
         "updated_at": REAL,
+        "parent": "INTEGER",
+        "stage": "TEXT NOT NULL DEFAULT 'serving'",
+        "promoted_at": "REAL",
     },
     constraints=("PRIMARY KEY (policy_id, version)",),
+    later_columns={"parent": 5, "stage": 5, "promoted_at": 5},
 )
 
 STEPS = Table("steps", _build_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))

@@ -36,6 +36,13 @@ async def create_sync_route(config: RunConfig, backend: Backend, engines: Sequen
     """Create the route. Raises ConfigError if it is not usable or, for `auto`, if no route is usable."""
     endpoints = RouteEndpoints(config, backend, engines)
     name = config.sync.route
+    if config.trains_on_live:
+        if name not in ("auto", "files"):
+            raise ConfigError(
+                f"sync.route: must be auto or files with data 'live', got {name!r}, because a version is "
+                "served only after its promotion, when the trainer no longer has its weights"
+            )
+        return await _create("files", endpoints)
     if name != "auto":
         try:
             return await _create(name, endpoints)

@@ -26,6 +26,7 @@ from instar.data.report import report_session_ages
 from instar.errors import BackendLost, InstarError
 from instar.reference.penalty import ReferencePenalty
 from instar.store.base import Store
+from instar.trainer import lineage
 from instar.trainer.alarms import AlarmDetector
 from instar.trainer.checkpoint import (
     BACKEND_FOLDER,
@@ -43,10 +44,10 @@ from instar.trainer.checkpoint import (
     remove_outdated_checkpoints,
     save_checkpoint,
 )
-from instar.trainer.monitor import Monitor, read_steps
+from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
 from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
-from instar.types import LIVE_EPOCH, Artifact, Json, Policy, StepState
+from instar.types import SINGLE_EPOCH, Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
 
@@ -76,13 +77,17 @@ class Trainer:
         self.step = 0
         """The last step whose update is in the weights."""
         self.saved_step = 0
+        self.version = 0
+        """The policy version of the weights."""
         self.saved_version = 0
         """The version of the last saved step, which `recover` restores."""
+        self.makes_candidates = self.config.trains_on_live
+        """True if new versions are not served before they are promoted."""
         self.lost_sessions = 0
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
         self.is_rollout_finished = False
-        """True if no more live groups will arrive."""
+        """True if no more rollout groups will arrive. Never true if the run trains on live traffic."""
 
     # --- running -----------------------------------------------------------------------------------
 
@@ -108,21 +113,24 @@ class Trainer:
             raise error
         logger.warning("the training session was lost; loading the last saved state: %s", error)
         self.batcher.reset()
-        self.step = self.saved_step = self.saved_version = 0
+        self.step = self.saved_step = self.saved_version = self.version = 0
         self.rewind, self.kl_limiter.lr_scale = RewindState(), 1.0
 
     async def _run_step(self) -> bool:
         """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
         Return False if no data is left."""
         await self._renew_head()
+        if self.makes_candidates:
+            await self._follow_lineage()
         self.activity = f"waiting for data for step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)
+        baseline = self.batcher.estimator.to_json()
         wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
         next_batch = self.batcher.next_batch(
             step=self.step + 1,
-            epoch=LIVE_EPOCH,
-            version=head.version,
+            epoch=SINGLE_EPOCH,
+            version=self.version,
             step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
             is_finished=lambda: self.is_rollout_finished,
@@ -131,6 +139,11 @@ class Trainer:
         batch = await self.publisher.sync_while_waiting(head, next_batch)
         if batch is None:
             return not was_finished  # the last groups may have arrived during the wait
+        if self.makes_candidates and await lineage.find_replacement(self.store, self.policy_id, self.version):
+            # The next call loads the serving version, and builds this batch again. It is not claimed yet.
+            self.batcher.reset()
+            self.batcher.estimator.load_json(baseline)
+            return True
         await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
         self.lost_sessions = 0
         await self._check_alarms()
@@ -146,6 +159,8 @@ class Trainer:
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.publisher.renewal_time is not None:
             limits.append(self.publisher.renewal_time - time.time())
+        if self.makes_candidates:
+            limits.append(lineage.POLL_SECONDS)
         return max(0.0, min(limits)) if limits else None
 
     def _is_done(self) -> bool:
@@ -158,7 +173,7 @@ class Trainer:
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
         started = time.monotonic()
-        corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, LIVE_EPOCH)
+        corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
         await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
@@ -241,19 +256,28 @@ class Trainer:
             if row.state is not StepState.COMMITTED:
                 row_version = version if row is newest else None
                 await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=row_version)
-        self.saved_version = version
-        kept_steps = (self.saved_step, self.rewind.best_step)
+        self.saved_version = self.version = version
         keep_count = self.config.trainer.keep_checkpoints
+        kept = await lineage.list_kept_versions(self.store, self.policy_id, keep_count)
+        kept_steps = [self.saved_step, self.rewind.best_step, *lineage.get_checkpoint_steps(kept)]
         await remove_outdated_checkpoints(self.config.run_dir, self.backend, keep_count, kept_steps)
         return version
 
     async def _publish(self, step: int) -> int:
         self.activity = f"step {step}: publishing"
-        version = await self.store.reserve_version(self.policy_id, self.run_id, step)
-        await self.publisher.push_if_due(await self._record_policy(version, self.publisher.sync.is_live))
+        version = await self.store.reserve_version(
+            self.policy_id, self.run_id, step, parent=self.version, is_candidate=self.makes_candidates
+        )
+        policy = await self._record_policy(version, self.publisher.sync.is_live)
+        self.version = version
+        if not self.makes_candidates:
+            await self.publisher.push_if_due(policy)
+        keep_count = self.config.trainer.keep_checkpoints
         # A recovery makes the last saved version the head again, so its weights must not be removed.
         saved_path = policy_path(self.config.run_dir, self.saved_version)
-        prune_folder(saved_path.parent, self.config.trainer.keep_checkpoints, frozenset({saved_path}))
+        kept = await lineage.list_kept_versions(self.store, self.policy_id, keep_count)
+        kept_paths = frozenset({saved_path, *lineage.get_artifact_paths(kept)})
+        prune_folder(saved_path.parent, keep_count, kept_paths)
         return version
 
     async def _record_policy(self, version: int, is_live: bool) -> Policy:
@@ -290,18 +314,34 @@ class Trainer:
         best = self.rewind.best_step
         if not best or self.rewind.count >= MAX_REWINDS or self._is_done():
             return
+        self.rewind = msgspec.structs.replace(self.rewind, count=self.rewind.count + 1)
+        text = f"restored step {best}; the learning rate is scaled by {self.rewind.lr_scale:g}"
+        self.publisher.require_push()
+        await self._restore_step(best, "rewind", text)
+
+    async def _follow_lineage(self) -> None:
+        """Push the serving version if it was promoted since the last push. If the version of the weights was
+        rejected or replaced, load the serving version, in a step of its own, which trains on no samples."""
+        await self.publisher.push_if_new(await self.store.latest_policy(self.policy_id))
+        if replacement := await lineage.find_replacement(self.store, self.policy_id, self.version):
+            head, step = replacement
+            text = f"version {self.version} was not promoted; training continues from version {head.version}"
+            await self._restore_step(step, "lineage", text, head.version)
+
+    async def _restore_step(self, saved_step: int, alarm: str, text: str, version: int | None = None) -> None:
+        """Load the checkpoint of an earlier step, in a step of its own. The step publishes a new version,
+        unless its weights are those of ``version``."""
         step, started = self.step + 1, time.monotonic()
         await self.store.claim_step(self.run_id, step, [])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        await self.backend.load_state(checkpoint_path(self.config.run_dir, best) / BACKEND_FOLDER)
-        self.rewind = msgspec.structs.replace(self.rewind, count=self.rewind.count + 1)
+        await self.backend.load_state(checkpoint_path(self.config.run_dir, saved_step) / BACKEND_FOLDER)
         self.step = step
-        text = f"step {step}: restored step {best}; the learning rate is scaled by {self.rewind.lr_scale:g}"
-        self.monitor.record("warning", step, {"alarm": "rewind", "text": text})
-        metrics: Json = {"rewound_to": best, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
+        self.monitor.record("warning", step, {"alarm": alarm, "text": f"step {step}: {text}"})
+        metrics: Json = {"rewound_to": saved_step, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
         metrics["train_seconds"] = time.monotonic() - started
-        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
-        self.publisher.require_push()
+        await self.store.advance_step(
+            self.run_id, step, StepState.SUBMITTED, metrics=metrics, version=version
+        )
         metrics |= {"version": await self._save_and_commit(step)}
         self.monitor.record("train", step, {**metrics, "step_seconds": time.monotonic() - started})
 
@@ -325,7 +365,12 @@ class Trainer:
             self.kl_limiter.lr_scale = state.kl_lr_scale
         else:
             await load_initial_weights(self.config, self.backend)
-        await self._tombstone_abandoned_versions()
+            if self.makes_candidates:  # training continues from here if no version was ever promoted
+                state = TrainerState(lineage.INITIAL_STEP, 0.0)
+                await save_checkpoint(self.config.run_dir, self.backend, state)
+        earlier = [row.version for row in rows if row.step < self.saved_step and row.version is not None]
+        self.version = earlier[-1] if earlier else 0
+        await lineage.tombstone_abandoned_versions(self.store, self.policy_id, self.saved_step)
         await self._push_head()
         if released := await self.store.release_steps(
             self.run_id, after=self.saved_step, include_saved=bool(damaged)
@@ -333,20 +378,20 @@ class Trainer:
             logger.info("released the claims of %s step(s): %s", len(released), released)
         remove_checkpoints_after(self.config.run_dir, self.saved_step, damaged)
         if saved_steps:
-            await self._restore_published_version()
+            await lineage.restore_published_version(self.store, self.run_id, self.policy_id, self.saved_step)
             await self._commit()
-            recorded = {record["step"] for record in read_steps(self.config.run_dir)}
-            for row in await self.store.steps(self.run_id):
-                if row.step not in recorded and row.metrics:
-                    self.monitor.record("train", row.step, {**row.metrics, "version": row.version})
+            self.monitor.record_missing(await self.store.steps(self.run_id))
 
     async def _push_head(self) -> None:
         """Push the head before its step is committed, because the rollout continues then. Without the head's
         weights, do nothing: the saved step is not published yet, and `_commit` publishes and pushes it."""
+        head = await self.store.latest_policy(self.policy_id)
+        if self.makes_candidates:
+            await self.publisher.push(head)  # its files are kept, and the weights may be those of a candidate
+            return
         published = await self.store.published_policies(self.policy_id)
         if self.saved_step and self.saved_step not in [step for _, step in published]:
             return
-        head = await self.store.latest_policy(self.policy_id)
         # The files of the head may have been pruned if newer checkpoints were damaged.
         if head.artifact.kind == "live" or is_pruned(head.artifact):
             head = await self._record_policy(head.version, is_live=False)
@@ -354,18 +399,3 @@ class Trainer:
         if not await self._renew_head():
             # Even version 0 is pushed, because an engine may serve a version that is now tombstoned.
             await self.publisher.push(head)
-
-    async def _tombstone_abandoned_versions(self) -> None:
-        # Must run before the steps are released: after a crash in between, the next recovery can repeat this.
-        for version, _ in await self.store.reserved_versions(self.policy_id):
-            await self.store.tombstone(self.policy_id, version, "the trainer stopped before publishing it")
-        for policy, step in await self.store.published_policies(self.policy_id):
-            if step > self.saved_step:
-                await self.store.tombstone(self.policy_id, policy.version, "its step was not saved")
-
-    async def _restore_published_version(self) -> None:
-        """Record the version of the saved step, in case the trainer crashed right after publishing it."""
-        rows = {row.step: row for row in await self.store.steps(self.run_id)}
-        for policy, step in await self.store.published_policies(self.policy_id):
-            if step == self.saved_step and rows[step].version is None:
-                await self.store.advance_step(self.run_id, step, rows[step].state, version=policy.version)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
 import orjson
 
-from instar.types import Json
+from instar.types import Json, Step
 
 
 class Monitor:
@@ -21,6 +21,7 @@ class Monitor:
 
     def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
+        self._run_dir = run_dir
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         if tensorboard is None:
             tensorboard = all(find_spec(package) is not None for package in ("torch", "tensorboard"))
@@ -39,6 +40,13 @@ class Monitor:
             for name, value in _flatten_numbers(kind, values):
                 self._tensorboard.add_scalar(name, value, step)
             self._tensorboard.flush()
+
+    def record_missing(self, steps: Sequence[Step]) -> None:
+        """Record the stored metrics of steps that a crash kept from being recorded."""
+        recorded = {record["step"] for record in read_steps(self._run_dir)}
+        for row in steps:
+            if row.step not in recorded and row.metrics:
+                self.record("train", row.step, {**row.metrics, "version": row.version})
 
     def close(self) -> None:
         self._file.close()

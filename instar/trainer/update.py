@@ -40,16 +40,22 @@ class UpdateResult:
 async def correct_off_policy(
     batch: StepBatch, backend: Backend, config: OffPolicyConfig
 ) -> tuple[StepBatch, Json]:
-    """Apply the off-policy correction, unless `proximal` is `behavior`. Return the corrected batch and its
-    metrics. Samples that have no trained tokens left are removed from the batch."""
-    if config.proximal == "behavior":
+    """Apply the off-policy correction to the samples in ``batch.recomputed``. Return the corrected batch and
+    its metrics. Samples that have no trained tokens left are removed from the batch."""
+    indices = [i for i, sample in enumerate(batch.samples) if sample.sample_key in batch.recomputed]
+    if not indices:
         return batch, {}
     started = time.monotonic()
-    proximal = await backend.forward(batch.samples)
-    samples, scales, metrics = apply_decoupled_ppo(batch.samples, batch.scales, proximal, config)
+    samples, scales = list(batch.samples), list(batch.scales)
+    recomputed = [samples[i] for i in indices]
+    proximal = await backend.forward(recomputed)
+    results = apply_decoupled_ppo(recomputed, [scales[i] for i in indices], proximal, config)
+    metrics = results[2]
+    for i, sample, scale in zip(indices, *results[:2], strict=True):
+        samples[i], scales[i] = sample, scale
     trained = [index for index, sample in enumerate(samples) if sample.trained_tokens]
     corrected = replace(batch, samples=[samples[i] for i in trained], scales=[scales[i] for i in trained])
-    importance = compute_importance_metrics(batch.samples, proximal)
+    importance = compute_importance_metrics(recomputed, proximal)
     return corrected, {**metrics, **importance, "proximal_seconds": time.monotonic() - started}
 
 

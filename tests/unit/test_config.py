@@ -53,13 +53,13 @@ def test_groups_from_outside_are_accepted_without_a_rollout_only() -> None:
     assert not RunConfig().accepts_groups
     config = RunConfig.model_validate({"groups": {"group_policy": "drop", "failed_reward": -1}})
     assert config.accepts_groups
-    assert config.trains_live
+    assert config.trains_on_groups
     assert config.group_settings.failed_reward == -1
     tasks = {"type": "python", "function": "instar.demo.tasks:train_tasks"}
     rollout = {"tasks": tasks, "agent": {"type": "function", "function": "instar.demo.agent:solve"}}
     with pytest.raises(ValidationError, match="groups: cannot be combined with `rollout`"):
         RunConfig.model_validate({"groups": {}, "rollout": rollout})
-    with pytest.raises(ValidationError, match="groups: cannot be used, because `data` lists only exported"):
+    with pytest.raises(ValidationError, match="groups: cannot be used, because `data` does not list"):
         RunConfig.model_validate({"groups": {}, "data": "dataset:golden"})
 
 
@@ -176,3 +176,28 @@ def test_preset_sets_only_settings_that_are_not_given() -> None:
     assert TrainerConfig(preset="careful", adam=AdamConfig(beta1=0.8)).adam.lr == 1e-4
     assert TrainerConfig(preset="fast").groups_per_step == 3
     assert TrainerConfig(preset="fast", groups_per_step=2).groups_per_step == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"agents": {}}, "no agent has the mode learn.*use 'rollout' for the run's own rollouts"),
+        (
+            {"data": [{"source": "live", "share": 0.5}, {"source": "rollout", "share": 0.5}]},
+            "cannot be mixed",
+        ),
+        ({"trainer": {"loss": {"name": "cross_entropy"}}}, "trainer.loss.name: cross_entropy cannot be used"),
+        (
+            {"trainer": {"on_collapse": "rewind"}},
+            "trainer.on_collapse: rewind cannot be used",
+        ),
+        ({"sync": {"every": 2}}, "sync.every: 2 cannot be used with data 'live'"),
+    ],
+)
+def test_live_data_with_settings_that_cannot_be_honoured_is_rejected(
+    settings: dict[str, Any], message: str
+) -> None:
+    live = {"data": "live", "agents": {"support": {"mode": "learn"}}}
+    assert RunConfig.model_validate(live).trains_on_live
+    with pytest.raises(ValidationError, match=message):
+        RunConfig.model_validate({**live, **settings})

@@ -63,7 +63,7 @@ async def run_trainer(context: RoleContext) -> None:
                 monitor=monitor,
                 penalty=penalty,
             )
-            trainer.is_rollout_finished = not config.trains_live
+            trainer.is_rollout_finished = not (config.trains_on_groups or config.trains_on_live)
             context.is_started = True
             async with background_tasks(
                 call_when_set(trainer.stop, context.stop, context.drain),
@@ -78,7 +78,7 @@ async def run_trainer(context: RoleContext) -> None:
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
     """Make the trainer stop after the remaining groups once the rollout has finished and all are scored."""
-    while not trainer.is_rollout_finished:
+    while trainer.config.trains_on_groups and not trainer.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
             trainer.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)

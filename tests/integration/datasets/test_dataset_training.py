@@ -153,11 +153,11 @@ def test_run_on_a_dataset_without_rollout_yields_the_original_weights(
 
 
 @pytest.mark.timeout(300)
-def test_run_on_live_and_dataset_groups_respects_their_shares(
+def test_run_on_rollouts_and_dataset_groups_respects_their_shares(
     original: RunProcess, folder: Path, model: Path
 ) -> None:
     run_cli(folder, "sessions", "export", original.run_dir, "--as", "half", "--format", "parquet")
-    sources = [{"source": "live", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]
+    sources = [{"source": "rollout", "share": 0.5}, {"source": "dataset:half", "share": 0.5}]
     run = run_to_completion(folder, make_settings(folder, model, "both", data=sources))
     groups = run.query("SELECT DISTINCT step, group_id FROM claims ORDER BY step, group_id")
     assert [(step, group.split("/")[1]) for step, group in groups] == [

@@ -22,9 +22,9 @@ AGENT = "{type: command, command: [sh]}"
 INVALID_CONFIGS = {
     "unknown section": (
         "trainr: {}",
-        "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, backend, cluster, data, "
-        "dir, engine, eval, gateway, groups, model, models, name, reward, rollout, scoring, seed, simulate, "
-        "store, sync, trainer, upstreams",
+        "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, agents, backend, cluster, "
+        "data, dir, engine, eval, gateway, groups, model, models, name, reward, rollout, scoring, seed, "
+        "simulate, store, sync, trainer, upstreams",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",
@@ -34,7 +34,7 @@ INVALID_CONFIGS = {
     "unknown key of an engine type": (
         "engine: {type: scripted, replys: [a]}",
         "engine.replys: unknown setting (did you mean 'replies'?). "
-        "Available: count, delay, function, python, replies, type",
+        "Available: count, delay, function, max_adapters, python, replies, type",
     ),
     "unknown key in a nested section": (
         f"rollout: {{agent: {AGENT}, tasks: {{type: jsonl, path: x, lmit: 3}}}}",
@@ -48,6 +48,10 @@ INVALID_CONFIGS = {
     "unknown value": (
         "trainer: {mode: asynch}",
         "trainer.mode: must be async or sync, got 'asynch' (did you mean 'async'?)",
+    ),
+    "unknown mode of a live agent": (
+        "agents: {support: {mode: lern}}",
+        "agents.support.mode: must be observe or learn, got 'lern' (did you mean 'learn'?)",
     ),
     "wrong type": (
         "trainer: {steps: many}",

@@ -65,7 +65,7 @@ async def fill_store(config: RunConfig, tokenizer: Any) -> None:
 async def read_rewards_and_corrections(config: RunConfig) -> tuple[list[Reward], list[Feedback]]:
     store: Store = open_store(config)
     try:
-        return await store.rewards("s-1"), await store.corrections("rated", 0, 10)
+        return await store.rewards("s-1"), await store.corrections("rated", 0, 10, ["a"])
     finally:
         await store.close()
 

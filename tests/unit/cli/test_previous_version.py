@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -103,6 +104,11 @@ def test_previous_store_has_its_steps_claims_and_policies(run_dir: Path) -> None
     artifacts = read_store(run_dir, read)
     assert all(artifact.path and Path(artifact.path).is_dir() for artifact in artifacts)
     assert read_trainer_state(checkpoint_path(run_dir, 2)).step == 2
+
+
+def test_previous_settings_with_the_source_live_are_read_as_rollout(run_dir: Path) -> None:
+    assert json.loads((run_dir / "config.json").read_bytes())["data"][0]["source"] == "live"
+    assert [section.source for section in RunFolder(run_dir).read_config().data] == ["rollout"]
 
 
 def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> None:

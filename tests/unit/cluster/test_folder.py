@@ -54,6 +54,15 @@ async def test_train_in_an_existing_run_folder_is_rejected(tmp_path: Path) -> No
     assert not config.store_path.exists()
 
 
+async def test_resume_of_a_live_run_without_live_data_is_rejected(tmp_path: Path) -> None:
+    """Otherwise, the next version would serve weights that nobody promoted."""
+    config = make_config(tmp_path / "run")
+    live = {"data": "live", "agents": {"support": {"mode": "learn"}}}
+    RunFolder(tmp_path / "run").create(RunConfig.model_validate({**config.model_dump(), **live}))
+    with pytest.raises(ConfigError, match="may be those of a candidate that"):
+        await train(config, resume=True)
+
+
 async def test_resume_without_a_run_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--resume: there is no run in"):
         await train(make_config(tmp_path / "run"), resume=True)

@@ -13,7 +13,7 @@ from instar.backends.resolve import RunSecrets
 from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
-from instar.cluster.live_run import LiveRun
+from instar.cluster.live_run import LiveRun, describe_agents_without_key
 from instar.cluster.run import (
     describe_changes,
     evaluate,
@@ -25,7 +25,7 @@ from instar.cluster.run import (
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
 from instar.errors import InstarError, StoreFull
-from instar.store.base import Run
+from instar.store.base import KeyRow, Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Artifact, Endpoint, Policy
 from tests.unit.cluster.test_supervisor import Script, script, wait_until
@@ -128,6 +128,19 @@ async def test_stop_ends_the_wait_for_the_last_scores(run: LiveRun) -> None:
     assert not scoring_task.done()
     stop.set()
     await asyncio.wait_for(scoring_task, 5)
+
+
+def test_agents_without_an_active_key_are_reported() -> None:
+    config = RunConfig.model_validate({"agent_id": "own", "agents": {"own": {}, "helper": {}, "suport": {}}})
+    keys = [
+        KeyRow("a", "agent", "support"),
+        KeyRow("b", "agent", "helper", revoked_at=1.0),
+        KeyRow("c", "admin"),
+    ]
+    helper, misspelled = describe_agents_without_key(config, keys)
+    assert helper.startswith("agents.helper: no active API key belongs to this agent; create one with")
+    assert "did you mean 'support'?" in misspelled
+    assert misspelled.endswith("Agents with keys: support")
 
 
 def test_changes_name_nested_settings_with_both_values() -> None:

@@ -77,7 +77,7 @@ async def test_batcher_on_imported_sessions_makes_the_same_batches(store: Store,
     copy = SqliteStore(tmp_path / "copy.db")
     await put_test_run(copy)
     await import_sessions(copy, tmp_path / "out", RUN, manifest)
-    config = make_data_config("live", max_staleness=8)
+    config = make_data_config("rollout", max_staleness=8)
     batcher, copy_batcher = Batcher(store, RUN, config), Batcher(copy, RUN, config)
     for step in (1, 2):
         expected_batch = await claim_batch(store, batcher, step)
@@ -116,10 +116,10 @@ async def test_plan_is_full_when_the_dataset_has_no_more_groups(
         target, make_data_config("dataset:golden@1", groups_per_step=8, advantage={})
     )
     assert (dataset_plan.batch.is_full, len(dataset_plan.groups), dataset_plan.groups_needed) == (True, 5, 8)
-    mixed = [{"source": "live", "share": 0.25}, {"source": "dataset:golden@1", "share": 0.75}]
+    mixed = [{"source": "rollout", "share": 0.25}, {"source": "dataset:golden@1", "share": 0.75}]
     config = make_data_config(mixed, groups_per_step=8, advantage={})
     await add_group(target, 0, [0.0, 1.0])
-    assert not (await make_plan(target, config)).batch.is_full, "one of two live groups"
+    assert not (await make_plan(target, config)).batch.is_full, "one of two rollout groups"
     await add_group(target, 1, [0.0, 1.0])
     assert (await make_plan(target, config)).batch.is_full
     missing_plan = await make_plan(
@@ -175,13 +175,15 @@ async def test_batcher_with_mixed_sources_follows_their_shares(
     await import_dataset(store, target, tmp_path)
     for index in range(9):
         await add_group(target, index, [0.0, 1.0])
-    mixed = [{"source": "live", "share": 0.75}, {"source": "dataset:golden@1", "share": 0.25}]
+    mixed = [{"source": "rollout", "share": 0.75}, {"source": "dataset:golden@1", "share": 0.25}]
     config = make_data_config(mixed, groups_per_step=2, max_staleness=8)
     batcher = Batcher(target, RUN, config)
     claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in (1, 2, 3, 4)]
-    live_counts = [sum(name.startswith("train/") for name, _ in groups) for groups in claimed]
-    assert sum(live_counts) == 6
-    assert [config.count_live_groups(step) for step in range(5)] == np.cumsum([0, *live_counts]).tolist()
+    rollout_counts = [sum(name.startswith("train/") for name, _ in groups) for groups in claimed]
+    assert sum(rollout_counts) == 6
+    assert [config.count_rollout_groups(step) for step in range(5)] == np.cumsum(
+        [0, *rollout_counts]
+    ).tolist()
     assert [name for groups in claimed for name, _ in groups if name.startswith("data/")] == [
         "data/golden@1/000000",
         "data/golden@1/000001",
@@ -194,18 +196,18 @@ async def test_batcher_with_mixed_sources_repeats_an_exhausted_dataset(
     await import_dataset(store, target, tmp_path)
     for index in range(7):
         await add_group(target, index, [0.0, 1.0])
-    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    mixed = [{"source": "rollout", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batcher = Batcher(target, RUN, make_data_config(mixed, max_staleness=8))
     claimed = [list_claimed_groups(await claim_batch(target, batcher, step)) for step in range(1, 8)]
     epochs = [epoch for groups in claimed for name, epoch in groups if "golden" in name]
     assert epochs == [0, 0, 0, 0, 0, 1, 1]
 
 
-async def test_batcher_with_mixed_sources_waits_for_live_groups(
+async def test_batcher_with_mixed_sources_waits_for_rollout_groups(
     store: Store, target: Store, tmp_path: Path
 ) -> None:
     await import_dataset(store, target, tmp_path)
-    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    mixed = [{"source": "rollout", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batcher = Batcher(target, RUN, make_data_config(mixed))
     assert await batcher.next_batch(1, 0, version=0, timeout=0.1) is None
 
@@ -289,12 +291,12 @@ def test_count_groups_is_within_one_group_of_each_share(shares: tuple[float, ...
         previous = counts
 
 
-async def test_batch_report_separates_dataset_rewards_from_live_rewards(
+async def test_batch_report_separates_dataset_rewards_from_rollout_rewards(
     store: Store, target: Store, tmp_path: Path
 ) -> None:
     await import_dataset(store, target, tmp_path)
     await add_group(target, 0, [1.0, 0.0])
-    mixed = [{"source": "live", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
+    mixed = [{"source": "rollout", "share": 0.5}, {"source": "dataset:golden@1", "share": 0.5}]
     batch = await claim_batch(target, Batcher(target, RUN, make_data_config(mixed)), 1)
     assert batch is not None
     rewards = [claim.reward for claim in batch.claims if str(claim.group_id).startswith(f"{RUN}/data/")]

@@ -370,7 +370,7 @@ async def test_feedback_configured_patterns_are_redacted(start_gateway: StartGat
 
 
 async def load_correction_ids(gateway: RunningGateway) -> list[int]:
-    (correction,) = await gateway.store.corrections("run", 0, 10)
+    (correction,) = await gateway.store.corrections("run", 0, 10, ["agent"])
     assert correction.correction_ids is not None
     assert correction.correction_ids.dtype == np.int32
     return correction.correction_ids.tolist()
@@ -426,7 +426,7 @@ async def test_correction_with_a_stop_token_is_not_trainable(gateway: RunningGat
     view = await send_human_feedback(gateway, session, correction=text)
     assert not view["trainable"]
     assert "not a valid reply in this model's format" in view["reason"]
-    assert await gateway.store.corrections("run", 0, 10) == []
+    assert await gateway.store.corrections("run", 0, 10, ["agent"]) == []
 
 
 async def test_correction_longer_than_the_context_is_not_trainable(gateway: RunningGateway) -> None:

@@ -90,13 +90,13 @@ def make_config(**overrides: Any) -> RunConfig:
 
 
 def test_cluster_counts_the_live_groups_of_the_run() -> None:
-    data = [{"source": "live", "share": 0.3}, {"source": "folder", "share": 0.7}]
+    data = [{"source": "rollout", "share": 0.3}, {"source": "folder", "share": 0.7}]
     mixed = make_config(data=data)
-    assert [cluster_from_config(mixed).count_live_groups(steps) for steps in range(7)] == [
-        mixed.count_live_groups(steps) for steps in range(7)
+    assert [cluster_from_config(mixed).count_rollout_groups(steps) for steps in range(7)] == [
+        mixed.count_rollout_groups(steps) for steps in range(7)
     ]
-    assert cluster_from_config(mixed).count_live_groups(5) == 3
-    assert cluster_from_config(make_config()).count_live_groups(5) == 10
+    assert cluster_from_config(mixed).count_rollout_groups(5) == 3
+    assert cluster_from_config(make_config()).count_rollout_groups(5) == 10
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_versions_per_token_depends_on_the_engine(overrides: dict[str, Any], exp
 @pytest.mark.parametrize(
     ("overrides", "options", "message"),
     [
-        ({"simulate": {}, "data": "folder"}, [], "data: the run has no `live` groups to simulate"),
+        ({"simulate": {}, "data": "folder"}, [], "data: the run has no rollouts to simulate"),
         ({}, [], "The simulation needs timings"),
         ({"simulate": {}, "rollout": None}, [], "rollout: this section is missing"),
         ({"simulate": {}, "trainer": {"mode": "sync"}}, ["--max-staleness", "2"], "--max-staleness: must be"),

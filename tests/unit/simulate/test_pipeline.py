@@ -255,13 +255,13 @@ def test_exported_groups_are_not_rolled_out() -> None:
     has only exported data."""
     quarter = simulate(
         make_workload([make_session(10)]),
-        make_cluster(groups_per_step=4, live_group_counter=count_one_group_per_step),
+        make_cluster(groups_per_step=4, rollout_group_counter=count_one_group_per_step),
     )
     assert (quarter.samples, quarter.data_samples, quarter.staleness) == (80, 60, {0: 20})
     assert quarter.in_flight <= 2
     eighth = simulate(
         make_workload([make_session(10)]),
-        make_cluster(groups_per_step=4, live_group_counter=count_one_group_per_two_steps),
+        make_cluster(groups_per_step=4, rollout_group_counter=count_one_group_per_two_steps),
     )
     assert eighth.finished
     assert (eighth.samples, eighth.staleness.total()) == (80, 10)
@@ -270,7 +270,7 @@ def test_exported_groups_are_not_rolled_out() -> None:
 
 def test_exported_tokens_are_trained() -> None:
     heavy = make_workload([make_session(9)], train_per_token=0.1)
-    mixed = simulate(heavy, make_cluster(live_group_counter=count_one_group_per_step))
+    mixed = simulate(heavy, make_cluster(rollout_group_counter=count_one_group_per_step))
     live_only = simulate(heavy, make_cluster())
     assert mixed.seconds == pytest.approx(live_only.seconds)
 
@@ -363,7 +363,7 @@ def test_saturated_trainer_reaches_the_bound() -> None:
     assert bound.bottleneck == "trainer"
     assert bound.samples_per_hour == pytest.approx(3600 * 4 / 31)
     assert simulate(workload, cluster).samples_per_hour > 0.97 * bound.samples_per_hour
-    half_live = replace(cluster, live_group_counter=count_one_group_per_step)
+    half_live = replace(cluster, rollout_group_counter=count_one_group_per_step)
     assert compute_upper_bound(workload, half_live).samples_per_hour == bound.samples_per_hour
     assert compute_upper_bound(workload, half_live).rollout > bound.rollout
 

@@ -45,7 +45,7 @@ class FeedbackTests:
         assert await store.feedback(RUN_ID) == []
 
     async def test_corrections_excludes_claimed_and_untrainable_ones(self, store: Store) -> None:
-        for name, channel in (("s", Channel.LIVE), ("tagged", Channel.TRAIN), ("val", Channel.VAL)):
+        for name, channel in (("s", Channel.TRAIN), ("tagged", Channel.TRAIN), ("val", Channel.VAL)):
             await store.open_session(make_session(name, channel=channel))
         await store.open_session(make_session("other", run_id="other-run"))
         await store.add_tags([Tag("tagged", UNTRAINABLE)])
@@ -65,3 +65,11 @@ class FeedbackTests:
         assert await list_remaining(epoch=1) == ["f1", "f2", "f3"]
         await store.release_steps(RUN_ID, after=0)
         assert await list_remaining() == ["f1", "f2", "f3"], "released corrections must be listed again"
+
+    async def test_corrections_of_live_sessions_are_listed_for_the_given_agents(self, store: Store) -> None:
+        for number, name in enumerate(("a", "b")):
+            await store.open_session(make_session(name, channel=Channel.LIVE, agent_id=name))
+            await store.add_feedback(make_correction(number, name))
+        assert await store.corrections(RUN_ID, 0, 10) == []
+        listed = await store.corrections(RUN_ID, 0, 10, ["b", "c"])
+        assert [feedback.session_id for feedback in listed] == ["b"]

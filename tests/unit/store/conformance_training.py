@@ -47,6 +47,42 @@ class PolicyTests:
         await store.publish(renewed)
         assert await store.latest_policy(POLICY_ID) == renewed
 
+    async def test_latest_policy_ignores_candidates_until_one_is_promoted(self, store: Store) -> None:
+        for step in (1, 2, 3):
+            await store.reserve_version(POLICY_ID, RUN_ID, step, parent=step - 1, is_candidate=True)
+            await store.claim_step(RUN_ID, step, [])
+            await store.publish(Policy(POLICY_ID, step, Artifact("adapter", f"/policies/{step}")))
+        assert (await store.latest_policy(POLICY_ID)).version == 0
+        with pytest.raises(StoreError, match="before step 2 is committed"):
+            await store.promote_version(POLICY_ID, 2)
+        await store.advance_step(RUN_ID, 2, StepState.COMMITTED, version=2)
+        await store.promote_version(POLICY_ID, 2)
+        assert (await store.latest_policy(POLICY_ID)).artifact.path == "/policies/2"
+        with pytest.raises(StoreError, match=r"version 2 is serving, but must be a candidate. Candidates: 3"):
+            await store.promote_version(POLICY_ID, 2)
+        rows = await store.policy_versions(POLICY_ID)
+        assert [(row.stage, row.parent) for row in rows] == [("retired", 0), ("serving", 1), ("candidate", 2)]
+        assert [row.promoted_at is None for row in rows] == [True, False, True]
+
+    async def test_reject_version_rejects_its_descendants_and_later_children(self, store: Store) -> None:
+        for step, parent in ((1, 0), (2, 1), (3, 2)):
+            await store.reserve_version(POLICY_ID, RUN_ID, step, parent=parent, is_candidate=True)
+        assert await store.reject_version(POLICY_ID, 2, "worse") == [2, 3]
+        await store.reserve_version(POLICY_ID, RUN_ID, 4, parent=3, is_candidate=True)
+        await store.reserve_version(POLICY_ID, RUN_ID, 5, parent=1, is_candidate=True)
+        stages = [row.stage for row in await store.policy_versions(POLICY_ID)]
+        assert stages == ["candidate", "rejected", "rejected", "rejected", "candidate"]
+
+    async def test_roll_back_to_the_base_model_gets_a_new_number(self, store: Store) -> None:
+        await store.reserve_version(POLICY_ID, RUN_ID, 1)
+        await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "/policies/1")))
+        assert await store.roll_back(POLICY_ID, RUN_ID, 0) == 2
+        assert await store.latest_policy(POLICY_ID) == Policy(POLICY_ID, 2, Artifact("base"))
+        with pytest.raises(StoreError, match="version 2 is served now"):
+            await store.roll_back(POLICY_ID, RUN_ID, 2)
+        await store.reserve_version(POLICY_ID, RUN_ID, 3)
+        assert await store.reserved_versions(POLICY_ID) == [(3, 3)]
+
     async def test_reserve_version_after_a_tombstone_returns_a_new_one(self, store: Store) -> None:
         versions = await asyncio.gather(
             *(store.reserve_version(POLICY_ID, RUN_ID, step) for step in range(10))

@@ -58,8 +58,8 @@ class FaultyStore(SqliteStore):
         await super().advance_step(run_id, step, state, **changes)
         self.faults.reach(state.value)
 
-    async def reserve_version(self, policy_id: str, run_id: str, step: int) -> int:
-        version = await super().reserve_version(policy_id, run_id, step)
+    async def reserve_version(self, policy_id: str, run_id: str, step: int, **lineage: Any) -> int:
+        version = await super().reserve_version(policy_id, run_id, step, **lineage)
         self.faults.reach("reserved")
         return version
 

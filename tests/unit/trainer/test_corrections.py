@@ -34,7 +34,7 @@ async def add_corrected_session(
 ) -> None:
     """Add a session with one call and a correction of its reply."""
     call_id = f"{session_id}#0"
-    await store.open_session(make_session(session_id, **{"channel": Channel.LIVE, **fields}))
+    await store.open_session(make_session(session_id, **{"channel": Channel.TRAIN, **fields}))
     await store.add_calls([make_call(call_id, [1, 2, 3], [7, 9], session_id=session_id)])
     ids = np.asarray(corrected_ids, np.int32)
     feedback = Feedback(session_id, session_id, call_id, correction="corrected", correction_ids=ids)
@@ -65,7 +65,7 @@ async def store(tmp_path: Path) -> Any:
 
 
 async def load_samples(store: Store, config: RunConfig) -> list[Sample]:
-    return (await load_corrections(store, RUN, config.trainer, 1, 0)).samples
+    return (await load_corrections(store, config, 1, 0)).samples
 
 
 async def test_correction_sample_is_prompt_and_corrected_reply(
@@ -98,13 +98,27 @@ async def test_load_corrections_takes_oldest_trainable_up_to_per_step(
     await add_corrected_session(store, "val", channel=Channel.VAL)
     await add_corrected_session(store, "tagged")
     await store.add_tags([Tag("tagged", UNTRAINABLE)])
-    for session_id, channel in (("live", Channel.LIVE), ("train", Channel.TRAIN), ("third", Channel.LIVE)):
+    for session_id, channel in (("first", Channel.TRAIN), ("second", Channel.DATA), ("third", Channel.TRAIN)):
         await add_corrected_session(store, session_id, channel=channel)
-    await store.add_feedback(Feedback("untokenized", "live", "live#0", correction="not tokenized"))
+    await store.add_feedback(Feedback("untokenized", "first", "first#0", correction="not tokenized"))
     samples = await load_samples(store, make_config(tmp_path, model, corrections={"per_step": 2}))
-    assert [sample.session_id for sample in samples] == ["live", "train"], "the two oldest"
+    assert [sample.session_id for sample in samples] == ["first", "second"], "the two oldest"
     disabled = make_config(tmp_path, model, corrections={"weight": 0})
     assert await load_samples(store, disabled) == []
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("observe", []), ("learn", ["live"])])
+async def test_live_correction_is_used_only_if_its_agent_is_learned_from(
+    store: SqliteStore, tmp_path: Path, model: Path, mode: str, expected: list[str]
+) -> None:
+    await add_corrected_session(store, "live", channel=Channel.LIVE)
+    await add_corrected_session(store, "unlisted", channel=Channel.LIVE, agent_id="unlisted")
+    agents = {"default": {"mode": mode}, "other": {"mode": "learn"}}
+    settings = make_config(tmp_path, model).model_dump(exclude_unset=True)
+    config = RunConfig.model_validate({**settings, "agents": agents, "data": "live"})
+    assert [sample.session_id for sample in await load_samples(store, config)] == expected
+    rollout_config = RunConfig.model_validate({**settings, "agents": agents})
+    assert await load_samples(store, rollout_config) == [], "its versions would be served unevaluated"
 
 
 # --- training -----------------------------------------------------------------------------------

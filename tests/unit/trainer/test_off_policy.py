@@ -75,7 +75,7 @@ async def test_step_with_recomputed_logprobs_weights_off_policy_tokens(model: Pa
 
 async def test_reply_sampled_across_update_weights_only_old_tokens(model: Path, tmp_path: Path) -> None:
     """Tokens that the trained policy itself sampled have weight 1, regardless of the tokens before them."""
-    config = make_config(tmp_path, model)
+    config = make_config(tmp_path, model, off_policy=RECOMPUTE)
     backend = LocalBackend(config.model, config.backend, seed=0)  # pyright: ignore[reportArgumentType]
     await fill_store(config)
     batch = await load_first_batch(config)

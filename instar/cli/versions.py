@@ -1,0 +1,186 @@
+"""`instar versions`: list the versions of a run's policy, and choose which one is served."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column
+from rich.text import Text
+
+from instar.cli.options import AsJson, RunDir, async_command, new_app
+from instar.cli.output import format_time, plain_table, print_json, print_result
+from instar.cli.run_store import open_run_store
+from instar.config import RunConfig
+from instar.errors import InstarError
+from instar.store.base import PolicyVersion, Store
+from instar.trainer.checkpoint import checkpoint_path, is_pruned
+from instar.trainer.lineage import INITIAL_STEP
+from instar.types import ClaimOutcome, Json, PolicyStage
+
+app = new_app()
+
+VersionNumber = Annotated[int | None, typer.Argument(metavar="[VERSION]", help="Number of the version.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineage:
+    rows: list[PolicyVersion]
+    serving: int
+    """The version that engines load."""
+
+    def find(self, version: int) -> PolicyVersion:
+        for row in self.rows:
+            if row.policy.version == version:
+                return row
+        known = ", ".join(str(row.policy.version) for row in self.rows) or "none"
+        raise InstarError(f"Version {version} does not exist. Versions: {known}")
+
+
+async def _read_lineage(store: Store, config: RunConfig) -> Lineage:
+    head = await store.latest_policy(config.name)
+    return Lineage(await store.policy_versions(config.name), head.version)
+
+
+def _version_json(lineage: Lineage, row: PolicyVersion) -> Json:
+    return {
+        "version": row.policy.version,
+        "stage": row.stage,
+        "is_served": row.policy.version == lineage.serving,
+        "parent": row.parent,
+        "step": row.step,
+        "artifact": row.policy.artifact.path,
+        "promoted_at": row.promoted_at,
+        "updated_at": row.updated_at,
+        "reason": row.reason,
+    }
+
+
+@app.command("ls")
+@async_command
+async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
+    """List versions with their parents and stages. Engines serve the newest one with the stage `serving`."""
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        lineage = await _read_lineage(store, config)
+    if as_json:
+        print_json([_version_json(lineage, row) for row in lineage.rows])
+        return
+    numbers = [Column(name, justify="right") for name in ("version", "parent", "step")]
+    table = plain_table(*numbers, "stage", Column("changed", no_wrap=True), "reason")
+    for row in lineage.rows:
+        table.add_row(
+            str(row.policy.version),
+            "" if row.parent is None else str(row.parent),
+            str(row.step),
+            row.stage,
+            format_time(row.updated_at),
+            Text(row.reason or ""),
+        )
+    Console().print(table)
+    typer.echo(f"serving: version {lineage.serving}" + ("" if lineage.serving else " (the base model)"))
+
+
+@app.command()
+@async_command
+async def show(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
+    """Show a version and the sessions that its step was trained on. Default: the newest version."""
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        lineage = await _read_lineage(store, config)
+        if not lineage.rows:
+            raise InstarError("The run has no versions yet, except version 0, the base model.")
+        row = lineage.find(lineage.rows[-1].policy.version if version is None else version)
+        claims = await store.claims(config.name, step=row.step)
+    trained = [claim for claim in claims if claim.outcome is ClaimOutcome.TRAINED]
+    claims_json = [
+        {"session_id": claim.session_id, "reward": claim.reward, "advantage": claim.advantage}
+        for claim in trained
+    ]
+    details = _version_json(lineage, row)
+    if as_json:
+        print_json({**details, "trained_on": claims_json})
+        return
+    for name, value in details.items():
+        if value is not None:
+            shown = format_time(value) if name.endswith("_at") else value
+            Console().print(f"{name}: {shown}", highlight=False, markup=False)
+    sessions = sorted({claim.session_id for claim in trained})
+    typer.echo(f"trained on {len(sessions)} session(s): {', '.join(sessions)}")
+
+
+@app.command()
+@async_command
+async def promote(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
+    """Serve a candidate. Default: the newest candidate. A running trainer loads it into the engines within
+    seconds, and engines that start later load it themselves."""
+    async with open_run_store(run_dir) as (config, store):
+        _require_live(config)
+        version = await _choose_candidate(store, config, version)
+        await store.promote_version(config.name, version)
+    print_result(as_json, {"serving": version}, f"Version {version} is now the serving version.")
+
+
+@app.command()
+@async_command
+async def reject(
+    run_dir: RunDir,
+    version: VersionNumber = None,
+    reason: Annotated[str, typer.Option(help="Why the candidate is not served.")] = "rejected by a person",
+    as_json: AsJson = False,
+) -> None:
+    """Reject a candidate and those trained from it. Default: the newest candidate. If training has reached
+    one of them, it continues from the serving version."""
+    async with open_run_store(run_dir) as (config, store):
+        _require_live(config)
+        version = await _choose_candidate(store, config, version)
+        rejected = await store.reject_version(config.name, version, reason)
+    print_result(as_json, {"rejected": rejected}, f"Rejected: {', '.join(map(str, rejected))}.")
+
+
+@app.command()
+@async_command
+async def rollback(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
+    """Serve an earlier version again, under a new number, and continue training from it. Default: the version
+    that was served before. All candidates are rejected."""
+    async with open_run_store(run_dir) as (config, store):
+        _require_live(config)
+        lineage = await _read_lineage(store, config)
+        if version is None:
+            served = [r for r in lineage.rows if r.promoted_at and r.stage is PolicyStage.RETIRED]
+            version = served[-1].policy.version if served else 0
+        _check_files(config, lineage, version)
+        number = await store.roll_back(config.name, config.name, version)
+    text = f"Version {number} is now the serving version, with the weights of version {version}."
+    print_result(as_json, {"serving": number, "source": version}, text)
+
+
+def _require_live(config: RunConfig) -> None:
+    if not config.trains_on_live:
+        raise InstarError(
+            "The versions of this run are served as soon as they are published, because its `data` does not "
+            "list `live`; there is nothing to promote, reject or roll back."
+        )
+
+
+async def _choose_candidate(store: Store, config: RunConfig, version: int | None) -> int:
+    """Return ``version`` or, if it is None, the newest candidate."""
+    if version is not None:
+        return version
+    rows = await store.policy_versions(config.name)
+    candidates = [row.policy.version for row in rows if row.stage is PolicyStage.CANDIDATE]
+    if not candidates:
+        raise InstarError("There are no candidates; see `instar versions ls`.")
+    return candidates[-1]
+
+
+def _check_files(config: RunConfig, lineage: Lineage, version: int) -> None:
+    """Raise InstarError if the files that engines or the trainer need for the version were removed."""
+    row = lineage.find(version) if version else None
+    checkpoint: Path = checkpoint_path(config.run_dir, INITIAL_STEP if row is None else row.step)
+    if not checkpoint.is_dir() or (row is not None and is_pruned(row.policy.artifact)):
+        raise InstarError(
+            f"The files of version {version} were removed. The last trainer.keep_checkpoints "
+            f"({config.trainer.keep_checkpoints}) promoted versions are kept; choose one of these."
+        )

@@ -1,0 +1,60 @@
+"""Queries for the live sessions that a run may train on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from instar.store.database import Database
+from instar.store.models import FEEDBACK_ID_PREFIX
+from instar.store.rows import SESSION_ROWS
+from instar.types import Channel, RewardSource, Session
+
+REWARD_OVERLAP = 256
+"""So many earlier rewards are read again, because a PostgreSQL server may commit rewards out of order."""
+
+
+class RewardedSessions(NamedTuple):
+    sessions: list[Session]
+    last_reward: int
+    """The number of the newest reward, with which the next query continues."""
+
+
+def get_rewarded_live_sessions(
+    db: Database,
+    run_id: str,
+    agent_ids: Sequence[str],
+    epoch: int,
+    *,
+    after_reward: int = 0,
+    session_ids: Sequence[str] = (),
+) -> RewardedSessions:
+    """Return the agents' live sessions that have no claim in the epoch, and have a reward after
+    ``after_reward`` or an id in ``session_ids``. The oldest session is first. Rewards with the source
+    ``fallback`` and claims on corrections do not count."""
+    last = db.execute("SELECT MAX(seq) AS seq FROM rewards").fetchone()["seq"] or 0
+    sessions = SESSION_ROWS.select(
+        db,
+        f"""
+        SELECT * FROM sessions s WHERE s.session_id IN (
+            SELECT session_id FROM rewards WHERE seq > :after AND run_id = :run AND source != :fallback
+            UNION ALL SELECT session_id FROM sessions
+            WHERE session_id IN ({db.json_array_sql.format(":ids")}))
+          AND s.run_id = :run AND s.channel = :live
+          AND s.agent_id IN ({db.json_array_sql.format(":agents")})
+          AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.session_id = s.session_id AND c.run_id = :run
+            AND c.epoch = :epoch AND substr(c.sample_key, 1, {len(FEEDBACK_ID_PREFIX)}) != :feedback)
+        ORDER BY s.seq""",
+        {
+            "after": after_reward - REWARD_OVERLAP,
+            "run": run_id,
+            "fallback": RewardSource.FALLBACK.value,
+            "ids": json.dumps(list(session_ids)),
+            "live": Channel.LIVE.value,
+            "agents": json.dumps(list(agent_ids)),
+            "epoch": epoch,
+            "feedback": FEEDBACK_ID_PREFIX,
+        },
+    )
+    return RewardedSessions(sessions, last)

@@ -1,0 +1,66 @@
+"""Decides from which version a trainer of candidates continues, and which files must be kept to serve it.
+
+Versions from live traffic are candidates. Training continues from the newest candidate, until it is rejected
+or a rollback replaces it. Then it continues from the serving version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from instar.store.base import PolicyVersion, Store
+from instar.types import Policy, PolicyStage
+
+POLL_SECONDS = 5.0
+"""How often the trainer checks which version is promoted or rejected while it waits for data."""
+INITIAL_STEP = 0
+"""The number of the checkpoint with the weights before the first step."""
+
+
+async def find_replacement(store: Store, policy_id: str, version: int) -> tuple[Policy, int] | None:
+    """Return the serving version and its step if training must not continue from ``version``, because it was
+    rejected or replaced, and None otherwise."""
+    rows = {row.policy.version: row for row in await store.policy_versions(policy_id)}
+    row = rows.get(version)
+    if row is None or row.stage in (PolicyStage.CANDIDATE, PolicyStage.SERVING):
+        return None
+    head = await store.latest_policy(policy_id)
+    return head, rows[head.version].step if head.version else INITIAL_STEP
+
+
+async def list_kept_versions(store: Store, policy_id: str, count: int) -> list[PolicyVersion]:
+    """Return the serving version and the last ``count`` promoted ones. Engines that start load the files of
+    the serving version, and a rollback needs those of the others and their checkpoints."""
+    rows = await store.policy_versions(policy_id)
+    serving = [row for row in rows if row.stage is PolicyStage.SERVING]
+    promoted = [row for row in rows if row.promoted_at is not None]
+    return [*serving[-1:], *promoted[-count - 1 :]]
+
+
+async def tombstone_abandoned_versions(store: Store, policy_id: str, saved_step: int) -> None:
+    """Tombstone the versions that were not published, or whose steps were not saved. Must run before the
+    steps are released: after a crash in between, the next recovery can repeat this."""
+    for version, _ in await store.reserved_versions(policy_id):
+        await store.tombstone(policy_id, version, "the trainer stopped before publishing it")
+    for row in await store.policy_versions(policy_id):
+        # A promoted version stays, even if the checkpoint of its step is damaged: it is being served.
+        if row.step > saved_step and row.promoted_at is None:
+            await store.tombstone(policy_id, row.policy.version, "its step was not saved")
+
+
+async def restore_published_version(store: Store, run_id: str, policy_id: str, saved_step: int) -> None:
+    """Record the version of the saved step, in case the trainer crashed right after publishing it."""
+    rows = {row.step: row for row in await store.steps(run_id)}
+    for policy, step in await store.published_policies(policy_id):
+        if step == saved_step and rows[step].version is None:
+            await store.advance_step(run_id, step, rows[step].state, version=policy.version)
+
+
+def get_checkpoint_steps(versions: Sequence[PolicyVersion]) -> list[int]:
+    """Return the steps whose checkpoints restore these versions or the base model."""
+    return [INITIAL_STEP, *(row.step for row in versions)]
+
+
+def get_artifact_paths(versions: Sequence[PolicyVersion]) -> list[Path]:
+    return [Path(row.policy.artifact.path) for row in versions if row.policy.artifact.path]

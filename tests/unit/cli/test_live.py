@@ -1,0 +1,74 @@
+"""Tests for what `plan` and `sessions show` say about live sessions."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.store.factory import open_store
+from instar.types import Claim, ClaimOutcome, SessionStatus
+from tests.unit.cli.conftest import Instar
+from tests.unit.data.builders import RUN, put_test_run
+from tests.unit.data.test_live import add_live, make_live_config
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    config = make_live_config(groups_per_step=2).model_copy(update={"dir": tmp_path / "run"})
+    RunFolder(config.run_dir).create(config)
+
+    async def fill() -> None:
+        store = open_store(config)
+        await put_test_run(store)
+        await add_live(store, "trained", ended=1)
+        await store.claim_step(RUN, 1, [Claim(RUN, 0, "trained/0", "trained", None, ClaimOutcome.TRAINED)])
+        await add_live(store, "first", 1.0, ended=2)
+        await add_live(store, "watched", agent_id="watched", ended=2)
+        await add_live(store, "open", status=SessionStatus.OPEN)
+        await add_live(store, "third", 1.0, ended=4)
+        await add_live(store, "second", 0.0, ended=3)
+        await store.close()
+
+    asyncio.run(fill())
+    return config
+
+
+def test_plan_says_for_every_live_session_whether_it_is_included(instar: Instar, config: RunConfig) -> None:
+    plan = instar("plan", config.run_dir, "--json").json
+    assert (plan["step"], plan["ready"], plan["report"]["samples"]) == (2, True, 2)
+    assert [(live["session_id"], live["reason"], live["advantage"]) for live in plan["live_sessions"]] == [
+        ("second", "included", -1.0),
+        ("third", "waits for a later step, because sessions that ended earlier come first", None),
+        ("open", "excluded: the session is not complete", None),
+        ("watched", "excluded: its agent's mode is observe; set `agents.NAME.mode` to learn", None),
+        ("first", "included", 1.0),
+        ("trained", "already trained in step 1", None),
+    ]
+    output = instar("plan", config.run_dir).out
+    assert "step 2 (from version 0) would train on 2 samples" in output
+    assert "already trained in step 1" in output
+
+
+@pytest.mark.parametrize(
+    ("session_id", "line"),
+    [
+        ("trained", "sample trained/0: advantage none → trained in step 1, 0 step(s) stale"),
+        ("first", "not claimed yet: the session waits for a step"),
+        ("watched", "not claimed: its agent's mode is observe; set `agents.NAME.mode` to learn"),
+        ("open", "not claimed: the session is not complete"),
+    ],
+)
+def test_sessions_show_says_why_a_live_session_is_not_claimed(
+    instar: Instar, config: RunConfig, session_id: str, line: str
+) -> None:
+    assert line in instar("sessions", "show", config.run_dir, session_id).out
+
+
+def test_sessions_show_in_a_run_on_rollouts_names_the_setting(instar: Instar, config: RunConfig) -> None:
+    RunFolder(config.run_dir).create(RunConfig.model_validate({"name": RUN, "dir": config.run_dir}))
+    output = instar("sessions", "show", config.run_dir, "first").out
+    assert "not claimed: this run does not train on live sessions (see `data`)" in output

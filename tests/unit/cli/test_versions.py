@@ -1,0 +1,92 @@
+"""Tests of `instar versions` on a run with candidates."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.store.factory import open_store
+from instar.trainer.checkpoint import checkpoint_path
+from instar.types import Artifact, Claim, ClaimOutcome, Policy, StepState
+from tests.unit.cli.conftest import Instar
+from tests.unit.data.builders import RUN, put_test_run
+from tests.unit.data.test_live import add_live, make_live_config
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """Return the folder of a run with three committed candidates, the first of which is served."""
+    folder = tmp_path / "run"
+    config = make_live_config().model_copy(update={"dir": folder})
+    RunFolder(folder).create(config)
+
+    async def fill() -> None:
+        store = open_store(config)
+        await put_test_run(store)
+        for step in (1, 2, 3):
+            await add_live(store, f"s{step}")
+            await store.claim_step(
+                RUN, step, [Claim(RUN, 0, f"s{step}/0", f"s{step}", None, ClaimOutcome.TRAINED, reward=1.0)]
+            )
+            await store.reserve_version(RUN, RUN, step, parent=step - 1, is_candidate=True)
+            await store.publish(Policy(RUN, step, Artifact("adapter", str(folder / f"v{step}"))))
+            await store.advance_step(RUN, step, StepState.COMMITTED, version=step)
+            (folder / f"v{step}").mkdir()
+            checkpoint_path(folder, step).mkdir(parents=True)
+        await store.promote_version(RUN, 1)
+        await store.close()
+
+    asyncio.run(fill())
+    return folder
+
+
+def list_stages(instar: Instar, run_dir: Path) -> dict[int, str]:
+    return {row["version"]: row["stage"] for row in instar("versions", "ls", run_dir, "--json").json}
+
+
+def test_promote_serves_the_newest_candidate_by_default(instar: Instar, run_dir: Path) -> None:
+    assert list_stages(instar, run_dir) == {1: "serving", 2: "candidate", 3: "candidate"}
+    assert instar("versions", "promote", run_dir, "--json").json == {"serving": 3}
+    assert list_stages(instar, run_dir) == {1: "retired", 2: "retired", 3: "serving"}
+    result = instar("versions", "promote", run_dir)
+    assert (result.code, result.err) == (1, "error: There are no candidates; see `instar versions ls`.\n")
+    assert "serving: version 3" in instar("versions", "ls", run_dir).out
+
+
+def test_reject_keeps_the_serving_version(instar: Instar, run_dir: Path) -> None:
+    assert instar("versions", "reject", run_dir, "2", "--json").json == {"rejected": [2, 3]}
+    assert list_stages(instar, run_dir) == {1: "serving", 2: "rejected", 3: "rejected"}
+
+
+def test_rollback_by_default_returns_to_the_version_served_before(instar: Instar, run_dir: Path) -> None:
+    instar("versions", "promote", run_dir, "2")
+    assert instar("versions", "rollback", run_dir, "--json").json == {"serving": 4, "source": 1}
+    assert list_stages(instar, run_dir) == {1: "retired", 2: "retired", 3: "rejected", 4: "serving"}
+
+
+def test_rollback_to_removed_files_is_refused(instar: Instar, run_dir: Path) -> None:
+    instar("versions", "promote", run_dir, "2")
+    (run_dir / "v1").rmdir()
+    result = instar("versions", "rollback", run_dir, "1")
+    assert result.code == 1
+    assert "The files of version 1 were removed. The last trainer.keep_checkpoints (2)" in result.err
+    assert list_stages(instar, run_dir)[2] == "serving"
+
+
+def test_show_lists_the_sessions_that_a_version_was_trained_on(instar: Instar, run_dir: Path) -> None:
+    shown = instar("versions", "show", run_dir, "2", "--json").json
+    assert (shown["parent"], shown["stage"], shown["is_served"]) == (1, "candidate", False)
+    assert shown["trained_on"] == [{"session_id": "s2", "reward": 1.0, "advantage": None}]
+    assert "trained on 1 session(s): s3" in instar("versions", "show", run_dir).out
+    assert "Version 9 does not exist. Versions: 1, 2, 3" in instar("versions", "show", run_dir, "9").err
+
+
+def test_promote_in_a_run_without_live_data_is_refused(instar: Instar, run_dir: Path) -> None:
+    RunFolder(run_dir).create(RunConfig.model_validate({"name": RUN, "dir": run_dir}))
+    result = instar("versions", "promote", run_dir, "2")
+    assert result.code == 1
+    assert "there is nothing to promote, reject or roll back" in result.err

@@ -1,0 +1,221 @@
+"""Tests that versions from live traffic are served only after their promotion, also after crashes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from instar.config import RunConfig
+from instar.errors import StoreError
+from instar.store.sqlite import SqliteStore
+from instar.trainer.checkpoint import checkpoint_path, is_pruned
+from instar.types import Channel, ClaimOutcome, PolicyStage, StepState
+from tests.tiny import make_tiny_model
+from tests.unit.data.builders import RUN, put_test_run
+from tests.unit.data.test_live import add_live
+from tests.unit.trainer.harness import (
+    FaultInjector,
+    SimulatedCrash,
+    TrainerHarness,
+    make_config,
+    open_trainer,
+)
+
+CRASH_POINTS = [
+    "claimed",
+    "forward_backward",
+    "optim_step",
+    "state written",
+    "saved",
+    "reserved",
+    "artifact written",
+    "published",
+    "committed",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), hidden=32)
+
+
+def make_live_config(folder: Path, model: Path, **trainer: Any) -> RunConfig:
+    settings = make_config(folder, model, **trainer).model_dump(exclude_unset=True)
+    return RunConfig.model_validate({**settings, "data": "live", "agents": {"default": {"mode": "learn"}}})
+
+
+async def add_sessions(config: RunConfig, *names: str, agent_id: str = "default") -> None:
+    store = SqliteStore(config.store_path)
+    if await store.run(RUN) is None:
+        await put_test_run(store)
+    for index, name in enumerate(names):
+        await add_live(store, name, 1.0, ended=float(index), agent_id=agent_id)
+    await store.close()
+
+
+async def list_stages(harness: TrainerHarness) -> dict[int, str]:
+    return {row.policy.version: row.stage.value for row in await harness.store.policy_versions(RUN)}
+
+
+async def list_parents(harness: TrainerHarness) -> dict[int, int | None]:
+    return {row.policy.version: row.parent for row in await harness.store.policy_versions(RUN)}
+
+
+async def run_steps(config: RunConfig, steps: int) -> None:
+    """Train until ``steps`` steps are done, in a new trainer, as a resumed run does."""
+    trainer = config.trainer.model_copy(update={"steps": steps})
+    async with open_trainer(config.model_copy(update={"trainer": trainer})) as harness:
+        await harness.trainer.run()
+        assert (await harness.engine.status()).version == (await harness.store.latest_policy(RUN)).version
+
+
+async def test_versions_from_live_data_are_not_served_before_promotion(model: Path, tmp_path: Path) -> None:
+    config = make_live_config(tmp_path, model, steps=2)
+    await add_sessions(config, "a", "b")
+    await add_sessions(config, "other", agent_id="observed")
+    async with open_trainer(config) as harness:
+        await harness.trainer.run()
+        assert await list_stages(harness) == {1: "candidate", 2: "candidate"}
+        assert await list_parents(harness) == {1: 0, 2: 1}
+        assert (await harness.store.latest_policy(RUN)).version == 0
+        assert (await harness.engine.status()).version == 0
+        claims = await harness.store.claims(RUN)
+        assert [(claim.session_id, claim.step, claim.outcome) for claim in claims] == [
+            ("a", 1, ClaimOutcome.TRAINED),
+            ("b", 2, ClaimOutcome.TRAINED),
+        ]
+        await harness.store.promote_version(RUN, 2)
+        await harness.trainer.publisher.push_if_new(await harness.store.latest_policy(RUN))
+        assert (await harness.engine.status()).version == 2
+        assert await list_stages(harness) == {1: "retired", 2: "serving"}
+        assert (await harness.store.progress(RUN, Channel.LIVE)).head_version == 2
+
+
+async def test_training_continues_from_the_candidate_until_it_is_rejected(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model)
+    await add_sessions(config, "a", "b", "c")
+    await run_steps(config, 1)
+    async with open_trainer(config) as harness:
+        await harness.store.promote_version(RUN, 1)
+    await run_steps(config, 2)
+    async with open_trainer(config) as harness:
+        assert await list_parents(harness) == {1: 0, 2: 1}
+        assert await harness.store.reject_version(RUN, 2, "worse") == [2]
+    await run_steps(config, 4)  # one step restores version 1, and one trains on the last session
+    async with open_trainer(config) as harness:
+        assert await list_parents(harness) == {1: 0, 2: 1, 3: 1}
+        assert await list_stages(harness) == {1: "serving", 2: "rejected", 3: "candidate"}
+        steps = await harness.store.steps(RUN)
+        assert [(step.step, step.version) for step in steps] == [(1, 1), (2, 2), (3, 1), (4, 3)]
+        claims = await harness.store.claims(RUN)
+        assert [(claim.session_id, claim.step) for claim in claims] == [("a", 1), ("b", 2), ("c", 4)]
+    first, restored = (checkpoint_path(tmp_path, step) / "backend" for step in (1, 3))
+    assert (first / "state.safetensors").read_bytes() == (restored / "state.safetensors").read_bytes()
+
+
+async def test_rejection_without_a_promotion_restores_the_initial_weights(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model)
+    await add_sessions(config, "a", "b")
+    await run_steps(config, 1)
+    async with open_trainer(config) as harness:
+        await harness.store.reject_version(RUN, 1, "worse")
+    await run_steps(config, 3)
+    async with open_trainer(config) as harness:
+        assert await list_parents(harness) == {1: 0, 2: 0}
+        assert await list_stages(harness) == {1: "rejected", 2: "candidate"}
+    initial, restored = (checkpoint_path(tmp_path, step) / "backend" for step in (0, 2))
+    assert (initial / "state.safetensors").read_bytes() == (restored / "state.safetensors").read_bytes()
+
+
+async def test_rollback_serves_earlier_weights_under_a_new_number(model: Path, tmp_path: Path) -> None:
+    config = make_live_config(tmp_path, model)
+    await add_sessions(config, "a", "b", "c", "d")
+    for step in (1, 2):
+        await run_steps(config, step)
+        async with open_trainer(config) as harness:
+            await harness.store.promote_version(RUN, step)
+    await run_steps(config, 3)
+    async with open_trainer(config) as harness:
+        before = {row.policy.version: row.policy.artifact for row in await harness.store.policy_versions(RUN)}
+        assert await harness.store.roll_back(RUN, RUN, 1) == 4
+        head = await harness.store.latest_policy(RUN)
+        assert (head.version, head.artifact) == (4, before[1])
+        assert await list_stages(harness) == {1: "retired", 2: "retired", 3: "rejected", 4: "serving"}
+        with pytest.raises(StoreError, match=r"version 3 cannot be rolled back to.*before are 0, 1, 2"):
+            await harness.store.roll_back(RUN, RUN, 3)
+    await run_steps(config, 5)
+    async with open_trainer(config) as harness:
+        assert await list_parents(harness) == {1: 0, 2: 1, 3: 2, 4: 1, 5: 4}
+
+
+async def test_version_is_rejected_if_its_parent_is_while_it_is_trained(model: Path, tmp_path: Path) -> None:
+    config = make_live_config(tmp_path, model)
+    await add_sessions(config, "a")
+    await run_steps(config, 1)
+    async with open_trainer(config) as harness:
+        await harness.store.reject_version(RUN, 1, "worse")
+        version = await harness.store.reserve_version(RUN, RUN, 2, parent=1, is_candidate=True)
+        assert (await list_stages(harness))[version] == PolicyStage.REJECTED
+
+
+async def test_promotion_of_a_version_without_a_committed_step_is_refused(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model, steps=3, checkpoint_every=2)
+    await add_sessions(config, "a", "b")
+    faults = FaultInjector("claimed", 2)
+    async with open_trainer(config, faults) as harness:
+        with pytest.raises(SimulatedCrash):
+            await harness.trainer.run()
+        with pytest.raises(StoreError, match="version 1 cannot be promoted before step 1 is committed"):
+            await harness.store.promote_version(RUN, 1)
+        with pytest.raises(StoreError, match=r"version 7 does not exist.*Candidates: 1"):
+            await harness.store.promote_version(RUN, 7)
+
+
+@pytest.mark.parametrize("point", CRASH_POINTS)
+async def test_crash_keeps_the_promoted_version_and_trains_every_session_once(
+    model: Path, tmp_path: Path, point: str
+) -> None:
+    config = make_live_config(tmp_path, model, steps=3)
+    await add_sessions(config, "a", "b", "c")
+    await run_steps(config, 1)
+    async with open_trainer(config) as harness:
+        await harness.store.promote_version(RUN, 1)
+    faults = FaultInjector(point, 1)
+    async with open_trainer(config, faults) as harness:
+        with pytest.raises(SimulatedCrash):
+            await harness.trainer.run()
+        head = await harness.store.latest_policy(RUN)
+        assert head.version == 1
+        assert not is_pruned(head.artifact)
+    await run_steps(config, 3)
+    async with open_trainer(config) as harness:
+        assert (await harness.store.latest_policy(RUN)).version == 1
+        claims = await harness.store.claims(RUN)
+        assert [(claim.session_id, claim.step) for claim in claims] == [("a", 1), ("b", 2), ("c", 3)]
+        assert {step.state for step in await harness.store.steps(RUN)} == {StepState.COMMITTED}
+
+
+async def test_files_of_the_serving_version_are_kept_while_candidates_are_pruned(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model, keep_checkpoints=1)
+    await add_sessions(config, "a", "b", "c", "d")
+    await run_steps(config, 1)
+    async with open_trainer(config) as harness:
+        await harness.store.promote_version(RUN, 1)
+    await run_steps(config, 4)
+    assert sorted(path.name for path in (tmp_path / "policies").iterdir()) == [
+        "v000001",
+        "v000003",
+        "v000004",
+    ]
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert kept == ["step-000000", "step-000001", "step-000004"]
