@@ -13,6 +13,7 @@ from rich.table import Column
 from rich.text import Text
 
 from instar.cli import tags
+from instar.cli.close_sessions import close_sessions
 from instar.cli.datasets import export_sessions, import_sessions
 from instar.cli.filters import build_session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, async_command, new_app
@@ -26,6 +27,7 @@ from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward,
 app = new_app()
 app.command("tag")(tags.tag_sessions)
 app.command("untag")(tags.untag_sessions)
+app.command("close")(close_sessions)
 app.command("export")(export_sessions)
 app.command("import")(import_sessions)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import secrets
 import time
@@ -99,8 +100,9 @@ async def serve_run(
     config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
 ) -> AsyncGenerator[LiveRun]:
     """Start the engines, the gateway and, if needed, the rewards role, yield the run, and finally stop all
-    roles. ``live`` must be True if clients outside the run open sessions, so that these are scored. Ctrl-C
-    cancels startup, and later the block unless the block has set ``interrupts.on_first_signal``."""
+    roles. ``live`` must be True if clients outside the run open sessions, so that these are scored, and are
+    completed at the end. Ctrl-C cancels startup, and later the block unless the block has set
+    ``interrupts.on_first_signal``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -124,6 +126,9 @@ async def serve_run(
             )
         folder.create(config)
         await _register_run(config, store)
+        if live:
+            # Called after the gateway has stopped and before the store is closed.
+            resources.push_async_callback(_complete_open_sessions, config, store)
         cluster = await _create_cluster(config, folder, store, log)
         resources.push_async_callback(cluster.close)
         interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
@@ -185,6 +190,11 @@ async def _register_run(config: RunConfig, store: Store) -> None:
     # The stored endpoints are from an earlier process. A finished rollout among them must not end this run.
     for endpoint in await store.endpoints(config.name):
         await store.remove_endpoint(config.name, endpoint.role, endpoint.name)
+
+
+async def _complete_open_sessions(config: RunConfig, store: Store) -> None:
+    session_ids = await store.list_idle_sessions(config.name, before=math.inf)
+    await store.complete_sessions(session_ids, "the gateway was stopped")
 
 
 async def _stop_watchers(run: LiveRun) -> None:
