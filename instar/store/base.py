@@ -212,6 +212,7 @@ class Store:
         # The calls are decoded after the snapshot, to keep it short.
         return await self._readers.submit(lambda: self._readers.read_snapshot(fetch).decode())
 
+    first_messages = _read_statement(call_queries.get_first_messages)
     put_records = _write(call_queries.put_records)
 
     # rewards and other annotations
