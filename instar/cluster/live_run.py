@@ -119,11 +119,7 @@ async def serve_run(
             log(message)
         store = open_store(config)
         resources.push_async_callback(store.close)
-        if not resume and await store.run(config.name) is not None:  # several folders may share a store
-            raise ConfigError(
-                f"name: the store already has a run named {config.name!r}. Continue it with --resume from "
-                "its folder, or start a new run under a different `name`."
-            )
+        await _check_name(config, store, resume)
         folder.create(config)
         await _register_run(config, store)
         if live:
@@ -171,6 +167,14 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
         )
     if resume and not exists:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
+
+
+async def _check_name(config: RunConfig, store: Store, resume: bool) -> None:
+    if not resume and await store.run(config.name) is not None:  # several folders may share a store
+        raise ConfigError(
+            f"name: the store already has a run named {config.name!r}. Continue it with --resume from "
+            "its folder, or start a new run under a different `name`."
+        )
 
 
 async def _create_cluster(

@@ -25,7 +25,7 @@ from instar.gateway.context import GatewayContext, RunIdentity
 from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
-from instar.gateway.feedback import FeedbackService
+from instar.gateway.feedback import FeedbackService, explain_unused_corrections
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
@@ -87,6 +87,7 @@ async def open_gateway(
             upstream=open_upstream(provider_config, "engine") if provider_config else None,
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
+            unused_corrections_reason=explain_unused_corrections(config),
         )
 
 
@@ -105,11 +106,13 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
+    unused_corrections_reason: str | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
     ``train_sampling`` are the sampling settings of the `train` channel. If ``upstream`` is set, it replies
     instead of the engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
+    ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
     """
     context = GatewayContext(
         store,
@@ -139,6 +142,7 @@ def create_app(
         get_max_context=lambda: engine.info.max_context if engine else None,
         models=models or {},
         reward_range=config.reward_range,
+        unused_reason=unused_corrections_reason,
     )
     services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
     return GatewayApp(
