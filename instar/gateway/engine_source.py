@@ -14,8 +14,8 @@ import msgspec.structs
 
 from instar.async_utils import gather_or_cancel
 from instar.config import SamplingConfig
-from instar.engines.base import Engine
-from instar.errors import EngineUnavailable, PromptTooLong
+from instar.engines.base import Engine, EngineStatus
+from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.gateway.auth import extract_key
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
 
 T = TypeVar("T")
+STATUS_TIMEOUT_SECONDS = 2.0
 _PARSER_PROMPT_TOKENS = 64
 """The parser looks for the start of the reasoning in this many tokens at the end of the prompt."""
 
@@ -41,6 +42,7 @@ class EngineSource(Source):
 
     def __init__(self, context: GatewayContext, engine: Engine, renderer: Renderer) -> None:
         self.engine = engine
+        self._policy_id = context.identity.policy_id
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
@@ -53,6 +55,36 @@ class EngineSource(Source):
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
         self._renderer.max_prompt_tokens = self.engine.info.max_context
         return await self._tokenizer_pool.run(extract_key(headers), function)
+
+    async def list_models(self) -> list[str]:
+        """Return the model's name and, if the engine responds, its name with the served version: NAME@3."""
+        try:
+            version = (await self.get_status()).version
+        except EngineError:
+            version = -1
+        return [self._policy_id, *([f"{self._policy_id}@{version}"] if version >= 0 else [])]
+
+    async def check_version(self, model: str) -> None:
+        """Raise ApiError (404) if the name is NAME@VERSION and the engine serves a different version now."""
+        name, at_sign, version = model.rpartition("@")
+        if not at_sign or name != self._policy_id:
+            return
+        served_version = (await self.get_status()).version
+        if version != str(served_version):
+            problem = f"The engine serves version {served_version} of {name!r}, not {model!r}"
+            message = f"{problem}; request {name!r} or '{name}@{served_version}'."
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def get_status(self) -> EngineStatus:
+        """Return the engine's status. Raise EngineUnavailable if it does not respond in time."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
+                return await self.engine.status()
+        except TimeoutError as error:
+            message = (
+                f"The engine did not respond within {STATUS_TIMEOUT_SECONDS:g} s; retry later."
+            )
+            raise EngineUnavailable(message) from error
 
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
