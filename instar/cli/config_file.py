@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from instar.cli.config_errors import explain, find_section_classes
+from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.config.data import DATASET_PREFIX, LIVE
 from instar.errors import ConfigError
@@ -40,6 +41,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     _make_other_paths_absolute(data, folder)
     _make_importable(folder)
     return validate(apply_overrides(data, overrides), str(path))
+
+
+def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of an existing run, with the overrides applied. Make functions in the working
+    directory importable."""
+    data = RunFolder(folder).read_config().model_dump(mode="json")
+    _make_importable(Path.cwd())
+    return validate(apply_overrides(data, overrides), str(folder / "config.json"))
 
 
 def validate(data: Json, origin: str) -> RunConfig:

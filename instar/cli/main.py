@@ -24,7 +24,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("train:demo", "Train a small model on this machine in minutes and watch it learn."),
     "train": Command("train:train", "Train an agent's model as described by a YAML file."),
-    "serve": Command("serve:serve", "Serve a model to agents and record their calls, without training."),
+    "serve": Command("serve:serve", "Serve a model, or a run's newest version, and record agents' calls."),
+    "chat": Command("chat:chat", "Chat with the model of a run in the terminal."),
     "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness."),
     "report": Command("report:report", "Write a run's report: reward curves and an HTML page."),
     "plan": Command("plan:plan", "Show what the next training step would train on, and why."),

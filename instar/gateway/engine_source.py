@@ -81,9 +81,7 @@ class EngineSource(Source):
             async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
                 return await self.engine.status()
         except TimeoutError as error:
-            message = (
-                f"The engine did not respond within {STATUS_TIMEOUT_SECONDS:g} s; retry later."
-            )
+            message = f"The engine did not respond within {STATUS_TIMEOUT_SECONDS:g} s; retry later."
             raise EngineUnavailable(message) from error
 
     def check_request(self, request: ModelRequest) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from pathlib import Path
 
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names, engine_process_config, teacher_config, teacher_names
 from instar.cluster.tasks import run_until_first, wait_forever
+from instar.cluster.versions import is_loadable
 from instar.config import CloudEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
@@ -19,7 +18,6 @@ from instar.engines.server import DrainGate, LeaseFence, create_engine_app
 from instar.errors import ConfigError, EngineUnavailable
 from instar.gateway.serve import serve
 from instar.store.base import Store
-from instar.types import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +28,9 @@ async def run_engine(context: RoleContext) -> None:
     names = engine_names(context.config)
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
     await engine.start(context.folder.log(context.name), logger.info)
-    head = await store.latest_policy(context.policy_id)
-    if head.version > 0 and _is_loadable(head):
-        await engine.load(head)
+    policy = await context.fetch_policy(store)
+    if policy.version > 0 and is_loadable(policy):
+        await engine.load(policy)
     await _serve_engine(context, store, engine, "trainer", process_count=len(names))
 
 
@@ -106,12 +104,3 @@ async def _serve_engine(
     )
     await engine.close()
     await store.close()
-
-
-def _is_loadable(policy: Policy) -> bool:
-    """Return True if a new engine can load the policy itself. If only the trainer has the weights, the folder
-    is not on this machine, or a cloud sampler has expired, the trainer sends the policy instead."""
-    artifact = policy.artifact
-    if artifact.kind in ("adapter", "weights"):
-        return Path(artifact.path).is_dir()
-    return artifact.kind != "live" and (artifact.expires_at is None or artifact.expires_at > time.time())
