@@ -130,7 +130,7 @@ def _create_service(config: RunConfig, store: Store, *, needs_renderer: bool = F
         Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
-        get_max_context=lambda: config.model.max_context,
+        get_max_context=lambda: config.model.context_length,
         models=config.models,
         reward_range=config.gateway.reward_range,
         unused_reason=explain_unused_corrections(config),

@@ -16,6 +16,7 @@ from instar.async_utils import gather_or_cancel
 from instar.backends.resolve import RunSecrets, extract_secrets, resolve_run
 from instar.cluster.base import Cluster, ListenAddress, RoleHandle, RoleOptions
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, VERSION_ENV
+from instar.cluster.context_length import resolve_context
 from instar.cluster.control import RoleController, serve_control_socket
 from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.interrupts import Interrupts, handle_interrupts
@@ -120,6 +121,7 @@ async def serve_run(
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, resume)
+    config = resolve_context(config, folder, log)
     async with AsyncExitStack() as resources:
         interrupts = resources.enter_context(handle_interrupts())
         resources.enter_context(use_umask(PRIVATE_UMASK))

@@ -11,6 +11,9 @@ from pydantic import Field, field_validator
 
 from instar.config.base import DType, PositiveInt, Seconds, Section, type_shorthand
 
+DEFAULT_CONTEXT = 2048
+"""The context in tokens if nothing is known about the model or the machine."""
+
 
 class ModelConfig(Section):
     """The model that is served and trained."""
@@ -21,11 +24,18 @@ class ModelConfig(Section):
     """Precision of the base weights. `auto`: bf16 on hardware with fast bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on. `auto`: a GPU if there is one."""
-    max_context: PositiveInt = 2048
-    """Maximum length of prompt and reply together, in tokens."""
+    max_context: PositiveInt | None = None
+    """Maximum length of prompt and reply together, in tokens. Default: the model's own maximum, but at most
+    8,192 on a CPU and 32,768 on a GPU, and less if the memory is small (docs/scaling.md). The chosen value is
+    shown at the start, and a resumed run keeps it."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
     """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
     described in docs/concepts.md. `auto`: `template` if the chat template supports tools."""
+
+    @property
+    def context_length(self) -> int:
+        """`max_context`, or `DEFAULT_CONTEXT` if it is not set, as outside a run."""
+        return self.max_context or DEFAULT_CONTEXT
 
 
 class SqliteStoreConfig(Section):
