@@ -17,11 +17,15 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
+from instar.cli.chat import Conversation
 from instar.cluster.layout import RunFolder
-from instar.config import RunConfig
+from instar.config import RunConfig, ScriptedEngineConfig
+from instar.engines.scripted import ScriptedEngine
+from instar.models import resolve_tokenizer
+from instar.record.base import Renderer
 from instar.store.base import Run
 from instar.store.factory import open_store
-from instar.types import Artifact, Policy
+from instar.types import Artifact, Policy, SamplingParams
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.cli.conftest import Instar
 
@@ -141,6 +145,19 @@ def test_chat_with_compare_answers_with_both_models(chat: Any) -> None:
     )
     output = chat("first\n", "--compare", "base", "--json").json
     assert output == {"message": "first", "answers": {"version 4": "One.", "base": "One."}}
+
+
+async def test_conversation_samples_from_its_own_version(config: RunConfig) -> None:
+    engine = ScriptedEngine(config.model, ScriptedEngineConfig())
+    renderer = Renderer.load(resolve_tokenizer(config.model.name), config.model)
+    params = SamplingParams(stop_token_ids=renderer.stop_token_ids)
+    trained = Conversation(engine, renderer, Policy("trained", 2, Artifact("adapter", "v2")), params)
+    base = Conversation(engine, renderer, Policy("trained", 0, Artifact("base")), params)
+    for conversation in (trained, base, trained):
+        assert await conversation.answer("hi") == "Hello from the scripted engine."
+        assert (await engine.status()).version == conversation.policy.version
+    assert [len(conversation.messages) for conversation in (trained, base)] == [4, 2]
+    await engine.close()
 
 
 def test_chat_compare_with_the_base_model_itself_is_an_error(instar: Instar, config: RunConfig) -> None:
