@@ -21,6 +21,7 @@ from instar.cluster.live_run import LiveRun, serve_run
 from instar.cluster.tasks import run_until_first
 from instar.cluster.versions import find_policy
 from instar.config import RunConfig, UpstreamEngineConfig
+from instar.errors import ConfigError
 from instar.gateway.auth import create_key
 
 
@@ -46,6 +47,8 @@ def serve(
     else:
         data = {"name": f"serve-{time.strftime('%Y%m%d-%H%M%S')}"}
         config = validate(apply_overrides(data, overrides or ()), "settings")
+    if version is not None and isinstance(config.engine, UpstreamEngineConfig):
+        raise ConfigError(f"--version {version}: a provider serves this run's model; leave --version out")
     resolved, _ = resolve_run(config, os.environ)
     console = Console(stderr=as_json)
     if not isinstance(config.engine, UpstreamEngineConfig):
@@ -79,7 +82,8 @@ async def _serve(config: RunConfig, version: int | None, console: Console, as_js
         if as_json:
             keys = {"api_key": key, "feedback_key": feedback_key, "admin_key": run.admin_key}
             print_json({"base_url": f"{run.gateway_url}/v1", **keys, "run_dir": str(run.folder.path)})
-        served_version = (await find_policy(run.store, run.run_id, version)).version
+        is_upstream = isinstance(config.engine, UpstreamEngineConfig)
+        served_version = 0 if is_upstream else (await find_policy(run.store, run.run_id, version)).version
         for line in _format_instructions(run, served_version, key, feedback_key):
             console.print(line, highlight=False, soft_wrap=True)
         console.print(f"Calls are recorded in {run.folder.path}. Press Ctrl-C to stop.", highlight=False)

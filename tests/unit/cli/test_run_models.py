@@ -165,9 +165,11 @@ def test_chat_compare_with_the_base_model_itself_is_an_error(instar: Instar, con
     assert result.err.startswith("error: --compare base: version 0 is the base model")
 
 
-def test_chat_with_a_provider_is_an_error(instar: Instar, tmp_path: Path) -> None:
+def test_version_of_a_provider_model_is_an_error(instar: Instar, tmp_path: Path) -> None:
     config = create_run(tmp_path, engine={"type": "upstream", "base_url": "http://127.0.0.1:9/v1"})
     assert instar("chat", config.run_dir).err.startswith("error: engine.type: a provider serves")
+    served = instar("serve", config.run_dir, "--version", "2")
+    assert served.err.startswith("error: --version 2: a provider serves this run's model")
 
 
 def test_chat_with_a_message_that_is_too_long_is_an_error(
