@@ -38,6 +38,16 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(next((line for line in lines if line.startswith("flags")), "").split())
 
 
+def read_free_memory() -> int:
+    """Return the bytes of memory that new processes can use."""
+    try:
+        with Path("/proc/meminfo").open() as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return 4 << 30  # a guess for systems other than Linux
+
+
 @functools.cache
 def disable_broken_amx(cache_folder: Path) -> None:
     """Keep oneDNN from using AMX if AMX instructions kill the process, as on virtual machines that report AMX

@@ -45,7 +45,7 @@ match the local backend's NonFiniteError messages, because an Instar protocol se
 class CloudBackend(Backend):
     def __init__(self, service: str, model: ModelConfig) -> None:
         self._service = service
-        self._max_tokens = model.max_context
+        self._max_tokens = model.context_length
         self._vocab_size: int | None = None
         self._is_closed = False
 

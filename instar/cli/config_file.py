@@ -14,6 +14,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from instar.cli.config_errors import explain, find_section_classes
+from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.config.data import DATASET_PREFIX, LIVE, ROLLOUT
 from instar.config.model import RUN_PREFIX
@@ -39,8 +40,18 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     folder = path.resolve().parent
     _make_paths_absolute(RunConfig, data, folder)
     _make_other_paths_absolute(data, folder)
-    _make_importable(folder)
+    _make_importable(str(folder))
     return validate(apply_overrides(data, overrides), str(path))
+
+
+def load_run_config(folder: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the settings of an existing run, with the overrides applied. Make functions in the working
+    directory, and in the folders from which the run imported them, importable."""
+    run = RunFolder(folder)
+    data = run.read_config().model_dump(mode="json")
+    run_paths = run.python_path_file.read_text(encoding="utf-8") if run.python_path_file.is_file() else ""
+    _make_importable(*filter(None, run_paths.split(os.pathsep)))
+    return validate(apply_overrides(data, overrides), str(folder / "config.json"))
 
 
 def validate(data: Json, origin: str) -> RunConfig:
@@ -179,9 +190,9 @@ def _make_source_absolute(source: Any, folder: Path) -> Any:
             return source
 
 
-def _make_importable(folder: Path) -> None:
-    """Let this process and the run's processes import from the file's folder and the working directory."""
-    folders = [str(folder), str(Path.cwd())]
+def _make_importable(*paths: str) -> None:
+    """Let this process and the run's processes import from the paths and the working directory."""
+    folders = [*paths, str(Path.cwd())]
     for path in reversed(folders):
         if path not in sys.path:
             sys.path.insert(0, path)

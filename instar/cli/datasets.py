@@ -61,19 +61,32 @@ async def export_sessions(
         str | None,
         typer.Option("--as", metavar="NAME", help="Register the data as the next version of dataset:NAME."),
     ] = None,
+    include_open: Annotated[
+        bool, typer.Option("--open", help="Also export sessions that are still open, as they are now.")
+    ] = False,
     samples: Annotated[bool, typer.Option("--samples", help="Also write the training samples.")] = False,
     margin: Annotated[float, typer.Option(min=0, help="dpo: rewards must differ by more than this.")] = 0.0,
     as_json: AsJson = False,
 ) -> None:
-    """Export ended sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
+    """Export sessions to a folder. With sft, --reward-min selects the sessions to imitate (default:
     those with a reward above 0)."""
     min_reward = None
     if format == "sft":
         min_reward, filters = filters["reward_min"], {**filters, "reward_min": None}
     where = build_session_filter(filters)
     options = ExportOptions(
-        format=format, where=where, include_samples=samples, min_reward=min_reward, margin=margin
+        format=format,
+        where=where,
+        include_open=include_open,
+        include_samples=samples,
+        min_reward=min_reward,
+        margin=margin,
     )
+    if include_open and format not in IMPORTABLE_FORMATS:
+        raise ConfigError(
+            f"--open: {format} data contains only completed sessions; leave --open out, or use --format "
+            f"{' or '.join(IMPORTABLE_FORMATS)}."
+        )
     if to is None and name is None:
         raise ConfigError("Set a folder with --to, or a dataset name with --as.")
     if name is not None:

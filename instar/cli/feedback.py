@@ -18,7 +18,7 @@ from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
 from instar.gateway.auth import Caller
 from instar.gateway.base import ApiError
-from instar.gateway.feedback import FeedbackBody, FeedbackService, FeedbackView
+from instar.gateway.feedback import FeedbackBody, FeedbackService, FeedbackView, explain_unused_corrections
 from instar.record.base import Renderer
 from instar.record.redact import Redactor
 from instar.store.base import Store
@@ -42,7 +42,7 @@ async def feedback(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Record feedback, or list it with `ls`. Corrected replies are used for training if possible."""
+    """Record feedback, or list it with `ls`. If the run trains, it also trains on corrected replies."""
     if action is not None:
         await _list_feedback(run_dir, session, as_json)
         return
@@ -89,8 +89,8 @@ def _describe_outcome(feedback: FeedbackView) -> str:
     if feedback.correction is None:
         return reward
     if feedback.trainable:
-        return f"{reward}; the correction will be used for training"
-    return f"{reward}; the correction is stored but not used for training: {feedback.reason}"
+        return f"{reward}; the correction will be used when this run trains"
+    return f"{reward}; the correction is stored, but this run does not train on it: {feedback.reason}"
 
 
 async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -> None:
@@ -130,7 +130,8 @@ def _create_service(config: RunConfig, store: Store, *, needs_renderer: bool = F
         Redactor.from_config(config.gateway.redact),
         run_id=config.name,
         renderer=renderer,
-        get_max_context=lambda: config.model.max_context,
+        get_max_context=lambda: config.model.context_length,
         models=config.models,
         reward_range=config.gateway.reward_range,
+        unused_reason=explain_unused_corrections(config),
     )

@@ -119,9 +119,8 @@ def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
     text: str | None = filters[name]
     if text is None:
         return None
-    number, unit = text[:-1], text[-1:]
-    if unit in _SECONDS_PER_UNIT and number.replace(".", "", 1).isdigit():
-        return time.time() - float(number) * _SECONDS_PER_UNIT[unit]
+    if (seconds := parse_duration(text)) is not None:
+        return time.time() - seconds
     try:
         return datetime.fromisoformat(text).timestamp()
     except ValueError:
@@ -129,3 +128,11 @@ def _parse_time(name: str, filters: dict[str, Any]) -> float | None:
             f"--{name}: {text!r} is not a time; use a date, a date and time (2026-01-31T12:00) or a "
             "duration before now (90s, 15m, 3h, 2d)."
         ) from None
+
+
+def parse_duration(text: str) -> float | None:
+    """Return the seconds of a duration such as 90s, 15m, 3h or 2d, or None if the text is not a duration."""
+    number, unit = text[:-1], text[-1:]
+    if unit in _SECONDS_PER_UNIT and number.replace(".", "", 1).isdigit():
+        return float(number) * _SECONDS_PER_UNIT[unit]
+    return None

@@ -11,6 +11,13 @@ import typer
 
 P = ParamSpec("P")
 
+
+def find_run(path: Path) -> Path:
+    """Return the path, or ``runs/NAME`` if there is only a run with this name."""
+    folder = Path("runs") / path
+    return folder if not path.exists() and (folder / "config.json").is_file() else path
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
 HomeFolder = Annotated[
@@ -25,7 +32,9 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="PATH=VALUE", help="Change a setting, e.g. trainer.steps=5; repeatable."),
 ]
-RunDir = Annotated[Path, typer.Argument(help="The run's folder, such as runs/<name>.")]
+RunDir = Annotated[
+    Path, typer.Argument(callback=find_run, help="The run's folder, or the name of a folder in runs/.")
+]
 SessionIds = Annotated[list[str] | None, typer.Argument(metavar="[SESSION]...", help="Session ids.")]
 
 

@@ -29,12 +29,20 @@ def select_fields(item: object, *names: str) -> Json:
     return {name: getattr(item, name) for name in names}
 
 
-def plain_table(*columns: Column | str) -> Table:
-    return Table(*columns, box=None, padding=(0, 1, 0, 0))
+def plain_table(*columns: Column | str, expand: bool = False) -> Table:
+    return Table(*columns, box=None, padding=(0, 1, 0, 0), expand=expand)
 
 
 def format_time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+
+
+def format_short_time(seconds: float) -> str:
+    """Return a local time in at most 12 characters: the time of day for today, or else the date."""
+    moment, today = time.localtime(seconds), time.localtime()
+    if moment[:3] == today[:3]:
+        return time.strftime("today %H:%M", moment)
+    return time.strftime("%b %d %H:%M" if moment.tm_year == today.tm_year else "%Y-%m-%d", moment)
 
 
 def format_number(value: float | None) -> str:

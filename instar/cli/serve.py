@@ -13,14 +13,16 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from instar.cli.config_file import load_config
+from instar.cli.config_file import load_config, load_run_config
 from instar.cli.model import fetch_served_model
-from instar.cli.options import AsJson, HomeFolder, Overrides
+from instar.cli.options import AsJson, HomeFolder, Overrides, find_run
 from instar.cli.output import print_json
 from instar.cli.service.home import Home, ServiceSettings
 from instar.cli.service.process import make_launch, prepare_service, run_service, serve_until_stopped
 from instar.cluster.live_run import LiveRun
+from instar.cluster.versions import find_policy
 from instar.config import RunConfig, UpstreamEngineConfig
+from instar.errors import ConfigError
 from instar.gateway.auth import create_key
 from instar.types import Json
 
@@ -43,17 +45,28 @@ class Connection:
 def serve(
     file: Annotated[
         Path | None,
-        typer.Argument(help="The YAML file of the run. Default: the settings, port and keys of the service."),
+        typer.Argument(
+            metavar="[FILE|RUN]",
+            help="The YAML file of a run, or the folder or name of a run whose newest version to serve. "
+            "Default: the settings, port and keys of the service.",
+        ),
+    ] = None,
+    version: Annotated[
+        int | None, typer.Option(min=0, help="Version to serve instead of the newest; 0 is the first one.")
     ] = None,
     home_folder: HomeFolder = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Without FILE, this is `instar start` in the foreground, and --home applies."""
+    """Without FILE or RUN, this is `instar start` in the foreground, and --home applies."""
     console = Console(stderr=as_json)
     if file is not None:
-        _serve_run(load_config(file, overrides or ()), console, as_json=as_json)
+        is_run = (run_dir := find_run(file)).is_dir()
+        config = load_run_config(run_dir, overrides or ()) if is_run else load_config(file, overrides or ())
+        _serve_run(config, version, console, as_json=as_json)
         return
+    if version is not None:
+        raise ConfigError(f"--version {version}: name the run whose version to serve: instar serve RUN")
     home, launch = Home.locate(home_folder, os.environ), make_launch(None, overrides or ())
     config = prepare_service(home, launch, console)
 
@@ -64,7 +77,10 @@ def serve(
     asyncio.run(run_service(home, launch, config, log=_make_log(console), on_ready=show))
 
 
-def _serve_run(config: RunConfig, console: Console, *, as_json: bool) -> None:
+def _serve_run(config: RunConfig, version: int | None, console: Console, *, as_json: bool) -> None:
+    is_upstream = isinstance(config.engine, UpstreamEngineConfig)
+    if version is not None and is_upstream:
+        raise ConfigError(f"--version {version}: a provider serves this run's model; leave --version out")
     fetch_served_model(config, console)
 
     async def show(run: LiveRun) -> None:
@@ -76,19 +92,22 @@ def _serve_run(config: RunConfig, console: Console, *, as_json: bool) -> None:
             admin_key=run.admin_key,
             run_dir=run.folder.path,
         )
-        _show(config, connection, console, as_json=as_json)
+        served_version = 0 if is_upstream else (await find_policy(run.store, run.run_id, version)).version
+        _show(run.config, connection, console, served_version, as_json=as_json)
 
-    asyncio.run(serve_until_stopped(config, _make_log(console), show))
+    asyncio.run(serve_until_stopped(config, _make_log(console), show, version=version))
 
 
 def _make_log(console: Console) -> Callable[[str], None]:
     return lambda text: console.print(text, highlight=False)
 
 
-def _show(config: RunConfig, connection: Connection, console: Console, *, as_json: bool) -> None:
+def _show(
+    config: RunConfig, connection: Connection, console: Console, version: int = 0, *, as_json: bool
+) -> None:
     if as_json:
         print_json(connection.to_json())
-    print_connection(config, connection, console)
+    print_connection(config, connection, console, version)
     console.print(f"Calls are recorded in {connection.run_dir}. Press Ctrl-C to stop.", highlight=False)
 
 
@@ -102,11 +121,13 @@ def make_service_connection(config: RunConfig, url: str, settings: ServiceSettin
     )
 
 
-def print_connection(config: RunConfig, connection: Connection, console: Console) -> None:
+def print_connection(config: RunConfig, connection: Connection, console: Console, version: int = 0) -> None:
+    """Print the settings for agents. ``version`` is the served version of a run that was trained."""
     engine, url, key = config.engine, connection.url, connection.api_key
     model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
+    trained = f", version {version} of the run {config.name}" if version else ""
     for line in (
-        f"Serving {model}. Connect an agent with:\n",
+        f"Serving {model}{trained}. Connect an agent with:\n",
         f"  export OPENAI_BASE_URL={url}/v1 OPENAI_API_KEY={key}",
         f"  export ANTHROPIC_BASE_URL={url} ANTHROPIC_API_KEY={key}\n",
         f"To rate its replies, POST to {url}/feedback with the feedback key:\n",

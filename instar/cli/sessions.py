@@ -13,10 +13,11 @@ from rich.table import Column
 from rich.text import Text
 
 from instar.cli import tags
+from instar.cli.close_sessions import close_sessions
 from instar.cli.datasets import export_sessions, import_sessions
 from instar.cli.filters import build_session_filter, with_session_filters
 from instar.cli.options import AsJson, RunDir, async_command, new_app
-from instar.cli.output import format_number, plain_table, print_json, select_fields
+from instar.cli.output import format_number, format_short_time, plain_table, print_json, select_fields
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
@@ -28,8 +29,14 @@ from instar.types import Call, Channel, Claim, Group, GroupStatus, Json, Reward,
 app = new_app()
 app.command("tag")(tags.tag_sessions)
 app.command("untag")(tags.untag_sessions)
+app.command("close")(close_sessions)
 app.command("export")(export_sessions)
 app.command("import")(import_sessions)
+
+WIDE_TABLE_COLUMNS = 150
+MAX_SHOWN_CHARACTERS = 300
+MAX_JSON_CHARACTERS = 2000
+"""The number of characters of a session's first message in the output of `instar sessions ls --json`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,8 @@ class ListedSession:
     row: SessionRow
     reward: float | None
     tags: list[Tag]
+    first_message: str
+    """The first message of the user."""
 
 
 @app.command("ls")
@@ -52,16 +61,23 @@ async def list_sessions(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List sessions with their task, calls, tokens, reward and tags."""
+    """List sessions with their time, agent, first message, turns (model calls), sampled tokens, reward and
+    status, and in a wide terminal also their channel, task, tags and reason."""
     where = build_session_filter(filters)
     async with open_run_store(run_dir, read_only=True) as (config, store):
         rows = await store.sessions(config.name, where=where, before=before, limit=limit)
         ids = [row.session.session_id for row in rows]
         rewards, scores = await store.rewards_by_session(ids), await store.scores(ids)
         tags_by_session = await store.tags(ids)
+        first_messages = await store.first_messages(ids, "user")
     combine = RewardCombiner(config)
     sessions = [
-        ListedSession(row, combine(rewards[session_id], scores[session_id]), tags_by_session[session_id])
+        ListedSession(
+            row,
+            combine(rewards[session_id], scores[session_id]),
+            tags_by_session[session_id],
+            first_messages.get(session_id, ""),
+        )
         for session_id, row in zip(ids, rows, strict=True)
     ]
     if as_json:
@@ -73,27 +89,32 @@ async def list_sessions(
 
 
 def _print_table(sessions: Sequence[ListedSession]) -> None:
-    # Truncated ids and words are useless, so their columns have a minimum width.
-    text_columns = [Column("session", no_wrap=True, min_width=25), "channel", Column("status", min_width=9)]
-    number_names = ("calls", "tokens", "reward")
-    number_columns = [Column(name, justify="right", min_width=len(name)) for name in number_names]
-    table = plain_table(*text_columns, "task", *number_columns, "tags", "reason")
+    # In a file or a pipe the table does not have to fit a screen.
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    is_wide = console.width >= WIDE_TABLE_COLUMNS
+    # Truncated ids and numbers are useless, so only the other columns shrink.
+    columns = [Column("session", no_wrap=True, min_width=25), Column("started", no_wrap=True, min_width=11)]
+    columns += [Column("agent", no_wrap=True, max_width=16), Column("status", no_wrap=True, min_width=9)]
+    columns.append(Column("first message", no_wrap=True, min_width=13, ratio=1))
+    columns += [Column(name, justify="right", min_width=len(name)) for name in ("turns", "tokens", "reward")]
+    extra_names = ("channel", "task", "tags", "reason") if is_wide else ()
+    table = plain_table(*columns, *extra_names, expand=True)
     for listed in sessions:
         row, session = listed.row, listed.row.session
         tag_texts = [f"{tag.name}={tag.value}" if tag.value else tag.name for tag in listed.tags]
+        extra = (session.channel.value, session.task_id or "", " ".join(tag_texts), session.reason or "")
         table.add_row(
             session.session_id,
-            session.channel,
+            format_short_time(session.created_at),
+            Text(session.agent_id),
             session.status,
-            Text(session.task_id or ""),
+            Text(" ".join(_printable(listed.first_message[:MAX_SHOWN_CHARACTERS]).split())),
             str(row.call_count),
             str(row.sampled_tokens),
             format_number(listed.reward),
-            Text(" ".join(tag_texts)),
-            Text(session.reason or ""),
+            *(Text(text) for text in extra[: len(extra_names)]),
         )
-    # In a file or a pipe the table does not have to fit a screen.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console.print(table)
 
 
 def _listed_json(listed: ListedSession) -> Json:
@@ -102,6 +123,8 @@ def _listed_json(listed: ListedSession) -> Json:
         del fields["session_id"]
     return {
         **_session_json(listed.row.session),
+        "agent_id": listed.row.session.agent_id,
+        "first_message": listed.first_message[:MAX_JSON_CHARACTERS],
         "calls": listed.row.call_count,
         "sampled_tokens": listed.row.sampled_tokens,
         "reward": listed.reward,

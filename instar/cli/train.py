@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import os
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,12 +23,15 @@ from instar.cli.display import Display
 from instar.cli.model import fetch_model
 from instar.cli.options import AsJson, ConfigFile, Overrides
 from instar.cli.output import print_json
+from instar.cli.run_store import open_run_store
 from instar.cluster import run as cluster_run
 from instar.cluster.interrupts import EXIT_INTERRUPTED
 from instar.cluster.live_run import LiveRun
+from instar.cluster.versions import find_policy
 from instar.config import RunConfig
+from instar.errors import ConfigError
 from instar.trainer.monitor import read_metrics, read_steps, read_warnings
-from instar.types import Json
+from instar.types import Json, Policy
 
 
 def train(
@@ -38,9 +43,14 @@ def train(
     config = load_config(file, overrides or ())
     console = Console(stderr=as_json)
     run = _run(config, console, resume=resume, as_json=as_json)
+    if not as_json:
+        resume_command = ["instar", "train", str(file), "--resume"]
+        for override in overrides or ():
+            path, _, value = override.partition("=")
+            resume_command += ["--set", f"{path}={'…' if path.endswith('api_key') else value}"]
+        extra = [(resume_command, "continue the run")] if run.is_stopped_by_user else []
+        _print_next_commands(console, run, extra)
     if run.is_stopped_by_user:
-        if not as_json:
-            console.print(f"Stopped. Continue with: [bold]instar train {file} --resume[/]")
         raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -64,7 +74,11 @@ def demo(
     )
     run = _run(config, console, resume=False, as_json=as_json)
     if not as_json:
-        _print_next_commands(console, run)
+        extra = [
+            (["instar", "config", "show"], "show the YAML file of this demo"),
+            (["instar", "train", "run.yaml"], "train on your own tasks (docs/concepts.md)"),
+        ]
+        _print_next_commands(console, run, extra)
     if run.is_stopped_by_user:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -130,13 +144,39 @@ def _print_summary(console: Console, summary: Json) -> None:
         console.print(f"[yellow]warning[/]: {escape(warning)}", highlight=False)
 
 
-def _print_next_commands(console: Console, run: LiveRun) -> None:
-    folder = run.folder.path
-    with contextlib.suppress(ValueError):
-        folder = folder.relative_to(Path.cwd())
-    console.print(f"Report: [bold]{folder}/report/index.html[/]")
+def _print_next_commands(
+    console: Console, run: LiveRun, extra: Sequence[tuple[Sequence[str], str]] = ()
+) -> None:
+    """Print the path of the report, and commands for using the trained model, which work when pasted."""
+    folder = _shorten(run.folder.path)
+    if (run.folder.report / "index.html").is_file():
+        console.print(f"Report: {folder}/report/index.html", style="bold", highlight=False, soft_wrap=True)
+    commands: list[tuple[Sequence[str], str]] = [*extra]
+    policy = asyncio.run(_find_newest_policy(run.folder.path))
+    if policy is not None:
+        commands.append((["instar", "serve", folder], f"serve version {policy.version} to your agents"))
+        commands.append((["instar", "chat", folder, "--compare", "base"], "compare it with the base model"))
+        if policy.artifact.kind in ("adapter", "weights"):
+            copy = f"{run.run_id}-v{policy.version}"
+            commands.append(
+                (["cp", "-r", _shorten(Path(policy.artifact.path)), copy], f"copy its {policy.artifact.kind}")
+            )
+    commands.append((["instar", "sessions", "ls", folder], "list the agent's attempts"))
+    commands.append((["instar", "sessions", "export", folder, "--to", f"{run.run_id}-data"], "export them"))
     console.print("\nWhat to try next:")
-    console.print(f"  instar sessions ls {folder}      list the agent's attempts")
-    console.print("  instar config show               show the YAML file of this demo")
-    console.print("  instar serve                     connect your own agent to the gateway")
-    console.print("  instar train run.yaml            train on your own tasks (docs/concepts.md)")
+    for command, purpose in commands:
+        console.print(f"  {shlex.join(command)}  # {purpose}", highlight=False, markup=False, soft_wrap=True)
+
+
+async def _find_newest_policy(run_dir: Path) -> Policy | None:
+    """Return the newest version, or None if nothing was published or no new engine can load it."""
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        with contextlib.suppress(ConfigError):
+            policy = await find_policy(store, config.name)
+            return policy if policy.version else None
+    return None
+
+
+def _shorten(path: Path) -> str:
+    """Return the path relative to the working directory if it is inside, otherwise the absolute path."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -11,12 +11,15 @@ from collections.abc import Callable
 
 from instar.cluster.layout import RunFolder
 from instar.cluster.supervisor import HOST_ENV, LEASE_ENV, ROLE_URL_ENV, log_location
+from instar.cluster.versions import find_policy
 from instar.config import PostgresStoreConfig, RunConfig
 from instar.store.base import Store
-from instar.types import Endpoint
+from instar.types import Endpoint, Policy
 
 ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
+VERSION_ENV = "INSTAR_SERVED_VERSION"
+"""The environment variable with the version to serve. It is empty if the engines serve the newest version."""
 HEARTBEAT_INTERVAL_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
 """The activity that the rollout announces when it exits because all steps are trained."""
@@ -57,6 +60,12 @@ class RoleContext:
     def lease(self) -> int:
         """The lease under which this role writes to the store."""
         return int(os.environ[LEASE_ENV])
+
+    async def fetch_policy(self, store: Store) -> Policy:
+        """Return the policy that the engines serve, unless the trainer sends them another one."""
+        if version := os.environ.get(VERSION_ENV):
+            return await find_policy(store, self.policy_id, int(version))
+        return await store.latest_policy(self.policy_id)
 
     async def heartbeat(self, store: Store, get_activity: Callable[[], str]) -> None:
         """Announce the role's activity repeatedly until cancelled."""

@@ -87,6 +87,8 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config_file = path / "config.json"
+        self.python_path_file = path / "python_path"
+        """The folders from which the run imports functions, for commands that use the run later."""
         self.logs = path / "logs"
         self.locks = path / "locks"
         self.report = path / "report"
@@ -103,6 +105,7 @@ class RunFolder:
         scratch.touch(mode=0o600)  # an agent's environment may contain keys
         scratch.write_text(config.model_dump_json(indent=2), encoding="utf-8")
         scratch.replace(self.config_file)
+        self.python_path_file.write_text(os.environ.get("PYTHONPATH", ""), encoding="utf-8")
         self.metrics.touch()  # created privately here, because the rollout writes with the user's umask
 
     def make_private(self) -> str:

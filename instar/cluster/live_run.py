@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import difflib
+import math
 import os
 import secrets
 import time
@@ -16,7 +17,8 @@ from instar.async_utils import gather_or_cancel
 from instar.backends.resolve import RunSecrets, extract_secrets, resolve_run
 from instar.cluster.adapter import make_initial_policy, prepare_adapter
 from instar.cluster.base import Cluster, ListenAddress, RoleHandle, RoleOptions
-from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV
+from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, VERSION_ENV
+from instar.cluster.context_length import resolve_context
 from instar.cluster.control import RoleController, serve_control_socket
 from instar.cluster.endpoints import EndpointDirectory
 from instar.cluster.interrupts import Interrupts, handle_interrupts
@@ -31,6 +33,7 @@ from instar.cluster.layout import (
 )
 from instar.cluster.supervisor import LEASE_ENV, Supervisor
 from instar.cluster.tasks import cancel_tasks
+from instar.cluster.versions import find_policy
 from instar.config import CloudEngineConfig, RunConfig
 from instar.engines.base import Engine, EngineStatus
 from instar.engines.factory import connect_engines
@@ -57,6 +60,8 @@ class LiveRun:
     admin_key: str = field(repr=False)
     secrets: RunSecrets = field(repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts)
+    version: int | None = None
+    """The policy version to serve, or None for the newest."""
     engine: Engine | None = None
     connected_urls: list[str] = field(default_factory=list[str])
     """The URLs of the engines to which ``engine`` is connected."""
@@ -83,6 +88,7 @@ class LiveRun:
         return {
             ADMIN_KEY_ENV: self.admin_key,
             ENGINE_TOKEN_ENV: self.engine_token,
+            VERSION_ENV: "" if self.version is None else str(self.version),
             USER_UMASK_ENV: f"{USER_UMASK:o}",
             "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads must not take cores from other roles
             "TOKENIZERS_PARALLELISM": "false",
@@ -98,11 +104,19 @@ class LiveRun:
 
 @asynccontextmanager
 async def serve_run(
-    config: RunConfig, *, resume: bool = False, live: bool = True, log: Callable[[str], None] = print
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    live: bool = True,
+    version: int | None = None,
+    keep_sessions: bool = False,
+    log: Callable[[str], None] = print,
 ) -> AsyncGenerator[LiveRun]:
     """Start the engines, the gateway and, if needed, the rewards role, yield the run, and finally stop all
-    roles. ``live`` must be True if clients outside the run open sessions, so that these are scored. Ctrl-C
-    cancels startup, and later the block unless the block has set ``interrupts.on_first_signal``."""
+    roles. ``live`` must be True if clients outside the run open sessions, so that these are scored, and are
+    completed at the end unless ``keep_sessions`` is True. The engines then serve ``version``, by default the
+    newest. Ctrl-C cancels startup, and later the block unless the block has set
+    ``interrupts.on_first_signal``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -111,6 +125,7 @@ async def serve_run(
     folder = RunFolder(config.run_dir.resolve())
     config = config.model_copy(update={"dir": folder.path})
     _check_folder(folder, resume)
+    config = resolve_context(config, folder, log)
     async with AsyncExitStack() as resources:
         interrupts = resources.enter_context(handle_interrupts())
         resources.enter_context(use_umask(PRIVATE_UMASK))
@@ -121,9 +136,14 @@ async def serve_run(
         resources.push_async_callback(store.close)
         if not resume:
             await _check_name(config, store)
+        if live and engine_names(config):
+            await find_policy(store, config.name, version)  # raises ConfigError if it cannot be served
         config = await prepare_adapter(config, folder, resume=resume, log=log)
         folder.create(config)
         await _register_run(config, store, log)
+        if live and not keep_sessions:
+            # Called after the gateway has stopped and before the store is closed.
+            resources.push_async_callback(_complete_open_sessions, config, store)
         cluster = await _create_cluster(config, folder, store, log)
         resources.push_async_callback(cluster.close)
         interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
@@ -141,20 +161,25 @@ async def serve_run(
             ),
             secrets=run_secrets,
             interrupts=interrupts,
+            version=version,
         )
         resources.push_async_callback(_stop_watchers, run)
-        engine_starts = [
-            _start_with_secrets(run, "engine", name, engine_python(engine_process_config(config, index)))
-            for index, name in enumerate(engine_names(config))
-        ]
-        listen = (config.gateway.host, config.gateway.port)
-        await gather_or_cancel([*engine_starts, start_role(run, "gateway", env=run.env, listen=listen)])
-        await _wait_until_up(run, "engine", "gateway")
-        if needs_rewards:
-            withheld = run_secrets.withheld_variables - run.judge_key_variables
-            await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
+        await _start_serving(run, needs_rewards)
         yield run
     run.phase = "done"
+
+
+async def _start_serving(run: LiveRun, needs_rewards: bool) -> None:
+    engine_starts = [
+        _start_with_secrets(run, "engine", name, engine_python(engine_process_config(run.config, index)))
+        for index, name in enumerate(engine_names(run.config))
+    ]
+    listen = (run.config.gateway.host, run.config.gateway.port)
+    await gather_or_cancel([*engine_starts, start_role(run, "gateway", env=run.env, listen=listen)])
+    await _wait_until_up(run, "engine", "gateway")
+    if needs_rewards:
+        withheld = run.secrets.withheld_variables - run.judge_key_variables
+        await start_role(run, REWARDS, env=run.env, exclude_env=withheld)
 
 
 def _check_folder(folder: RunFolder, resume: bool) -> None:
@@ -214,6 +239,11 @@ async def _register_run(config: RunConfig, store: Store, log: Callable[[str], No
     # The stored endpoints are from an earlier process. A finished rollout among them must not end this run.
     for endpoint in await store.endpoints(config.name):
         await store.remove_endpoint(config.name, endpoint.role, endpoint.name)
+
+
+async def _complete_open_sessions(config: RunConfig, store: Store) -> None:
+    session_ids = await store.list_idle_sessions(config.name, before=math.inf)
+    await store.complete_sessions(session_ids, "the gateway was stopped")
 
 
 async def _stop_watchers(run: LiveRun) -> None:

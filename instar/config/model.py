@@ -15,6 +15,8 @@ AdapterSource = Literal["folder", "run", "tinker", "weaver"]
 """Where a starting adapter is stored: in a folder, in another run, or on a training service whose paths start
 with `tinker://` or `weaver://`."""
 RUN_PREFIX = "run:"
+DEFAULT_CONTEXT = 2048
+"""The context in tokens if nothing is known about the model or the machine."""
 
 
 class ModelConfig(Section):
@@ -30,8 +32,10 @@ class ModelConfig(Section):
     """Precision of the base weights. `auto`: bf16 on hardware with fast bf16, else fp32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on. `auto`: a GPU if there is one."""
-    max_context: PositiveInt = 2048
-    """Maximum length of prompt and reply together, in tokens."""
+    max_context: PositiveInt | None = None
+    """Maximum length of prompt and reply together, in tokens. Default: the model's own maximum, but at most
+    8,192 on a CPU and 32,768 on a GPU, and less if the memory is small (docs/scaling.md). The chosen value is
+    shown at the start, and a resumed run keeps it."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
     """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
     described in docs/concepts.md. `auto`: `template` if the chat template supports tools."""
@@ -58,6 +62,11 @@ class ModelConfig(Section):
         if adapter in ("", RUN_PREFIX):
             raise ValueError(f"the name of a folder or a run is missing, got {adapter!r}")
         return adapter
+
+    @property
+    def context_length(self) -> int:
+        """`max_context`, or `DEFAULT_CONTEXT` if it is not set, as outside a run."""
+        return self.max_context or DEFAULT_CONTEXT
 
 
 class SqliteStoreConfig(Section):

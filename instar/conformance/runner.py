@@ -44,7 +44,7 @@ async def run_cases(
     backend: Backend = resolve_section("backends", config.backend)(
         config.model, config.backend, seed=config.seed
     )
-    context = CaseContext(backend, lambda: create_engine(config), folder, config.model.max_context)
+    context = CaseContext(backend, lambda: create_engine(config), folder, config.model.context_length)
     result = ConformanceResult(sorted(backend.capabilities.losses), [], {}, context.artifacts)
     try:
         await backend.start()

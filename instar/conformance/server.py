@@ -42,7 +42,7 @@ def run_server(
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "instar.cli.main", "backends", "serve", "--json"]
     command += ["--protocol", protocol, "--model", model.name, "--dtype", model.dtype]
-    command += ["--device", model.device, "--context", str(model.max_context)]
+    command += ["--device", model.device, "--context", str(model.context_length)]
     # The limit is high, because some SDKs cannot end a session, so models of finished cases stay loaded.
     command += ["--dir", str(folder / "checkpoints"), "--port", str(port), "--max-models", "64"]
     command += [] if threads is None else ["--threads", str(threads)]

@@ -325,7 +325,7 @@ class Batcher:
                 fresh = sample if group.is_live else self._mask_stale_tokens(sample, builder.staleness)
                 if fresh is None:
                     claims.append(builder.build_sample_drop(session, sample, advantage, "stale"))
-                elif len(fresh) > self.config.model.max_context:
+                elif len(fresh) > self.config.model.context_length:
                     # Exported data may come from a model with a longer context.
                     claims.append(builder.build_sample_drop(session, fresh, advantage, "too_long"))
                 else:

@@ -47,6 +47,8 @@ class ExportOptions:
     """Also write the flat `samples` table. `hf` exports always have it; `sft` and `dpo` exports never do."""
     min_reward: float | None = None
     """The minimum reward of a session in an `sft` export. None means any reward above 0."""
+    include_open: bool = False
+    """Also export open sessions, as they are now. They are exported too if `where.status` is open."""
     margin: float = 0.0
     """The rewards of the chosen and the rejected session of a `dpo` pair must differ by more than this."""
 
@@ -54,10 +56,16 @@ class ExportOptions:
     def tables(self) -> tuple[TableName, ...]:
         return (*CONTENT_TABLES, "samples") if self.include_samples or self.format == "hf" else CONTENT_TABLES
 
+    @property
+    def exports_open(self) -> bool:
+        return self.include_open or self.where.status is SessionStatus.OPEN
+
     def describe(self) -> Json:
         """Return the filters and format options that are set, for the manifest."""
         defaults = asdict(EVERYTHING)
         options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
+        if self.include_open:
+            options["open"] = True
         if self.format == "sft" and self.min_reward is not None:
             options["sft_min_reward"] = self.min_reward
         if self.format == "dpo":
@@ -92,15 +100,16 @@ async def export_sessions(
     store_type: str,
     progress: ProgressCallback | None = None,
 ) -> DatasetManifest:
-    """Write a run's ended sessions that match the filters to a new folder, and return its manifest. Two
+    """Write a run's sessions that match the filters to a new folder, and return its manifest. Two
     exports of the same data by the same version of Instar are identical. Raises ConfigError if the folder
     exists, and DataError if there is nothing to export."""
     check_target(folder)
     if options.where.channel is Channel.DATA:
         raise ConfigError("channel: imported training data cannot be exported; use its original dataset")
-    group_by_session = await _select_sessions(store, run_id, options.where)
+    group_by_session = await _select_sessions(store, run_id, options)
     if not group_by_session:
-        raise DataError(f"nothing to export: no ended session of run {run_id} matches the filters")
+        problem = f"nothing to export: no ended session of run {run_id} matches the filters"
+        raise DataError(problem + ("" if options.exports_open else "; --open also exports open sessions"))
     export = _Export(store, run_id, group_by_session, options, hooks, progress)
     with _create_folder_atomically(folder) as new_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
@@ -121,16 +130,17 @@ async def export_sessions(
     return manifest
 
 
-async def _select_sessions(store: Store, run_id: str, where: SessionFilter) -> dict[str, str | None]:
-    """Return the group id of each matching session by session id, oldest session first. Open sessions and
-    imported training data are excluded. A live session gets None, even if it has a group id."""
+async def _select_sessions(store: Store, run_id: str, options: ExportOptions) -> dict[str, str | None]:
+    """Return the group id of each matching session by session id, oldest session first. Imported training
+    data and, by default, open sessions are excluded. A live session gets None, even if it has a group id."""
     group_by_session: dict[str, str | None] = {}
     last_seq = 0
-    while rows := await store.sessions(run_id, where=where, after=last_seq, limit=SESSIONS_PER_PAGE):
+    while rows := await store.sessions(run_id, where=options.where, after=last_seq, limit=SESSIONS_PER_PAGE):
         last_seq = rows[-1].seq
         for row in rows:
             session = row.session
-            if session.status is not SessionStatus.OPEN and session.channel is not Channel.DATA:
+            is_status_exported = options.exports_open or session.status is not SessionStatus.OPEN
+            if is_status_exported and session.channel is not Channel.DATA:
                 is_live = session.channel is Channel.LIVE
                 group_by_session[session.session_id] = None if is_live else session.group_id
     return group_by_session

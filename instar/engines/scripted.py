@@ -49,7 +49,7 @@ class ScriptedEngine(Engine):
             kind="scripted",
             model=model.name,
             vocab_size=len(self._tokenizer),
-            max_context=model.max_context,
+            max_context=model.context_length,
             artifacts=("adapter", "weights", "base", "remote"),
             can_score=True,
             serves_several_policies=True,

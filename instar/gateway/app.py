@@ -25,7 +25,7 @@ from instar.gateway.context import GatewayContext, RunIdentity
 from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
-from instar.gateway.feedback import FeedbackService
+from instar.gateway.feedback import FeedbackService, explain_unused_corrections
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
@@ -90,6 +90,7 @@ async def open_gateway(
             upstream=open_upstream(provider_config, "engine") if provider_config else None,
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
+            unused_corrections_reason=explain_unused_corrections(config),
         )
 
 
@@ -117,12 +118,14 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
+    unused_corrections_reason: str | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
     ``train_sampling`` are the sampling settings of the `train` channel. ``groups`` are the options for groups
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
+    ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
     """
     context = GatewayContext(
         store,
@@ -152,6 +155,7 @@ def create_app(
         get_max_context=lambda: engine.info.max_context if engine else None,
         models=models or {},
         reward_range=config.reward_range,
+        unused_reason=unused_corrections_reason,
     )
     sessions = SessionService(context, states)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None

@@ -112,6 +112,8 @@ class CompleteSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=
     """Rewards from other sources; accepted only with the admin key."""
     scores: list[ScoreBody] = msgspec.field(default_factory=list[ScoreBody])
     """The scorers' final states; accepted only with the admin key."""
+    reason: str | None = None
+    """Why the session ended, if someone other than the agent ended it."""
 
 
 class FailSession(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

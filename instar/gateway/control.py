@@ -100,26 +100,30 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        """List the run's own model. Provider models are not listed."""
+        """List the run's own model and the versions that the engine has. Provider models are not listed."""
         await self._authorize_models(http)
-        name = self._context.identity.policy_id
+        source = self._router.engine_source
+        names = [self._context.identity.policy_id] if source is None else await source.list_models()
         if "anthropic-version" in http.headers:
-            return Response(format_models([name]), media_type=JSON)
-        return _to_response(ModelList([ModelView(name)]))
+            return Response(format_models(names), media_type=JSON)
+        return _to_response(ModelList([ModelView(name) for name in names]))
 
     async def get_model(self, http: HttpRequest) -> Response:
-        """Describe a model. Every name is accepted."""
+        """Describe a model. Every name is accepted, except a version that the engine does not have."""
         await self._authorize_models(http)
-        return _to_response(ModelView(http.path_params["model"]))
+        model = http.path_params["model"]
+        source = self._router.engine_source
+        if source is not None and self._router.select(model)[0] is source:
+            await source.check_version(model)
+        return _to_response(ModelView(model))
 
     async def get_health(self, http: HttpRequest) -> Response:
         """Report whether the gateway and its engine respond."""
         if self._router.engine_source is None:
             return _to_response(base.HealthView("ok", "none"))
         try:
-            async with asyncio.timeout(2):
-                status = await self._router.engine_source.engine.status()
-        except (EngineError, TimeoutError) as error:
+            status = await self._router.engine_source.get_status()
+        except EngineError as error:
             return _to_response(base.HealthView("ok", "down", reason=str(error)))
         return _to_response(base.HealthView("ok", "up", version=status.version))
 

@@ -15,8 +15,8 @@ import msgspec.structs
 
 from instar.async_utils import gather_or_cancel
 from instar.config import SamplingConfig
-from instar.engines.base import Engine
-from instar.errors import EngineUnavailable, PromptTooLong
+from instar.engines.base import Engine, EngineStatus
+from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.gateway.auth import extract_key
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
 
 T = TypeVar("T")
+STATUS_TIMEOUT_SECONDS = 2.0
 _PARSER_PROMPT_TOKENS = 64
 """The parser looks for the start of the reasoning in this many tokens at the end of the prompt."""
 _VERSION_PATTERN = re.compile("[0-9]{1,18}")
@@ -43,10 +44,10 @@ class EngineSource(Source):
 
     def __init__(self, context: GatewayContext, engine: Engine, renderer: Renderer) -> None:
         self.engine = engine
+        self._policy_id = context.identity.policy_id
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
-        self._policy_id = context.identity.policy_id
         self._tokenizer_pool = TokenizerPool(context.config)
 
     @property
@@ -56,6 +57,41 @@ class EngineSource(Source):
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
         self._renderer.max_prompt_tokens = self.engine.info.max_context
         return await self._tokenizer_pool.run(extract_key(headers), function)
+
+    async def list_models(self) -> list[str]:
+        """Return the model's name and, if the engine responds, its name with each loaded version: NAME@3."""
+        try:
+            refs = self._list_versions(await self.get_status())
+        except EngineError:
+            refs = []
+        return [self._policy_id, *map(str, refs)]
+
+    async def check_version(self, model: str) -> None:
+        """Raise ApiError (404) if the name is NAME@VERSION and the engine does not have this version."""
+        policy = self.parse_policy(model)
+        if policy is None:
+            return
+        refs = self._list_versions(await self.get_status())
+        initial = PolicyRef(self._policy_id, 0)
+        if self.engine.info.serves_several_policies and initial not in refs:
+            refs.insert(0, initial)
+        if policy not in refs:
+            names = ", ".join(map(str, refs)) or "no version of this policy"
+            message = f"The engine does not have {policy}; it has {names}."
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    def _list_versions(self, status: EngineStatus) -> list[PolicyRef]:
+        versions = {ref.version for ref in status.policies if ref.policy_id == self._policy_id}
+        return [PolicyRef(self._policy_id, v) for v in sorted({status.version, *versions}) if v >= 0]
+
+    async def get_status(self) -> EngineStatus:
+        """Return the engine's status. Raise EngineUnavailable if it does not respond in time."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_SECONDS):
+                return await self.engine.status()
+        except TimeoutError as error:
+            message = f"The engine did not respond within {STATUS_TIMEOUT_SECONDS:g} s; retry later."
+            raise EngineUnavailable(message) from error
 
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
@@ -260,7 +296,8 @@ class _EngineSamplingRun(SamplingRun):
         token_stream = responder if call.dialect.is_token_level else None
         delta_stream = None if call.dialect.is_token_level else responder
         engine = source.engine.for_session(call.state.session.session_id)
-        policy = source.parse_policy(request.model)
+        # An engine with one version was checked to serve the named one.
+        policy = source.parse_policy(request.model) if engine.info.serves_several_policies else None
         async with aclosing(engine.generate(self.placement.prompt_ids, reply.params, policy)) as chunks:
             async for chunk in chunks:
                 reply.append(chunk)

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from instar.config import ModelRoute
+from instar.config import ModelRoute, RunConfig
 from instar.errors import PromptTooLong, RenderError
 from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
@@ -78,9 +78,11 @@ class FeedbackView(msgspec.Struct):
     source: RewardSource
     reward: float | None = None
     trainable: bool = False
-    """True if the model can be trained on the correction."""
+    """True if the run trains on the correction, in a later step if it is training, or else when it is trained
+    again."""
     reason: str | None = None
-    """Why the model cannot be trained on the correction. Always None in lists of feedback."""
+    """Why the run does not train on the correction. In lists of feedback, only reasons that apply to every
+    correction of the run are included."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -89,12 +91,13 @@ class FeedbackList(msgspec.Struct):
     """The value of `after` with which the next request continues, or None at the end of the list."""
 
 
-def _to_view(feedback: Feedback, reason: str | None = None) -> FeedbackView:
-    view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
-    view.reward = compute_reward_value(feedback)
-    view.trainable = feedback.correction_ids is not None
-    view.reason = reason
-    return view
+def explain_unused_corrections(config: RunConfig) -> str | None:
+    """Return why no step of the run trains on corrections, or None if its steps do."""
+    if not config.trains:
+        return "this run only serves the model; export its sessions and train another run on them"
+    if config.trainer.corrections.weight == 0:
+        return "trainer.corrections.weight is 0"
+    return None
 
 
 def compute_reward_value(feedback: Feedback) -> float | None:
@@ -116,6 +119,9 @@ class FeedbackService:
     """Returns the model's context length in tokens, or None if it is unknown."""
     models: Mapping[str, ModelRoute]
     reward_range: tuple[float, float]
+    unused_reason: str | None = None
+    """Why the run does not train on any correction (see `explain_unused_corrections`), or None if it does.
+    The tokens are stored in any case, because another run may train on them after an export."""
 
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
@@ -132,10 +138,10 @@ class FeedbackService:
         value = compute_reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
         if await self.store.add_feedback(feedback, rewards):
-            return _to_view(feedback, reason), True
+            return self._to_view(feedback, reason), True
         for recorded in await self.store.feedback(self.run_id, feedback_id=feedback.feedback_id):
             if _has_same_content(recorded, feedback, call):
-                return _to_view(recorded, reason), False
+                return self._to_view(recorded, reason), False
         message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
         raise ApiError(409, message, code="conflict", param="feedback_id")
 
@@ -144,8 +150,15 @@ class FeedbackService:
         rows = await self.store.feedback(
             self.run_id, session_id=session_id, after=after, limit=FEEDBACK_PAGE_SIZE + 1
         )
-        views = [_to_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
+        views = [self._to_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
         return FeedbackList(views, views[-1].feedback_id if len(rows) > len(views) else None)
+
+    def _to_view(self, feedback: Feedback, reason: str | None = None) -> FeedbackView:
+        view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
+        view.reward = compute_reward_value(feedback)
+        view.trainable = feedback.correction_ids is not None and self.unused_reason is None
+        view.reason = reason or (None if feedback.correction_ids is None else self.unused_reason)
+        return view
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body)

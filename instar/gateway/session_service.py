@@ -82,9 +82,8 @@ class SessionService:
         if body.reward is not None:
             rewards.insert(0, RewardBody(value=body.reward, source=RewardSource.AGENT))
         redactor = self._context.redactor
-        status, reason = SessionStatus.COMPLETED, None
-        if isinstance(body, FailSession):
-            status, reason = SessionStatus.FAILED, redactor.redact_text(body.reason)
+        status = SessionStatus.FAILED if isinstance(body, FailSession) else SessionStatus.COMPLETED
+        reason = None if body.reason is None else redactor.redact_text(body.reason)
         changed = await self._context.store.end_session(
             session_id,
             status,

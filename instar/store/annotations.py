@@ -135,6 +135,11 @@ def end_session(
     return True
 
 
+def complete_sessions(db: Database, session_ids: Sequence[str], reason: str) -> int:
+    """Complete the sessions that are still open, and return how many."""
+    return sum(end_session(db, session_id, SessionStatus.COMPLETED, reason) for session_id in session_ids)
+
+
 def _add_scores(db: Database, scores: Sequence[Score]) -> None:
     for score in scores:
         insert_for_session(db, SCORES.insert_for_session_sql, SCORE_ROWS.encode(score))

@@ -45,6 +45,8 @@ Method = Callable[Concatenate["Store", P], Coroutine[Any, Any, T]]
 
 SESSIONS_PER_READ = 64
 """The maximum number of sessions whose calls are read in one snapshot, to keep snapshots short."""
+SESSIONS_PER_WRITE = 500
+"""The maximum number of sessions that are completed in one transaction, so that other writers do not wait."""
 
 
 def _expose(query: Query[P, T], mode: Literal["write", "read", "read_statement"]) -> Method[P, T]:
@@ -143,6 +145,23 @@ class Store:
             for group in groups
         }
 
+    async def list_idle_sessions(self, run_id: str, before: float) -> list[str]:
+        """Return the ids of the run's open live sessions without a call since the Unix time ``before``."""
+        session_ids: list[str] = []
+        last_seq = 0
+        while page := await self.idle_sessions(run_id, before, after=last_seq):
+            last_seq = page[-1].seq
+            session_ids += [row.session_id for row in page]
+        return session_ids
+
+    async def complete_sessions(self, session_ids: Sequence[str], reason: str) -> int:
+        """Complete the sessions that are still open, and return how many."""
+        count = 0
+        for start in range(0, len(session_ids), SESSIONS_PER_WRITE):
+            page = session_ids[start : start + SESSIONS_PER_WRITE]
+            count += await self.write(partial(annotations.complete_sessions, session_ids=page, reason=reason))
+        return count
+
     # calls
     async def add_calls(
         self,
@@ -197,6 +216,7 @@ class Store:
         # The calls are decoded after the snapshot, to keep it short.
         return await self._readers.submit(lambda: self._readers.read_snapshot(fetch).decode())
 
+    first_messages = _read_statement(call_queries.get_first_messages)
     put_records = _write(call_queries.put_records)
 
     # rewards and other annotations

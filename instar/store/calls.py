@@ -263,6 +263,20 @@ def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
     return FetchedCalls(rows, [], _fetch_tools(db, [row for row in rows if row["messages"] is not None]))
 
 
+def get_first_messages(db: Database, session_ids: Sequence[str], role: str) -> dict[str, str]:
+    """Return the text of the first message with this role in each session's first call, by session id."""
+    rows = db.execute(
+        "SELECT session_id, messages FROM calls WHERE seq IN (SELECT MIN(seq) FROM calls "
+        f"WHERE session_id IN ({db.json_array_sql.format('?')}) GROUP BY session_id)",
+        (json.dumps(list(session_ids)),),
+    )
+    messages_by_session = {row["session_id"]: load_message(row["messages"]) for row in rows}
+    return {
+        session_id: next((message["content"] for message in messages if message["role"] == role), "")
+        for session_id, messages in messages_by_session.items()
+    }
+
+
 def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:
     sql = "SELECT body FROM tools WHERE hash = ?"
     hashes = {row["tools_hash"] for row in rows} - {None}

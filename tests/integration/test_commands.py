@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -105,6 +106,24 @@ def test_train_in_terminal_shows_progress_and_writes_report(folder: Path, tmp_pa
     assert re.search(r"held-out sampled +\d\.\d\d → \d\.\d\d", last_frame), last_frame
     assert "1 steps in" in output
     assert (working_dir / "runs" / "mine" / "report" / "index.html").is_file()
+    assert "Report: runs/mine/report/index.html" in output
+    commands = [line.split("  #")[0].strip() for line in output.splitlines() if "  # " in line]
+    assert [command.split()[1] for command in commands] == ["serve", "chat", "-r", "sessions", "sessions"]
+    for command in commands[1:]:
+        program, *arguments = shlex.split(command)
+        completed = subprocess.run(
+            [INSTAR if program == "instar" else program, *arguments],
+            cwd=working_dir,
+            input="2 + 2?\n",
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert completed.returncode == 0, (command, completed.stderr)
+        if "chat" in command:
+            assert completed.stdout == "version 1: 5\nbase: 5\n"
+    assert (working_dir / "mine-v1" / "adapter_config.json").is_file()
+    assert (working_dir / "mine-data" / "sessions.jsonl").is_file()
 
 
 def test_train_with_json_prints_summary_and_rejects_second_run(folder: Path) -> None:

@@ -126,7 +126,7 @@ async def run_service(
             lock.set_url(run.gateway_url)
             on_ready(run, settings)
 
-        await serve_until_stopped(config, log, announce, [home.log_file])
+        await serve_until_stopped(config, log, announce, [home.log_file], keep_sessions=True)
     finally:
         lock.release()
 
@@ -136,14 +136,20 @@ async def serve_until_stopped(
     log: Callable[[str], None],
     on_ready: Callable[[LiveRun], Awaitable[None]],
     logs: Sequence[Path] = (),
+    *,
+    version: int | None = None,
+    keep_sessions: bool = False,
 ) -> None:
     """Serve without training, and continue the run if its folder exists, until SIGINT or SIGTERM. The logs of
-    the run, and other ``logs``, are kept below a maximum size."""
+    the run, and other ``logs``, are kept below a maximum size. ``version`` and ``keep_sessions`` are those of
+    `serve_run`."""
     run_exists = RunFolder(config.run_dir).config_file.is_file()
-    async with serve_run(config, resume=run_exists, log=log) as run:
-        await on_ready(run)
+    async with serve_run(
+        config, resume=run_exists, version=version, keep_sessions=keep_sessions, log=log
+    ) as run:
         stop = asyncio.Event()
-        run.interrupts.on_first_signal = stop.set
+        run.interrupts.on_first_signal = stop.set  # before the URL is printed, after which a user may stop it
+        await on_ready(run)
         await run_until_first(
             stop.wait(),
             asyncio.shield(run.cluster.failure),

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
-from pathlib import Path
 
 from instar.backends.factory import create_backend
 from instar.cluster.adapter import make_initial_policy
@@ -14,6 +12,7 @@ from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS,
 from instar.cluster.cores import share_cores
 from instar.cluster.layout import engine_names, engine_process_config, teacher_config, teacher_names
 from instar.cluster.tasks import run_until_first, wait_forever
+from instar.cluster.versions import is_loadable
 from instar.config import CloudEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
@@ -112,11 +111,11 @@ async def _serve_engine(
 
 
 async def _choose_policy(context: RoleContext, store: Store) -> Policy:
-    """Return the newest policy or, if a new engine cannot load it, version 0. The engine serves it until the
-    trainer sends another policy."""
+    """Return the policy to serve or, if a new engine cannot load it, version 0. The engine serves it until
+    the trainer sends another policy."""
     config = context.config
-    head = await store.latest_policy(context.policy_id)
-    if head.artifact.kind != "base" and _is_loadable(head):
+    head = await context.fetch_policy(store)
+    if head.artifact.kind != "base" and is_loadable(head):
         return head
     if config.model.adapter is None:
         return Policy(context.policy_id, 0, Artifact("base"))
@@ -142,12 +141,3 @@ async def _export_initial_policy(context: RoleContext, store: Store) -> Policy:
     policy = Policy(context.policy_id, 0, artifact)
     await store.put_initial_policy(policy, context.run_id)
     return policy
-
-
-def _is_loadable(policy: Policy) -> bool:
-    """Return True if a new engine can load the policy itself. If only the trainer has the weights, the folder
-    is not on this machine, or a cloud sampler has expired, the trainer sends the policy instead."""
-    artifact = policy.artifact
-    if artifact.kind in ("adapter", "weights"):
-        return Path(artifact.path).is_dir()
-    return artifact.kind != "live" and (artifact.expires_at is None or artifact.expires_at > time.time())

@@ -24,8 +24,8 @@ async def run_gateway(context: RoleContext) -> None:
     limit_fragmentation()
     store = await context.open_store()
     await context.announce(store, "waiting for the engine" if engine_names(context.config) else "starting")
-    newest_policy = partial(store.latest_policy, context.policy_id)
-    engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=newest_policy)
+    fetch_policy = partial(context.fetch_policy, store)
+    engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=fetch_policy)
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     admission = Admission(context.config, store, context.run_id)

@@ -58,7 +58,7 @@ class CloudEngine(Engine):
             kind=cloud_config.type,
             model=model.name,
             vocab_size=len(self.tokenizer),
-            max_context=model.max_context,
+            max_context=model.context_length,
             artifacts=("base", "remote"),
             streams=False,
             versions_per_token=False,

@@ -9,7 +9,6 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Future
 from contextlib import aclosing
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from instar.config import LocalEngineConfig, ModelConfig
+from instar.cpu import read_free_memory
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, one_policy_error
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.local.determinism import choose_threads
@@ -279,14 +279,5 @@ def _enqueue(
 
 def compute_kv_tokens(shape: KVShape, batch_tokens: int) -> int:
     """Return the KV cache size in tokens: a third of the free memory, but at most two full batches."""
-    free_bytes = _read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
+    free_bytes = read_free_memory() if shape.device == "cpu" else torch.cuda.mem_get_info()[0]
     return min(2 * batch_tokens, free_bytes // 3 // shape.token_bytes)
-
-
-def _read_free_memory() -> int:
-    try:
-        with Path("/proc/meminfo").open() as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return 4 << 30  # a guess for systems other than Linux

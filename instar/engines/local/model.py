@@ -58,8 +58,8 @@ class EngineModel:
         self.adapters = self._create_adapter_layers()
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
-        max_positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
-        self.max_context = min(config.max_context, max_positions)
+        max_positions = getattr(text_config, "max_position_embeddings", None) or config.context_length
+        self.max_context = min(config.context_length, max_positions)
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
     def share(self) -> EngineModel:

@@ -50,8 +50,8 @@ class VllmEngine(Engine):
         sources = (_read_json(self._folder / "generation_config.json"), config_json, text_config)
         self._eos_ids = collect_eos_ids(*(source.get("eos_token_id") for source in sources))
         self._vocab_size: int = text_config["vocab_size"]
-        max_positions = text_config.get("max_position_embeddings") or model.max_context
-        self._max_context: int = min(model.max_context, max_positions)
+        max_positions = text_config.get("max_position_embeddings") or model.context_length
+        self._max_context: int = min(model.context_length, max_positions)
         self._tokenizer: Any = load_tokenizer(self._folder)
         self._server: VllmProcess | ExternalVllm | None = None
         self._serving = PolicyServing()

@@ -114,6 +114,8 @@ class CallPipeline:
         )
         source, is_trainable = select_source(request.model)
         is_engine = isinstance(source, EngineSource)
+        if is_engine:
+            await source.check_version(request.model)
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)
             tokens = await source.score_prompt(request, headers)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import pty
+import re
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from instar.cli.main import COMMANDS, load_command
+from instar.cluster.layout import RunFolder
+from instar.config import RunConfig
+from instar.store.factory import open_store
+from instar.types import Call, Channel, Message, Reward, RewardSource, Session, SessionStatus, new_id
 from tests.unit.cli.conftest import Instar, SmallRun
 
 
@@ -25,6 +36,63 @@ def test_sessions_ls_lists_newest_last(instar: Instar, small_run: SmallRun) -> N
     assert (first["calls"], first["sampled_tokens"], first["reward"]) == (2, 4, 1.0)
     table = instar("sessions", "ls", small_run.folder).out
     assert all(row["session_id"] in table for row in rows)
+
+
+async def make_live_run(folder: Path, session_id: str) -> None:
+    config = RunConfig(name="live", dir=folder)
+    RunFolder(folder).create(config)
+    store = open_store(config)
+    session = Session(session_id, "live", "support-agent-of-the-shop", "live", Channel.LIVE)
+    await store.open_session(replace(session, created_at=time.time()))
+    call = Call(
+        call_id="c",
+        session_id=session_id,
+        run_id="live",
+        agent_id=session.agent_id,
+        policy_id="live",
+        request_id="r",
+        messages=(
+            Message(role="system", content="You are helpful."),
+            Message(role="user", content="Where is\nmy order? " * 50),
+        ),
+        reply=Message(role="assistant", content="On its way."),
+        prompt_ids=np.zeros(3, np.int32),
+        finish_reason="stop",
+        sampled_ids=np.zeros(12345, np.int32),
+        logprobs=np.zeros(12345, np.float32),
+        versions=np.zeros(12345, np.int32),
+    )
+    await store.add_calls([call])
+    reward = Reward(session_id, -0.125, RewardSource.HUMAN)
+    await store.end_session(session_id, SessionStatus.COMPLETED, rewards=[reward])
+    await store.close()
+
+
+def test_sessions_ls_in_a_terminal_of_100_columns_prints_one_line_per_session(tmp_path: Path) -> None:
+    session_id = new_id("sess")
+    asyncio.run(make_live_run(tmp_path, session_id))
+    reader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "instar.cli.main", "sessions", "ls", str(tmp_path)]
+    environment = {**os.environ, "COLUMNS": "100", "TERM": "xterm"}
+    subprocess.run(command, stdout=terminal, stderr=terminal, env=environment, check=True, timeout=60)
+    os.close(terminal)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", os.read(reader, 100_000).decode()).splitlines()
+    os.close(reader)
+    names = ["session", "started", "agent", "status", "first", "message", "turns", "tokens", "reward"]
+    assert lines[0].split() == names
+    assert len(lines) == 2
+    assert all(len(line) <= 100 for line in lines)
+    columns = lines[1].split()
+    assert columns[:2] == [session_id, "today"]
+    assert columns[3:5] == ["support-agent-o…", "completed"]
+    assert columns[-3:] == ["1", "12345", "-0.125"]
+    assert "Where is my" in lines[1]
+
+
+def test_sessions_ls_json_has_the_agent_and_the_first_message(instar: Instar, small_run: SmallRun) -> None:
+    row = instar("sessions", "ls", small_run.folder, "--limit", "1", "--json").json[0]
+    assert (row["agent_id"], row["first_message"]) == ("default", "What is <2> plus 2?")
+    assert row["created_at"] <= row["ended_at"]
 
 
 def test_sessions_can_be_filtered(instar: Instar, small_run: SmallRun) -> None:

@@ -27,8 +27,12 @@ def config(tmp_path: Path) -> RunConfig:
     tokenizer = make_tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     LlamaConfig().save_pretrained(folder)
+    rollout = {
+        "tasks": {"type": "python", "function": "a:b"},
+        "agent": {"type": "function", "function": "a:b"},
+    }
     config = RunConfig.model_validate(
-        {"name": "rated", "dir": tmp_path / "run", "model": {"name": str(folder)}}
+        {"name": "rated", "dir": tmp_path / "run", "model": {"name": str(folder)}, "rollout": rollout}
     )
     RunFolder(config.run_dir).create(config)
     asyncio.run(fill_store(config, tokenizer))
@@ -89,7 +93,7 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     file.write_text("Hello.\n")
     arguments = ["--response", "chatcmpl-1", "--correction-file", file, "--id", "f-1"]
     result = instar("feedback", config.run_dir, *arguments)
-    assert "will be used for training" in result.out, result.err
+    assert "the correction will be used when this run trains" in result.out, result.err
     assert "Already recorded" in instar("feedback", config.run_dir, *arguments).out
     _, (correction,) = asyncio.run(read_rewards_and_corrections(config))
     assert correction.correction_ids is not None
@@ -98,6 +102,26 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
         "feedback", config.run_dir, "--response", "chatcmpl-1", "--correction", "Hi.", "--id", "f-1"
     )
     assert (conflicting.code, "already used by different feedback" in conflicting.err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rollout": None}, "this run only serves the model; export its sessions"),
+        ({"trainer": {"corrections": {"weight": 0}}}, "trainer.corrections.weight is 0"),
+    ],
+)
+def test_feedback_correction_in_a_run_that_does_not_train_on_it_says_so(
+    instar: Instar, config: RunConfig, changes: dict[str, Any], reason: str
+) -> None:
+    settings = config.model_dump(mode="json") | changes
+    RunFolder(config.run_dir).create(RunConfig.model_validate(settings))
+    result = instar("feedback", config.run_dir, "--session", "s-1", "--correction", "Hello.")
+    assert f"the correction is stored, but this run does not train on it: {reason}" in result.out, result.err
+    (row,) = instar("feedback", config.run_dir, "ls", "--json").json
+    assert not row["trainable"]
+    _, (correction,) = asyncio.run(read_rewards_and_corrections(config))
+    assert correction.correction_ids is not None, "another run may train on it after an export"
 
 
 @pytest.mark.parametrize(

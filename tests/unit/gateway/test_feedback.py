@@ -13,11 +13,18 @@ import numpy as np
 import orjson
 import pytest
 
-from instar.config import GatewayConfig, ModelConfig, ModelRoute, ScriptedEngineConfig, UpstreamEngineConfig
+from instar.config import (
+    GatewayConfig,
+    ModelConfig,
+    ModelRoute,
+    RunConfig,
+    ScriptedEngineConfig,
+    UpstreamEngineConfig,
+)
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
-from instar.gateway.feedback import FEEDBACK_PAGE_SIZE
+from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, explain_unused_corrections
 from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
@@ -463,6 +470,20 @@ async def test_correction_on_an_untrainable_route_is_not_trainable(
             False,
             "training on this model is disabled by its route (trainable: false)",
         )
+
+
+async def test_correction_in_a_run_without_training_is_not_trainable(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer
+) -> None:
+    engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
+    reason = explain_unused_corrections(RunConfig())
+    async with run_gateway(
+        tmp_path / "s.db", engine, renderer, GatewayConfig(), unused_corrections_reason=reason
+    ) as gateway:
+        session, _ = await open_session_with_reply(gateway)
+        view = await send_human_feedback(gateway, session, correction="Hello.")
+        assert (view["trainable"], view["reason"]) == (False, reason)
+        assert await load_correction_ids(gateway)
 
 
 # --- provider replies ---------------------------------------------------------------------------

@@ -159,7 +159,7 @@ async def test_live_session_is_found_by_content(gateway: RunningGateway) -> None
         await client.chat.completions.create(model="m", messages=messages)
         await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "other"}])
         models = await client.models.list()
-    assert [model.id for model in models.data] == ["policy"]
+    assert [model.id for model in models.data] == ["policy", "policy@0"]
     rows = await gateway.store.sessions("run")
     assert [(row.session.channel, row.call_count) for row in rows] == [(Channel.LIVE, 2), (Channel.LIVE, 1)]
 

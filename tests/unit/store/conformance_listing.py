@@ -10,7 +10,7 @@ import pytest
 
 from instar.store.base import SessionFilter, Store
 from instar.store.listing import MAX_START_SESSIONS
-from instar.types import Channel, Reward, RewardSource, SessionStatus, Tag
+from instar.types import Channel, Message, Reward, RewardSource, SessionStatus, Tag
 
 from .factories import RUN_ID, ids, make_call, make_claim, make_group, make_next_call, make_session, user
 
@@ -123,3 +123,12 @@ class ListingTests:
         assert [claim.group_id for claim in await store.recent_claims(RUN_ID, 0, 9)] == ["g0", "g1"]
         assert [claim.group_id for claim in await store.recent_claims(RUN_ID, 0, 1)] == ["g1"]
         assert await store.recent_claims(RUN_ID, 1, 9) == []
+
+    async def test_first_messages_come_from_the_first_call_of_each_session(self, store: Store) -> None:
+        for session_id in ("a", "b", "empty"):
+            await store.open_session(make_session(session_id))
+        system = Message(role="system", content="Be brief.")
+        first = make_call("a1", "a", messages=(system, user("first"), user("second")))
+        await store.add_calls([first, make_next_call(first, "a2", ids(9), user("third"))])
+        await store.add_calls([make_call("b1", "b", messages=(system,))])
+        assert await store.first_messages(["a", "b", "empty"], "user") == {"a": "first", "b": ""}
