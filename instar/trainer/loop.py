@@ -157,7 +157,8 @@ class Trainer:
         started = time.monotonic()
         corrections = await load_corrections(self.store, self.run_id, self.config.trainer, step, LIVE_EPOCH)
         await self.store.drop_samples(batch.drops)
-        await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
+        forgotten = await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
+        batch, corrections = batch.without(forgotten), corrections.without(forgotten)
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
