@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,6 +26,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
+from instar.gateway.forgetting import RetentionPolicy, delete_expired_sessions, drop_forgotten_sessions
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
@@ -87,6 +88,7 @@ async def open_gateway(
             upstream=open_upstream(provider_config, "engine") if provider_config else None,
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
+            retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
         )
 
 
@@ -105,6 +107,7 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
+    retention: RetentionPolicy | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -141,10 +144,24 @@ def create_app(
         reward_range=config.reward_range,
     )
     services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
+    pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
+
+    def drop_sessions(session_ids: Sequence[str]) -> None:
+        for session_id in session_ids:
+            states.remove(session_id)
+        pipeline.clear_cache()
+
+    tasks = [
+        services.loop_lag.run,
+        partial(_end_idle_sessions, services.sessions, config.idle_timeout),
+        partial(drop_forgotten_sessions, store, run_id, drop_sessions),
+    ]
+    if retention is not None and retention.is_limited:
+        tasks.append(partial(delete_expired_sessions, store, run_id, retention))
     return GatewayApp(
-        CallPipeline(context, reader, router, states, resolver, recorder),
+        pipeline,
         ControlApi(context, reader, router, states, services),
-        partial(_run_background_tasks, services, recorder, config.idle_timeout),
+        partial(_run_background_tasks, tasks, recorder),
     )
 
 
@@ -193,14 +210,13 @@ class GatewayApp(Starlette):
 
 @asynccontextmanager
 async def _run_background_tasks(
-    services: ControlServices, recorder: Recorder, idle_timeout: float, _: Starlette
+    functions: Sequence[Callable[[], Coroutine[Any, Any, None]]], recorder: Recorder, _: Starlette
 ) -> AsyncGenerator[None]:
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A gateway background task failed.", exc_info=error)
 
-    coroutines = (services.loop_lag.run(), _end_idle_sessions(services.sessions, idle_timeout))
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.create_task(function()) for function in functions]
     for task in tasks:
         task.add_done_callback(log_failure)
     try:

@@ -62,7 +62,8 @@ _BY_TAIL_SQL = f"""
     GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
 _INSERT_USER = (
-    "INSERT INTO session_users (session_id, user_id, run_id) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+    "INSERT INTO session_users (session_id, user_id, run_id) SELECT session_id, ?, run_id FROM sessions "
+    "WHERE session_id = ? ON CONFLICT DO NOTHING"
 )
 
 
@@ -99,8 +100,7 @@ class AddCalls:
         users: Sequence[str] = (),
     ) -> None:
         self._inputs = (calls, new_session, key_hash, tail_keys)
-        self._users = sorted({(call.session_id, user_id, call.run_id) for call in calls for user_id in users})
-        """The rows of `session_users`."""
+        self._users = sorted({(user_id, call.session_id) for call in calls for user_id in users})
         self._cache = cache
         self._calls: list[EncodedCall] = []
         self._session_row: dict[str, Any] | None = None
@@ -150,8 +150,8 @@ class AddCalls:
         _check_bases(db, calls, writes[0]._cache)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
-        for row in [row for write in writes for row in write._users]:
-            db.execute(_INSERT_USER, row)
+        for user in [user for write in writes for user in write._users]:
+            db.execute(_INSERT_USER, user)
         db.insert(CALLS, [encoded.values for encoded in calls])
 
 

@@ -166,6 +166,8 @@ def forget_sessions(
 ) -> list[str]:
     """Delete the data of these sessions, and return the ids of the deleted ones. Sessions of an open group
     are not deleted, because a rollout is using them."""
+    # One at a time, so that the rows of `forgotten_sessions` become visible in the order of their numbers.
+    db.lock_name("forgotten sessions")
     sessions = db.execute(
         f"SELECT s.* FROM sessions s WHERE s.session_id IN ({db.json_array_sql.format('?')}) "
         "AND s.run_id = ? AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.group_id = s.group_id "

@@ -52,6 +52,10 @@ class CallPipeline:
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
+    def clear_cache(self) -> None:
+        """Remove the text of earlier requests from memory."""
+        self._parser.clear_cache()
+
     def reject_early(self, dialect: Dialect) -> bytes | None:
         """Count an arriving call and return None, or, at capacity, return a complete HTTP response."""
         if not self._reader.is_full:

@@ -17,6 +17,7 @@ from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app
 from instar.gateway.base import OpenedSession
+from instar.gateway.forgetting import RetentionPolicy
 from instar.gateway.serve import bind, serve
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
@@ -118,6 +119,7 @@ async def start_gateway(
         delay: float = 0.0,
         sampling: SamplingConfig | None = None,
         store_class: type[SqliteStore] = SqliteStore,
+        retention: RetentionPolicy | None = None,
     ) -> RunningGateway:
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
         context = run_gateway(
@@ -127,6 +129,7 @@ async def start_gateway(
             config or GatewayConfig(),
             store_class,
             train_sampling=sampling,
+            retention=retention,
         )
         contexts.append(context)
         return await context.__aenter__()
