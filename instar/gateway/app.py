@@ -26,7 +26,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
-from instar.gateway.forgetting import RetentionPolicy, delete_expired_sessions, drop_forgotten_sessions
+from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
@@ -145,24 +145,13 @@ def create_app(
     )
     services = ControlServices(SessionService(context, states), feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
-
-    def drop_sessions(session_ids: Sequence[str]) -> None:
-        for session_id in session_ids:
-            states.remove(session_id)
-        pipeline.clear_cache()
-
     tasks = [
         services.loop_lag.run,
         partial(_end_idle_sessions, services.sessions, config.idle_timeout),
-        partial(drop_forgotten_sessions, store, run_id, drop_sessions),
+        partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
     ]
-    if retention is not None and retention.is_limited:
-        tasks.append(partial(delete_expired_sessions, store, run_id, retention))
-    return GatewayApp(
-        pipeline,
-        ControlApi(context, reader, router, states, services),
-        partial(_run_background_tasks, tasks, recorder),
-    )
+    control = ControlApi(context, reader, router, states, services)
+    return GatewayApp(pipeline, control, partial(_run_background_tasks, tasks, recorder))
 
 
 class GatewayApp(Starlette):

@@ -39,9 +39,16 @@ class RetentionPolicy:
         return self.config.days is not None or self.config.sessions is not None
 
 
-async def drop_forgotten_sessions(
-    store: Store, run_id: str, drop: Callable[[Sequence[str]], None], interval: float = POLL_INTERVAL_SECONDS
+async def run_forgetting_tasks(
+    store: Store, run_id: str, drop: Callable[[Sequence[str]], None], policy: RetentionPolicy | None
 ) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(drop_forgotten_sessions(store, run_id, drop))
+        if policy is not None and policy.is_limited:
+            tasks.create_task(delete_expired_sessions(store, run_id, policy))
+
+
+async def drop_forgotten_sessions(store: Store, run_id: str, drop: Callable[[Sequence[str]], None]) -> None:
     """Call ``drop`` with the ids of sessions that were deleted from the store by any process."""
     position: int | None = None
     while True:
@@ -51,7 +58,7 @@ async def drop_forgotten_sessions(
                 drop(session_ids)
         except StoreError as error:
             logger.warning("Could not read the deleted sessions, will retry: %s", error)
-        await asyncio.sleep(interval)
+        await asyncio.sleep(POLL_INTERVAL_SECONDS)
 
 
 async def delete_expired_sessions(store: Store, run_id: str, policy: RetentionPolicy) -> None:

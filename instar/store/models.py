@@ -156,7 +156,7 @@ ForgetCause = Literal["request", "retention"]
 
 @dataclass(frozen=True, slots=True)
 class ForgottenSession:
-    """What is left of a session whose data was deleted."""
+    """The record of a session whose data was deleted."""
 
     session_id: str
     run_id: str
