@@ -129,11 +129,10 @@ class SessionService:
         session = await store.session(session_id)
         if session is None:
             if not state.in_flight:
-                self._states.remove(session_id)  # the session was deleted
+                self._states.remove(session_id)  # its data was deleted
                 state = await self._states.get(session_id, caller, Action.READ_SESSION)
-            session = (
-                state.session
-            )  # a session that a model call created is stored when that call is recorded
+            # A session that a model call created is not stored until that call is recorded.
+            session = state.session
         view = msgspec.convert(session, SessionView, from_attributes=True)
         view.calls = [_to_call_view(call) for call in await store.calls(session_id)]
         view.rewards = [base.to_reward_body(reward) for reward in await store.rewards(session_id)]
