@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from typing import Annotated
 
 import typer
@@ -16,7 +17,7 @@ from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.errors import ConfigError, StoreError
 from instar.gateway.app import HASH_KEY_NAME
-from instar.gateway.pipeline.parse import encode_user_id
+from instar.gateway.pipeline.parse import encode_user_id, shorten_id
 from instar.record.hashing import MessageHasher
 from instar.record.redact import Redactor
 from instar.store.base import Store, TrainedSession
@@ -84,10 +85,13 @@ async def _select_sessions(
             if run_id != config.name:
                 raise ConfigError(f"There is no session {session_id} in this run; see `instar sessions ls`.")
         return selected
-    if user is not None:
-        hasher = MessageHasher(await store.secret(HASH_KEY_NAME))
-        user = encode_user_id(user, Redactor.from_config(config.gateway.redact), hasher)
-    return await store.session_ids(config.name, agent_id=agent, user_id=user)
+    if user is None:
+        return await store.session_ids(config.name, agent_id=agent)
+    hasher = MessageHasher(await store.secret(HASH_KEY_NAME))
+    encoded = encode_user_id(user, Redactor.from_config(config.gateway.redact), hasher)
+    # Sessions from before the redaction was configured have the id itself.
+    matches = [await store.session_ids(config.name, user_id=name) for name in (encoded, shorten_id(user))]
+    return list(dict.fromkeys(chain.from_iterable(matches)))
 
 
 async def _forget_sessions(

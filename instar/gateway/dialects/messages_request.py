@@ -171,7 +171,8 @@ def _parse_user_ids(metadata: wire.MessagesMetadata | None) -> tuple[str, ...]:
         with suppress(ValueError, RecursionError):  # It is not JSON.
             fields = json.loads(user_id)
             values = (fields.get(name) for name in ("account_uuid", "device_id"))
-            return tuple(value for value in values if value and isinstance(value, str))
+            if ids := tuple(value for value in values if value and isinstance(value, str)):
+                return ids
     return (_CLAUDE_SESSION.sub("", user_id),)
 
 

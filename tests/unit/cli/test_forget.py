@@ -23,11 +23,12 @@ from tests.unit.cli.conftest import Instar
 from tests.unit.store.factories import make_call
 
 RUN = "private"
+SESSIONS = ("ada-1", "ada-2", "ada-3", "bot-1", "rollout")
 
 
 @pytest.fixture
 def config(tmp_path: Path) -> RunConfig:
-    """Create a run with two sessions of Ada, of which one was trained on, one of an agent and a rollout."""
+    """Create a run with three sessions of Ada, of which one was trained on, one of an agent and a rollout."""
     config = RunConfig.model_validate(
         {"name": RUN, "dir": tmp_path / "run", "gateway": {"redact": {"patterns": [r"\S+@\S+"]}}}
     )
@@ -46,6 +47,7 @@ async def fill_store(config: RunConfig) -> None:
         "ada-1": ({}, [user]),
         "ada-2": ({}, [user, "Grace"]),
         "bot-1": ({"agent_id": "bot"}, []),
+        "ada-3": ({}, ["ada@example.com"]),  # recorded before the redaction was configured
         "rollout": ({"channel": Channel.TRAIN, "group_id": "open"}, []),
     }
     for session_id, (fields, users) in sessions.items():
@@ -67,16 +69,16 @@ async def fill_store(config: RunConfig) -> None:
 def list_stored_texts(config: RunConfig) -> list[str]:
     """Return the sessions whose text is in the store's files."""
     content = b"".join(file.read_bytes() for file in config.run_dir.glob("store.db*"))
-    return [name for name in ("ada-1", "ada-2", "bot-1", "rollout") if f"text of {name}".encode() in content]
+    return [name for name in SESSIONS if f"text of {name}".encode() in content]
 
 
 def test_forget_user_erases_the_sessions_and_lists_trained_versions(
     instar: Instar, config: RunConfig
 ) -> None:
-    assert list_stored_texts(config) == ["ada-1", "ada-2", "bot-1", "rollout"]
+    assert list_stored_texts(config) == list(SESSIONS)
     result = instar("forget", config.run_dir, "--user", "ada@example.com", "--yes")
     assert result.code == 0, result.err
-    assert "Deleted the data of 2 session(s)." in result.out
+    assert "Deleted the data of 3 session(s)." in result.out
     rows = [line.split() for line in result.out.splitlines() if line.startswith(RUN)]
     assert rows == [[RUN, "7", "1", "committed", "1", "1"], [RUN, "2", "claimed", "1", "2"]]
     assert list_stored_texts(config) == ["bot-1", "rollout"]
@@ -104,7 +106,7 @@ def test_forget_sessions_again_lists_the_versions_again(instar: Instar, config: 
 
 def test_forget_agent_keeps_sessions_of_rollouts_in_progress(instar: Instar, config: RunConfig) -> None:
     result = instar("forget", config.run_dir, "--agent", "default", "--yes", "--json")
-    assert (result.code, result.json["deleted"], result.json["in_use"]) == (1, 2, ["rollout"])
+    assert (result.code, result.json["deleted"], result.json["in_use"]) == (1, 3, ["rollout"])
     assert list_stored_texts(config) == ["bot-1", "rollout"]
 
 
@@ -141,10 +143,10 @@ def test_forget_with_invalid_selection_deletes_nothing(
     result = instar("forget", config.run_dir, *options)
     assert result.code == 1
     assert message in result.err
-    assert len(list_stored_texts(config)) == 4
+    assert len(list_stored_texts(config)) == 5
 
 
 def test_forget_unknown_user_deletes_nothing(instar: Instar, config: RunConfig) -> None:
     result = instar("forget", config.run_dir, "--user", "nobody")
     assert (result.code, result.out) == (0, "Deleted the data of 0 session(s).\n")
-    assert len(list_stored_texts(config)) == 4
+    assert len(list_stored_texts(config)) == 5

@@ -124,6 +124,7 @@ USER_FIELDS: list[tuple[str, dict[str, Any], list[str]]] = [
     ("messages", {"metadata": {"user_id": "Ada"}}, ["Ada"]),
     ("messages", {"metadata": {"user_id": "user_1_account_2_session_3-4"}}, ["user_1_account_2"]),
     ("messages", {"metadata": {"user_id": '{"account_uuid": "Ada", "session_id": "3"}'}}, ["Ada"]),
+    ("messages", {"metadata": {"user_id": '{"name": "Ada"}'}}, ['{"name": "Ada"}']),
     ("chat", {"user": "u" * 1000}, []),
 ]
 
