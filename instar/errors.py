@@ -9,7 +9,8 @@ InstarError
 │   ├── StoreFull          the disk is full
 │   ├── StoreUnavailable   the database cannot be reached
 │   ├── LeaseLost          another process has taken over this process's role in the run
-│   └── ConflictError      a row that must be unique already exists, or a group is already closed
+│   ├── ConflictError      a row that must be unique already exists, or a group is already closed
+│   └── SessionNotFound    a row belongs to a session that does not exist or was deleted
 ├── RenderError        messages cannot be rendered to tokens for this model
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
@@ -68,6 +69,10 @@ class LeaseLost(StoreError):
 
 
 class ConflictError(StoreError):
+    pass
+
+
+class SessionNotFound(StoreError):
     pass
 
 

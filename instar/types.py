@@ -337,8 +337,7 @@ class Sample:
 
 
 class StepState(StrEnum):
-    """The state of a training step: ``claimed`` → ``submitted`` → ``saved`` → ``committed``, or ``released``
-    if its claims were given up during recovery."""
+    """The states of a training step, in order. Recovery releases the claims of unsaved steps."""
 
     CLAIMED = "claimed"
     SUBMITTED = "submitted"

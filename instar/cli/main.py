@@ -39,6 +39,7 @@ COMMANDS = {
     "roles": Command("roles:roles", "List, drain, stop, start or restart the processes of a run."),
     "doctor": Command("doctor:doctor", "Check this machine for missing packages and other problems."),
     "feedback": Command("feedback:feedback", "Rate or correct a session or a reply, or list feedback."),
+    "forget": Command("forget:forget", "Delete the data of sessions, of an agent or of a user."),
     "config": Command("config:app", "Check and show the YAML file of a run."),
     "sessions": Command("sessions:app", "Inspect, tag, export and import recorded sessions."),
     "datasets": Command("datasets:app", "Manage exported data by name and version."),

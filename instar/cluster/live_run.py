@@ -115,8 +115,7 @@ async def serve_run(
     """Start the engines, the gateway and, if needed, the rewards role, yield the run, and finally stop all
     roles. ``live`` must be True if clients outside the run open sessions, so that these are scored, and are
     completed at the end unless ``keep_sessions`` is True. The engines then serve ``version``, by default the
-    newest. Ctrl-C cancels startup, and later the block unless the block has set
-    ``interrupts.on_first_signal``."""
+    newest. Ctrl-C cancels startup and the block, unless the block sets ``interrupts.on_first_signal``."""
     config, notes = resolve_run(config, os.environ)
     for note in notes:
         log(note)
@@ -138,9 +137,7 @@ async def serve_run(
             await _check_name(config, store)
         if live and engine_names(config):
             await find_policy(store, config.name, version)  # raises ConfigError if it cannot be served
-        config = await prepare_adapter(config, folder, resume=resume, log=log)
-        folder.create(config)
-        await _register_run(config, store, log)
+        config = await _create_run(config, folder, store, resume, log)
         if live and not keep_sessions:
             # Called after the gateway has stopped and before the store is closed.
             resources.push_async_callback(_complete_open_sessions, config, store)
@@ -149,6 +146,7 @@ async def serve_run(
         interrupts.kill = lambda: [cluster.kill(name) for name in cluster.roles]
         control = RoleController(cluster, store, config.name)
         await resources.enter_async_context(serve_control_socket(control, folder.control_socket))
+        listen_host = cluster.describe_listen_host(config.gateway.host)
         run = LiveRun(
             config=config,
             folder=folder,
@@ -156,9 +154,7 @@ async def serve_run(
             control=control,
             store=store,
             engine_token=secrets.token_urlsafe(24),
-            admin_key=resolve_admin_key(
-                os.environ, ADMIN_KEY_ENV, cluster.describe_listen_host(config.gateway.host)
-            ),
+            admin_key=resolve_admin_key(os.environ, ADMIN_KEY_ENV, listen_host),
             secrets=run_secrets,
             interrupts=interrupts,
             version=version,
@@ -167,6 +163,16 @@ async def serve_run(
         await _start_serving(run, needs_rewards)
         yield run
     run.phase = "done"
+
+
+async def _create_run(
+    config: RunConfig, folder: RunFolder, store: Store, resume: bool, log: Callable[[str], None]
+) -> RunConfig:
+    """Write the run's config and adapter to its folder, and register the run. Return its config."""
+    config = await prepare_adapter(config, folder, resume=resume, log=log)
+    folder.create(config)
+    await _register_run(config, store, log)
+    return config
 
 
 async def _start_serving(run: LiveRun, needs_rewards: bool) -> None:

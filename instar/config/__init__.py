@@ -39,6 +39,7 @@ from instar.config.model import ModelConfig as ModelConfig
 from instar.config.model import ModelRoute as ModelRoute
 from instar.config.model import PostgresStoreConfig as PostgresStoreConfig
 from instar.config.model import RedactConfig as RedactConfig
+from instar.config.model import RetentionConfig as RetentionConfig
 from instar.config.model import SqliteStoreConfig as SqliteStoreConfig
 from instar.config.rollout import AgentConfig as AgentConfig
 from instar.config.rollout import AgentRewardConfig as AgentRewardConfig

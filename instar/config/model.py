@@ -69,12 +69,24 @@ class ModelConfig(Section):
         return self.max_context or DEFAULT_CONTEXT
 
 
+class RetentionConfig(Section):
+    """How long the data of sessions is kept. By default, it is kept forever. Sessions that training or
+    resuming the run may need, and sessions that ended within the last hour, are kept in any case; see
+    docs/privacy.md."""
+
+    days: Annotated[float, Field(gt=0)] | None = None
+    """Delete sessions that ended more than this many days ago."""
+    sessions: PositiveInt | None = None
+    """Keep this many of the newest sessions, and delete older ones."""
+
+
 class SqliteStoreConfig(Section):
     """An embedded SQLite database: one file, one writer per process."""
 
     type: Literal["sqlite"] = "sqlite"
     path: Path | None = None
     """The database file. Default: `store.db` in the run's folder."""
+    retention: RetentionConfig = RetentionConfig()
 
 
 class PostgresStoreConfig(Section):
@@ -92,6 +104,7 @@ class PostgresStoreConfig(Section):
     """Number of read connections per process."""
     timeout: Seconds = 30.0
     """Timeout for a statement, for a connection attempt, and for all attempts to reconnect, in seconds."""
+    retention: RetentionConfig = RetentionConfig()
 
     @field_validator("url")
     @classmethod

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -75,6 +75,18 @@ class StepBatch:
     """True if the batch has all its groups except exported ones, and at least one group if it needs only
     exported ones."""
     report: Json
+
+    def without(self, session_ids: Set[str]) -> StepBatch:
+        """Return the batch without the samples of these sessions. The advantages, which are relative to the
+        rewards of all sessions, and the divisor do not change."""
+        if not session_ids:
+            return self
+        kept = [
+            (s, scale)
+            for s, scale in zip(self.samples, self.scales, strict=True)
+            if s.session_id not in session_ids
+        ]
+        return replace(self, samples=[sample for sample, _ in kept], scales=[scale for _, scale in kept])
 
 
 class Batcher:

@@ -6,8 +6,8 @@ corrections, and each correction is used once per epoch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -22,6 +22,10 @@ class CorrectionBatch:
     samples: list[Sample] = field(default_factory=list[Sample])
     """Samples whose advantages are the weights of their tokens in the loss."""
     claims: list[Claim] = field(default_factory=list[Claim])
+
+    def without(self, session_ids: Set[str]) -> CorrectionBatch:
+        """Return the batch without the samples of these sessions. The weights of the others do not change."""
+        return replace(self, samples=[s for s in self.samples if s.session_id not in session_ids])
 
 
 async def load_corrections(store: Store, config: RunConfig, step: int, epoch: int) -> CorrectionBatch:

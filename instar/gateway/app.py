@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 from starlette.applications import Starlette
@@ -26,6 +26,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService, explain_unused_corrections
+from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
 from instar.gateway.openapi import ApiRoute, describe_api
@@ -91,6 +92,7 @@ async def open_gateway(
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
             unused_corrections_reason=explain_unused_corrections(config),
+            retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
         )
 
 
@@ -119,6 +121,7 @@ def create_app(
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
     unused_corrections_reason: str | None = None,
+    retention: RetentionPolicy | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -144,26 +147,50 @@ def create_app(
     if engine is not None and renderer is not None:
         engine_source = EngineSource(context, engine, renderer)
         submissions = SubmissionService(context, states, recorder, renderer)
-    providers = {name: ProviderSource(context, value) for name, value in (upstreams or {}).items()}
-    provider = ProviderSource(context, upstream) if upstream is not None else None
-    router = ModelRouter(engine_source, provider, providers, models or {})
-    feedback = FeedbackService(
-        store,
-        context.redactor,
-        run_id=run_id,
-        renderer=renderer,
-        get_max_context=lambda: engine.info.max_context if engine else None,
-        models=models or {},
-        reward_range=config.reward_range,
-        unused_reason=unused_corrections_reason,
-    )
+    router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
+    feedback = _create_feedback(context, engine, renderer, models or {}, unused_corrections_reason)
     sessions = SessionService(context, states)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
-    return GatewayApp(
-        CallPipeline(context, reader, router, states, resolver, recorder),
-        ControlApi(context, reader, router, states, services),
-        partial(_run_background_tasks, services, recorder, config.idle_timeout),
+    pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
+    tasks = [
+        services.loop_lag.run,
+        partial(_end_idle_sessions, sessions, config.idle_timeout),
+        partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
+        *([] if group_service is None else [group_service.run]),
+    ]
+    control = ControlApi(context, reader, router, states, services)
+    return GatewayApp(pipeline, control, partial(_run_background_tasks, tasks, recorder))
+
+
+def _create_router(
+    context: GatewayContext,
+    engine_source: EngineSource | None,
+    upstreams: Mapping[str, HttpUpstream],
+    upstream: HttpUpstream | None,
+    models: Mapping[str, ModelRoute],
+) -> ModelRouter:
+    providers = {name: ProviderSource(context, value) for name, value in upstreams.items()}
+    provider = ProviderSource(context, upstream) if upstream is not None else None
+    return ModelRouter(engine_source, provider, providers, models)
+
+
+def _create_feedback(
+    context: GatewayContext,
+    engine: Engine | None,
+    renderer: Renderer | None,
+    models: Mapping[str, ModelRoute],
+    unused_corrections_reason: str | None,
+) -> FeedbackService:
+    return FeedbackService(
+        context.store,
+        context.redactor,
+        run_id=context.identity.run_id,
+        renderer=renderer,
+        get_max_context=lambda: engine.info.max_context if engine else None,
+        models=models,
+        reward_range=context.config.reward_range,
+        unused_reason=unused_corrections_reason,
     )
 
 
@@ -212,16 +239,13 @@ class GatewayApp(Starlette):
 
 @asynccontextmanager
 async def _run_background_tasks(
-    services: ControlServices, recorder: Recorder, idle_timeout: float, _: Starlette
+    functions: Sequence[Callable[[], Coroutine[Any, Any, None]]], recorder: Recorder, _: Starlette
 ) -> AsyncGenerator[None]:
     def log_failure(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("A gateway background task failed.", exc_info=error)
 
-    coroutines = [services.loop_lag.run(), _end_idle_sessions(services.sessions, idle_timeout)]
-    if services.groups is not None:
-        coroutines.append(services.groups.run())
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    tasks = [asyncio.create_task(function()) for function in functions]
     for task in tasks:
         task.add_done_callback(log_failure)
     try:

@@ -73,6 +73,10 @@ class RequestCache:
         self._entries: OrderedDict[Hashable, list[_ParsedBody]] = OrderedDict()
         self.size = 0  # in bytes
 
+    def clear(self) -> None:
+        self._entries.clear()
+        self.size = 0
+
     def parse(
         self,
         dialect: Dialect,

@@ -125,8 +125,13 @@ class SessionService:
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
         store, state = self._context.store, await self._states.get(session_id, caller, Action.READ_SESSION)
-        # A session that a model call created is not stored until that call is recorded.
-        session = await store.session(session_id) or state.session
+        session = await store.session(session_id)
+        if session is None:
+            if not state.in_flight:
+                self._states.remove(session_id)  # its data was deleted
+                state = await self._states.get(session_id, caller, Action.READ_SESSION)
+            # A session that a model call created is not stored until that call is recorded.
+            session = state.session
         view = msgspec.convert(session, SessionView, from_attributes=True)
         view.calls = [_to_call_view(call) for call in await store.calls(session_id)]
         view.rewards = [base.to_reward_body(reward) for reward in await store.rewards(session_id)]

@@ -49,6 +49,8 @@ class SessionState:
     in_flight: int = 0
     used_at: float = 0.0
     """The Unix time at which the session's last call in this process ended; 0 if there was none."""
+    recorded_users: tuple[str, ...] = ()
+    """The user ids in the last recorded request, which need not be recorded again."""
     pending: dict[bytes, list[PendingRequest]] = field(default_factory=dict[bytes, list[PendingRequest]])
     """The pending requests by `Placement.key`, which is the same for equal requests."""
     graph_lock: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from instar.config import ScoringConfig
-from instar.errors import ConflictError
+from instar.errors import ConflictError, SessionNotFound
 from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, ScoringResult, Transcript, get_task
 from instar.rewards.scoring import score_sessions
 from instar.store.base import Store
@@ -116,7 +116,8 @@ class ScoringRunner:
         result = await score_sessions(
             scorer, task, session_ids, load, self.config, memory_slot=memory_slot, attempt_slot=attempt_slot
         )
-        with suppress(ConflictError):  # another process recorded the same score at the same time
+        # Another process recorded the same score at the same time, or a person deleted the session.
+        with suppress(ConflictError, SessionNotFound):
             if await self.store.record_scores(result.scores, result.rewards):
                 self.counts.add(result)
         for session_id in session_ids:

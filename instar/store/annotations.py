@@ -265,12 +265,16 @@ def get_judgment(db: Database, key: bytes) -> Json | None:
     return json.loads(row["answer"]) if row else None
 
 
-def put_judgment(db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0) -> None:
-    """Store a judge's answer, unless there is already an answer with this key."""
+def put_judgment(
+    db: Database, key: bytes, run_id: str, answer: Json, cost: float = 0.0, session_id: str | None = None
+) -> None:
+    """Store a judge's answer about a session, unless there is already an answer with this key, or the
+    session's data was deleted."""
     db.execute(
-        "INSERT INTO judgments (key, run_id, answer, cost, created_at) VALUES (?, ?, ?, ?, ?) "
+        "INSERT INTO judgments (key, run_id, answer, cost, created_at, session_id) SELECT ?, ?, ?, ?, ?, ? "
+        "WHERE NOT EXISTS (SELECT 1 FROM forgotten_sessions WHERE session_id = ?) "
         "ON CONFLICT (key) DO NOTHING",
-        (key, run_id, dump_json(answer), cost, time.time()),
+        (key, run_id, dump_json(answer), cost, time.time(), session_id, session_id),
     )
 
 

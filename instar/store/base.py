@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from instar.errors import StoreError
-from instar.store import annotations, lineage, listing, live, policies
+from instar.store import annotations, forgetting, lineage, listing, live, policies
 from instar.store import calls as call_queries
 from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
@@ -22,6 +22,7 @@ from instar.store.database import Database
 from instar.store.group_members import is_member
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
+from instar.store.models import ForgottenSession as ForgottenSession
 from instar.store.models import KeyKind as KeyKind
 from instar.store.models import KeyRow as KeyRow
 from instar.store.models import PolicyVersion as PolicyVersion
@@ -31,6 +32,7 @@ from instar.store.models import Run as Run
 from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
+from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
 from instar.store.models import is_correction_key as is_correction_key
 from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
@@ -170,17 +172,19 @@ class Store:
         new_session: Session | None = None,
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
+        users: Sequence[str] = (),
     ) -> None:
         """Store the calls atomically. A call's base must already be stored or precede the call in ``calls``.
         Calls may be added to a session that has ended.
 
         ``new_session`` is opened first, in the same transaction, with an API key that has the hash
         ``key_hash``. ``tail_keys`` maps call ids to tail keys, by which `sessions_by_tail` finds the session
-        of a request that continues the call. Raises ConflictError if the id of the new session or of a call
-        is taken, and StoreError if a session or base call is missing.
+        of a request that continues the call. ``users`` are users whom the calls' sessions belong to. Raises
+        ConflictError if the id of the new session or of a call is taken, and StoreError if a session or base
+        call is missing.
         """
         await self.write(
-            call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache)
+            call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache, users)
         )
 
     async def call(self, call_id: str) -> Call | None:
@@ -237,6 +241,20 @@ class Store:
     judgment = _read_statement(annotations.get_judgment)
     put_judgment = _write(annotations.put_judgment)
     judgment_totals = _read(annotations.get_judgment_totals)
+
+    # deletion of sessions
+    session_ids = _read(forgetting.get_session_ids)
+    expired_sessions = _read(forgetting.get_expired_sessions)
+    forget_sessions = _write(forgetting.forget_sessions)
+    forgotten_sessions = _read(forgetting.get_forgotten_sessions)
+    forgotten_after = _read_statement(forgetting.get_forgotten_after)
+    trained_sessions = _read(forgetting.get_trained_sessions)
+
+    async def erase_deleted(self, *, rewrite: bool) -> bool:
+        """Erase what was deleted from the store's files. Without ``rewrite``, remnants may stay in parts of
+        the files that are not in use. With it, everything is rewritten, and other processes wait with their
+        writes. Return False if it must be repeated, because another process used the store for too long."""
+        raise NotImplementedError
 
     # datasets
     put_dataset = _write(shared_queries.put_dataset)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
-from instar.errors import ConflictError, StoreError
+from instar.errors import ConflictError, SessionNotFound, StoreError
 from instar.store import annotations, sessions
 from instar.store.call_rows import (
     DELTA_COLUMNS,
@@ -20,6 +20,7 @@ from instar.store.call_rows import (
 )
 from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
+from instar.store.forgetting import get_forgotten_sessions
 from instar.store.models import CallDelta, SessionRecord
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
@@ -60,6 +61,11 @@ _BY_TAIL_SQL = f"""
       ORDER BY calls.seq DESC LIMIT {_MAX_CALLS_PER_TAIL}) AS newest
     GROUP BY session_id ORDER BY max(seq) DESC LIMIT {MAX_SESSIONS_PER_TAIL}"""
 
+_INSERT_USER = (
+    "INSERT INTO session_users (session_id, user_id, run_id) SELECT session_id, ?, run_id FROM sessions "
+    "WHERE session_id = ? ON CONFLICT DO NOTHING"
+)
+
 
 # --- writing ------------------------------------------------------------------------------------
 
@@ -91,8 +97,10 @@ class AddCalls:
         key_hash: str | None,
         tail_keys: Mapping[str, bytes],
         cache: BaseCallCache,
+        users: Sequence[str] = (),
     ) -> None:
         self._inputs = (calls, new_session, key_hash, tail_keys)
+        self._users = sorted({(user_id, call.session_id) for call in calls for user_id in users})
         self._cache = cache
         self._calls: list[EncodedCall] = []
         self._session_row: dict[str, Any] | None = None
@@ -121,7 +129,7 @@ class AddCalls:
     @staticmethod
     def write_in_one_statement(db: Database, writes: Sequence[AddCalls]) -> bool:
         """Write in one autocommitted statement. Return False and write nothing if one is not enough."""
-        if any(write._session_row is not None for write in writes):
+        if any(write._session_row is not None or write._users for write in writes):
             return False
         calls = [call for write in writes for call in write._calls]
         for encoded in calls:
@@ -142,12 +150,14 @@ class AddCalls:
         _check_bases(db, calls, writes[0]._cache)
         for tools in sorted({encoded.tools for encoded in calls if encoded.tools is not None}):
             db.execute("INSERT INTO tools (hash, body) VALUES (?, ?) ON CONFLICT (hash) DO NOTHING", tools)
+        for user in [user for write in writes for user in write._users]:
+            db.execute(_INSERT_USER, user)
         db.insert(CALLS, [encoded.values for encoded in calls])
 
 
 def _check_and_lock_sessions(db: Database, calls: Sequence[EncodedCall], opened: Set[str]) -> None:
     """Lock the calls' sessions, except those just ``opened``, so that calls are numbered in commit order.
-    Raises StoreError if a session does not exist."""
+    Raises SessionNotFound if a session does not exist."""
     call_id_by_session = {encoded.call.session_id: encoded.call.call_id for encoded in calls}
     session_ids = sorted(call_id_by_session.keys() - opened)
     if not session_ids:
@@ -159,7 +169,7 @@ def _check_and_lock_sessions(db: Database, calls: Sequence[EncodedCall], opened:
     )
     if missing := set(session_ids) - {row["session_id"] for row in rows}:
         session_id = min(missing)
-        raise StoreError(
+        raise SessionNotFound(
             f"cannot store call {call_id_by_session[session_id]}: there is no session {session_id}"
         )
 
@@ -184,7 +194,13 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
 
 
 def put_records(db: Database, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-    """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken."""
+    """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken, or
+    belongs to a session whose data was deleted."""
+    if forgotten := get_forgotten_sessions(db, [record.session.session_id for record in records]):
+        raise ConflictError(
+            f"the data of session {forgotten[0].session_id} was deleted from this store, so it cannot be "
+            "imported again; remove the session from the data"
+        )
     for group in groups:
         sessions.open_group(db, group)
     for record in records:

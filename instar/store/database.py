@@ -48,6 +48,9 @@ class Database(Protocol):
     """The exceptions that the driver raises."""
     for_update: ClassVar[str]
     """A suffix that makes a SELECT lock its rows until the transaction ends. Empty if no lock is needed."""
+    for_delete: ClassVar[str]
+    """Like `for_update`, for rows that will be deleted. It also waits for writes of rows that refer to
+    them."""
     json_rows_sql: ClassVar[str]
     """An aggregate that returns all rows as one JSON array of arrays. ``{}`` stands for the columns."""
     json_array_sql: ClassVar[str]

@@ -36,7 +36,19 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "WHERE rewards.session_id = sessions.session_id AND call_id IS NULL ORDER BY seq DESC LIMIT 1)",
         "DROP INDEX IF EXISTS sessions_by_run",
     ),
-    4: _build_migration(5),
+    4: _build_migration(
+        5,
+        # The answer of a judge ended with the id of its session, which has 25 characters.
+        "UPDATE judgments SET session_id = substr(answer, length(answer) - 26, 25) "
+        'WHERE substr(answer, length(answer) - 37, 11) = \'"session":"\'',
+        # Until now, users were only recorded if their id was also the agent's id of the session.
+        *(
+            "INSERT INTO session_users (session_id, user_id, run_id) "
+            f"SELECT session_id, substr(external_id, {len(prefix) + 1}), run_id FROM sessions "
+            f"WHERE substr(external_id, 1, {len(prefix)}) = '{prefix}'"
+            for prefix in ("user:", "user_id:", "safety_identifier:")
+        ),
+    ),
 }
 
 

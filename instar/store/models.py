@@ -173,6 +173,42 @@ class SessionRecord:
     feedback: tuple[types.Feedback, ...] = ()
 
 
+ForgetCause = Literal["request", "retention"]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgottenSession:
+    """The record of a session whose data was deleted."""
+
+    session_id: str
+    run_id: str
+    agent_id: str
+    policy_id: str
+    channel: types.Channel
+    group_id: str | None
+    calls: int
+    """The number of deleted calls."""
+    sampled_tokens: int
+    cause: ForgetCause
+    """`request` if a person deleted the session, or `retention` if it was older than the store keeps."""
+    created_at: float
+    """The Unix time at which the session was opened."""
+    forgotten_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSession:
+    """A step that trained on a session, according to its claims."""
+
+    session_id: str
+    run_id: str
+    step: int
+    state: types.StepState
+    version: int | None
+    """The policy version that the step published; None if it has not published one yet."""
+    samples: int
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetRow:
     """A version of a named dataset that was exported to the folder ``path``. ``hash`` is its content hash."""

@@ -7,6 +7,7 @@ server confirms that they were not committed.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from contextlib import closing
 from typing import Self
@@ -17,9 +18,10 @@ from instar.config import PostgresStoreConfig, RunConfig
 from instar.store.base import Store
 from instar.store.database import translate_errors
 from instar.store.postgres_database import PostgresDatabase, PostgresWriteDatabase
-from instar.store.postgres_schema import check_version
+from instar.store.postgres_schema import MIGRATION_TIMEOUT_SECONDS, check_version
 from instar.store.postgres_server import PostgresServer
 from instar.store.reader import ReaderPool
+from instar.store.schema import TABLES_WITH_TEXT
 from instar.store.writer import Writer
 
 
@@ -27,6 +29,7 @@ class PostgresStore(Store):
     """A store in a PostgreSQL schema. Unless ``read_only``, the schema is created or migrated first."""
 
     def __init__(self, server: PostgresServer, *, reader_threads: int = 4, read_only: bool = False) -> None:
+        self._server = server
         name, timeout, writer = server.name, server.timeout, None
         with translate_errors(psycopg.Error, server.translate):
             if read_only:
@@ -39,6 +42,24 @@ class PostgresStore(Store):
             lambda: _open_for_reading(server), name, threads=reader_threads, retry_timeout=timeout
         )
         super().__init__(name, writer, reader_pool)
+
+    async def erase_deleted(self, *, rewrite: bool) -> bool:
+        """Without ``rewrite``, make the space of deleted rows available again; the server overwrites their
+        content when it uses the space. With ``rewrite``, remove the content at once, and lock each table for
+        that time."""
+
+        def vacuum() -> None:
+            with (
+                translate_errors(psycopg.Error, self._server.translate),
+                closing(self._server.connect("instar")) as connection,
+            ):
+                connection.response_timeout = MIGRATION_TIMEOUT_SECONDS
+                connection.execute("SET statement_timeout = 0")
+                tables = ", ".join(table.name for table in TABLES_WITH_TEXT)
+                connection.execute(f"VACUUM {'FULL ' if rewrite else ''}{tables}".encode())
+
+        await asyncio.to_thread(vacuum)
+        return True
 
     @classmethod
     def from_config(cls, config: RunConfig, *, read_only: bool = False) -> Self:

@@ -39,6 +39,7 @@ class PostgresDatabase:
 
     errors: ClassVar[tuple[type[Exception], ...]] = (psycopg.Error,)
     for_update: ClassVar[str] = " FOR NO KEY UPDATE"
+    for_delete: ClassVar[str] = " FOR UPDATE"
     json_rows_sql: ClassVar[str] = "COALESCE(json_agg(json_build_array({})), '[]')::text"
     json_array_sql: ClassVar[str] = "SELECT json_array_elements_text({}::json)"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from instar.column_types import ColumnType, get_field_types
-from instar.store.models import DatasetRow, KeyRow, Run
+from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
 VERSION = 5
@@ -244,11 +244,43 @@ FEEDBACK = Table(
     added_in=4,
 )
 
+# The users whom the requests of a session named, so that the data of a user can be found and deleted.
+SESSION_USERS = Table(
+    "session_users",
+    {"session_id": SESSION_ID, "user_id": TEXT, "run_id": TEXT},
+    constraints=("PRIMARY KEY (session_id, user_id)",),
+    added_in=5,
+)
+
+# What is left of deleted sessions. The rows contain no text.
+FORGOTTEN_SESSIONS = Table(
+    "forgotten_sessions",
+    {
+        "seq": ROW_NUMBER,
+        "session_id": "TEXT NOT NULL UNIQUE",
+        **_build_columns(ForgottenSession, "run_id", "agent_id", "policy_id", "channel", "group_id"),
+        **_build_columns(ForgottenSession, "calls", "sampled_tokens", "cause", "created_at", "forgotten_at"),
+        # The row number of the session's last call. The next call of any session may get the same number.
+        "last_call": "INTEGER",
+    },
+    generated=("seq",),
+    added_in=5,
+)
+
 # A judge's answers by question, so that the same question is not paid for twice.
 JUDGMENTS = Table(
     "judgments",
-    {"key": "BLOB PRIMARY KEY", "run_id": TEXT, "answer": TEXT, "cost": REAL, "created_at": REAL},
+    {
+        "key": "BLOB PRIMARY KEY",
+        "run_id": TEXT,
+        "answer": TEXT,
+        "cost": REAL,
+        "created_at": REAL,
+        # The session for which the question was asked.
+        "session_id": "TEXT",
+    },
     added_in=4,
+    later_columns={"session_id": 5},
 )
 
 DATASETS = Table(
@@ -310,6 +342,9 @@ SESSION_COUNTS = Table(
     constraints=("PRIMARY KEY (run_id, channel, status)",),
 )
 
+TABLES_WITH_TEXT = (GROUPS, SESSIONS, TOOLS, CALLS, REWARDS, SCORES, TAGS, FEEDBACK, SESSION_USERS, JUDGMENTS)
+"""The tables with the data of sessions, from which `forgetting` deletes."""
+
 TABLES = (
     RUNS,
     GROUPS,
@@ -320,6 +355,8 @@ TABLES = (
     SCORES,
     TAGS,
     FEEDBACK,
+    SESSION_USERS,
+    FORGOTTEN_SESSIONS,
     JUDGMENTS,
     DATASETS,
     POLICIES,

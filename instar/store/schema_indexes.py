@@ -37,6 +37,14 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX feedback_by_run ON feedback (run_id)",
         "CREATE INDEX judgments_by_run ON judgments (run_id)",
     ),
+    5: (
+        "CREATE INDEX session_users_by_user ON session_users (run_id, user_id)",
+        "CREATE INDEX forgotten_by_run ON forgotten_sessions (run_id)",
+        "CREATE INDEX forgotten_by_last_call ON forgotten_sessions (last_call)",
+        "CREATE INDEX judgments_by_session ON judgments (session_id) WHERE session_id IS NOT NULL",
+        # Also finds the calls that keep a row of `tools` from being deleted.
+        "CREATE INDEX calls_by_tools ON calls (tools_hash) WHERE tools_hash IS NOT NULL",
+    ),
 }
 """The indexes, by the schema version that added or last redefined them."""
 INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)

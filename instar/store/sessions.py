@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from instar.errors import ConflictError, LeaseLost, StoreError
+from instar.errors import ConflictError, LeaseLost, SessionNotFound, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
 from instar.store.models import ProgressDetails, Run
@@ -183,9 +183,9 @@ def add_rewards(db: Database, rewards: Sequence[Reward]) -> None:
 
 
 def insert_for_session(db: Database, sql: str, row: Mapping[str, Any]) -> None:
-    """Execute an INSERT for a session. Raises StoreError if the session does not exist."""
+    """Execute an INSERT for a session. Raises SessionNotFound if the session does not exist."""
     if db.execute(sql, row).rowcount == 0:
-        raise StoreError(f"there is no session {row['session_id']}")
+        raise SessionNotFound(f"there is no session {row['session_id']}")
 
 
 def has_reward(db: Database, reward_id: str | None) -> bool:

@@ -6,6 +6,7 @@ process has one writer, which groups concurrent writes into one commit, and read
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from pathlib import Path
@@ -17,7 +18,13 @@ from instar.store import migrations
 from instar.store.base import Store
 from instar.store.database import translate_errors
 from instar.store.reader import ReaderPool
-from instar.store.sqlite_database import SqliteDatabase, connect, get_counter_path, translate_error
+from instar.store.sqlite_database import (
+    SqliteDatabase,
+    connect,
+    erase_deleted,
+    get_counter_path,
+    translate_error,
+)
 from instar.store.writer import Writer
 
 READER_THREADS = 4
@@ -34,6 +41,13 @@ class SqliteStore(Store):
         super().__init__(
             str(path), writer, ReaderPool(lambda: _open_for_reading(path), str(path), threads=READER_THREADS)
         )
+
+    async def erase_deleted(self, *, rewrite: bool) -> bool:
+        def erase() -> bool:
+            with _translate_errors(self.path):
+                return erase_deleted(self.path, rewrite=rewrite)
+
+        return await asyncio.to_thread(erase)
 
     @classmethod
     def from_config(cls, config: RunConfig, *, read_only: bool = False) -> Self:

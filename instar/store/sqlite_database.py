@@ -91,6 +91,7 @@ class SqliteDatabase(sqlite3.Connection):
 
     errors: ClassVar[tuple[type[Exception], ...]] = (sqlite3.Error,)
     for_update: ClassVar[str] = ""
+    for_delete: ClassVar[str] = ""
     json_rows_sql: ClassVar[str] = "json_group_array(json_array({}))"
     json_array_sql: ClassVar[str] = "SELECT value FROM json_each({})"
     path: Path
@@ -109,10 +110,16 @@ class SqliteDatabase(sqlite3.Connection):
         """Log a warning if acknowledged calls are missing, and start recording acknowledged calls."""
         try:
             counter = CallCounter(self.path)
-            counter.report_lost_calls(self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0)
+            counter.report_lost_calls(self._read_last_row_number())
             self._counter = counter
         except OSError as error:  # the store works without the counter
             logger.warning("cannot count the acknowledged calls of %s: %s", self.path, error)
+
+    def _read_last_row_number(self) -> int:
+        """Return the row number of the last call, including calls that were deleted on purpose."""
+        last = self.execute("SELECT MAX(seq) FROM calls").fetchone()[0] or 0
+        last_forgotten = self.execute("SELECT MAX(last_call) FROM forgotten_sessions").fetchone()[0] or 0
+        return max(last, last_forgotten)
 
     def on_batch_finished(self) -> None:
         if self._last_call_row is not None and self._counter is not None:
@@ -203,10 +210,30 @@ def connect(path: Path, *, read_only: bool = False) -> SqliteDatabase:
         connection.execute("PRAGMA synchronous = FULL")
         if read_only:
             connection.execute(f"PRAGMA cache_size = -{READER_CACHE_KIB}")
+        else:
+            connection.execute("PRAGMA secure_delete = ON")  # overwrite what is deleted or replaced
     except BaseException:  # any failure: close the connection, then re-raise
         connection.close()
         raise
     return connection
+
+
+def erase_deleted(path: Path, *, rewrite: bool, timeout: float = BUSY_TIMEOUT_SECONDS) -> bool:
+    """Move the write-ahead log into the database file and empty it, because it still contains what was
+    deleted. Return False if another process used it for longer than ``timeout`` seconds.
+
+    With ``secure_delete``, SQLite overwrites deleted rows, but not the copies of rows that it leaves in the
+    unused part of a page when it splits the page. ``rewrite`` removes these as well: it rewrites the complete
+    file, while other processes wait with their writes.
+    """
+    connection = connect(path)
+    try:
+        connection.execute(f"PRAGMA busy_timeout = {round(timeout * 1000)}")
+        if rewrite:
+            retry_while_busy(lambda: connection.execute("VACUUM"), timeout)
+        return not connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
+    finally:
+        connection.close()
 
 
 def get_primary_code(error: Exception) -> int:

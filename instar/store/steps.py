@@ -21,10 +21,16 @@ from instar.types import Channel, Claim, ClaimOutcome, GroupStatus, Json, Step, 
 STATE_ORDER = (StepState.CLAIMED, StepState.SUBMITTED, StepState.SAVED, StepState.COMMITTED)
 
 
-def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> None:
+FORGOTTEN = "forgotten"
+"""The reason of a drop if the data of the session was deleted after the batch had been built."""
+
+
+def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) -> frozenset[str]:
     """Atomically insert a step in state ``claimed`` together with its claims. The claims cover all samples in
-    the step's groups, both trained and dropped. Raises ConflictError if the step exists and is not released
-    or a sample is already claimed in the epoch, and StoreError if a claim is for another step or run."""
+    the step's groups, both trained and dropped. If the data of a session was deleted in the meantime, its
+    samples are recorded as dropped; return the ids of these sessions, which must not be trained on. Raises
+    ConflictError if the step exists and is not released or a sample is already claimed in the epoch, and
+    StoreError if a claim is for another step or run."""
     for claim in claims:
         if claim.run_id != run_id or claim.step not in (None, step):
             raise StoreError(
@@ -36,7 +42,29 @@ def claim_step(db: Database, run_id: str, step: int, claims: Sequence[Claim]) ->
         raise ConflictError(f"step {step} of run {run_id} already exists in state {current.state}")
     db.execute("DELETE FROM steps WHERE run_id = ? AND step = ?", (run_id, step))
     db.execute(STEPS.insert_sql, STEP_ROWS.encode(Step(run_id, step, StepState.CLAIMED)))
-    _add_claims(db, [encode_claim(claim, step) for claim in claims])
+    trained = {claim.session_id for claim in claims if claim.outcome is ClaimOutcome.TRAINED}
+    forgotten = _lock_and_find_forgotten(db, trained)
+    dropped = {"outcome": ClaimOutcome.DROPPED.value, "reason": FORGOTTEN}
+    rows = [
+        encode_claim(claim, step)
+        | (dropped if claim.outcome is ClaimOutcome.TRAINED and claim.session_id in forgotten else {})
+        for claim in claims
+    ]
+    _add_claims(db, rows)
+    return forgotten
+
+
+def _lock_and_find_forgotten(db: Database, session_ids: Iterable[str]) -> frozenset[str]:
+    """Return those of the sessions whose data was deleted. The data of the others cannot be deleted before
+    the transaction ends, so whoever deletes it later finds the claims."""
+    values = (json.dumps(sorted(session_ids)),)
+    in_ids = f"IN ({db.json_array_sql.format('?')})"
+    if db.for_update:
+        db.execute(
+            f"SELECT 1 FROM sessions WHERE session_id {in_ids} ORDER BY session_id{db.for_update}", values
+        )
+    rows = db.execute(f"SELECT session_id FROM forgotten_sessions WHERE session_id {in_ids}", values)
+    return frozenset(row["session_id"] for row in rows)
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from instar.config import RunConfig
 from instar.store.base import PolicyVersion, Store
+from instar.trainer.checkpoint import policy_path, prune_folder
 from instar.types import Policy, PolicyStage
 
 POLL_SECONDS = 5.0
@@ -62,5 +64,13 @@ def get_checkpoint_steps(versions: Sequence[PolicyVersion]) -> list[int]:
     return [INITIAL_STEP, *(row.step for row in versions)]
 
 
-def get_artifact_paths(versions: Sequence[PolicyVersion]) -> list[Path]:
-    return [Path(row.policy.artifact.path) for row in versions if row.policy.artifact.path]
+async def remove_outdated_artifacts(
+    store: Store, config: RunConfig, policy_id: str, saved_version: int
+) -> None:
+    """Remove the published weights that neither engines nor a rollback need. A recovery makes the last saved
+    version the head again, so its weights are kept."""
+    count = config.trainer.keep_checkpoints
+    saved_path = policy_path(config.run_dir, saved_version)
+    kept = await list_kept_versions(store, policy_id, count)
+    kept_paths = {Path(row.policy.artifact.path) for row in kept if row.policy.artifact.path}
+    prune_folder(saved_path.parent, count, frozenset({saved_path, *kept_paths}))

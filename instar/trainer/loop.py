@@ -39,7 +39,6 @@ from instar.trainer.checkpoint import (
     load_initial_weights,
     load_newest_intact,
     policy_path,
-    prune_folder,
     remove_checkpoints_after,
     remove_outdated_checkpoints,
     save_checkpoint,
@@ -175,7 +174,8 @@ class Trainer:
         started = time.monotonic()
         corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
-        await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
+        forgotten = await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
+        batch, corrections = batch.without(forgotten), corrections.without(forgotten)
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
@@ -272,12 +272,7 @@ class Trainer:
         self.version = version
         if not self.makes_candidates:
             await self.publisher.push_if_due(policy)
-        keep_count = self.config.trainer.keep_checkpoints
-        # A recovery makes the last saved version the head again, so its weights must not be removed.
-        saved_path = policy_path(self.config.run_dir, self.saved_version)
-        kept = await lineage.list_kept_versions(self.store, self.policy_id, keep_count)
-        kept_paths = frozenset({saved_path, *lineage.get_artifact_paths(kept)})
-        prune_folder(saved_path.parent, keep_count, kept_paths)
+        await lineage.remove_outdated_artifacts(self.store, self.config, self.policy_id, self.saved_version)
         return version
 
     async def _record_policy(self, version: int, is_live: bool) -> Policy:

@@ -42,6 +42,9 @@ class ModelRequest:
     messages from ``previous_response_id``, and later requests do not inherit them."""
     session_hints: tuple[str, ...] = ()
     """Ids in the body that may identify the agent's session, such as ``user:7``, most specific first."""
+    user_ids: tuple[str, ...] = ()
+    """The ids of the agent's user that the body contains. They are recorded, so that the user's data can be
+    found and deleted."""
     n: int = 1
     max_tokens: int | None = None
     temperature: float | None = None

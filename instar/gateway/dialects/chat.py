@@ -203,6 +203,7 @@ class ChatDialect(Dialect):
             messages=messages,
             tools=_parse_tools(parsed),
             session_hints=common.parse_session_hints(parsed, parsed.metadata),
+            user_ids=common.parse_user_ids(parsed, parsed.metadata),
             n=parsed.n or 1,
             max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
             temperature=parsed.temperature,

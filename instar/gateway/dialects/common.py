@@ -112,6 +112,12 @@ def parse_session_hints(body: object, *metadata: Json | None) -> tuple[str, ...]
     return tuple(dict.fromkeys(hints))
 
 
+def parse_user_ids(body: object, *metadata: Json | None) -> tuple[str, ...]:
+    values = [fields.get("user_id") for fields in metadata if fields]
+    values += [getattr(body, key) for key in ("user", "safety_identifier")]
+    return tuple(dict.fromkeys(value for value in values if isinstance(value, str) and value))
+
+
 def format_placeholder(value: msgspec.Struct, kind: str) -> str:
     """Return a placeholder for content that is not text, such as an image, with a hash of the content."""
     return f"[{kind} {blake2b(msgspec.json.encode(value), digest_size=8).hexdigest()}]"

@@ -104,6 +104,7 @@ class CompletionsDialect(Dialect):
             messages=(),
             prompt=_parse_prompt(parsed.prompt),
             session_hints=(f"user:{parsed.user}",) if parsed.user else (),
+            user_ids=(parsed.user,) if parsed.user else (),
             n=parsed.n or 1,
             max_tokens=parsed.max_tokens or _DEFAULT_MAX_TOKENS,
             temperature=parsed.temperature,

@@ -71,6 +71,7 @@ def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
         messages=messages,
         tools=_parse_tools(body, errors),
         session_hints=_parse_session_hints(body.metadata),
+        user_ids=_parse_user_ids(body.metadata),
         max_tokens=body.max_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
@@ -159,6 +160,20 @@ def _parse_session_hints(metadata: wire.MessagesMetadata | None) -> tuple[str, .
             if session_id and isinstance(session_id, str):
                 return (f"claude-session:{session_id}",)
     return (f"user_id:{user_id}",)
+
+
+def _parse_user_ids(metadata: wire.MessagesMetadata | None) -> tuple[str, ...]:
+    """Return the user's id, without the session id that Claude Code adds to it."""
+    user_id = metadata.user_id if metadata else None
+    if not user_id:
+        return ()
+    if user_id.startswith("{"):
+        with suppress(ValueError, RecursionError):  # It is not JSON.
+            fields = json.loads(user_id)
+            values = (fields.get(name) for name in ("account_uuid", "device_id"))
+            if ids := tuple(value for value in values if value and isinstance(value, str)):
+                return ids
+    return (_CLAUDE_SESSION.sub("", user_id),)
 
 
 def _parse_system(system: str | list[MessagesContentBlock] | None, errors: list[ApiError]) -> list[Message]:

@@ -213,6 +213,7 @@ class ResponsesDialect(Dialect):
             previous_response_id=parsed.previous_response_id,
             instruction_count=len(instructions),
             session_hints=common.parse_session_hints(parsed, parsed.metadata, parsed.client_metadata),
+            user_ids=common.parse_user_ids(parsed, parsed.metadata, parsed.client_metadata),
             max_tokens=parsed.max_output_tokens,
             temperature=parsed.temperature,
             top_p=parsed.top_p,

@@ -18,6 +18,7 @@ from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.http_protocol import get_connection
 from instar.gateway.request_cache import MIN_CACHED_BODY, RequestCache
 from instar.record.hashing import HashChain, MessageHasher
+from instar.record.redact import Redactor
 
 SESSION_HEADERS = {
     "x-claude-code-session-id": "claude-session",  # same prefix as for ids in Claude Code's bodies
@@ -34,7 +35,7 @@ SESSION_HEADERS = {
 """The headers in which known agents send their session id, and the prefix for each id. If a request has
 several, the first one in this table is used."""
 MAX_EXTERNAL_ID_LENGTH = 512
-"""A longer session id from an agent is truncated, and a digest is appended."""
+"""A longer id from an agent is truncated, and a digest is appended."""
 _CACHED_BYTES_PER_SESSION = 64 * 1024
 """The memory of the request cache, divided by the maximum number of sessions in memory."""
 _MIN_COUNTED_BODY = 64 * 1024
@@ -164,6 +165,9 @@ class RequestParser:
         max_bytes = config.max_sessions_in_memory * _CACHED_BYTES_PER_SESSION
         self._cache = RequestCache(hasher, max_bytes, self.check_body)
 
+    def clear_cache(self) -> None:
+        self._cache.clear()
+
     def parse(
         self,
         dialect: Dialect,
@@ -220,20 +224,28 @@ def _count_items(raw: msgspec.Raw) -> int:
     return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) if is_list else 0
 
 
+def shorten_id(identifier: str) -> str:
+    """Return the id, or its start and a digest if it is too long."""
+    if len(identifier) <= MAX_EXTERNAL_ID_LENGTH:
+        return identifier
+    digest = blake2b(identifier.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+    return identifier[: MAX_EXTERNAL_ID_LENGTH - len(digest)] + digest
+
+
+def encode_user_id(user_id: str, redactor: Redactor, hasher: MessageHasher) -> str:
+    """Return the id by which a user's sessions are stored: a keyed hash if the id must be redacted."""
+    if redactor.redact_text(user_id) != user_id:
+        return f"redacted-{hasher.hash_text(user_id).hex()}"
+    return shorten_id(user_id)
+
+
 def parse_external_id(headers: Mapping[str, str], body_ids: tuple[str, ...]) -> str | None:
     """Return the agent's session id (``session:7``) from a known header or else from the body, or None."""
     if not SESSION_HEADERS.keys().isdisjoint(headers):
         for name, prefix in SESSION_HEADERS.items():
             if value := headers.get(name):
-                return _shorten_id(f"{prefix}:{value}")
-    return _shorten_id(body_ids[0]) if body_ids else None
-
-
-def _shorten_id(external_id: str) -> str:
-    if len(external_id) <= MAX_EXTERNAL_ID_LENGTH:
-        return external_id
-    digest = blake2b(external_id.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
-    return external_id[: MAX_EXTERNAL_ID_LENGTH - len(digest)] + digest
+                return shorten_id(f"{prefix}:{value}")
+    return shorten_id(body_ids[0]) if body_ids else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -51,6 +51,12 @@ class CallPipeline:
         self._timeout = self._context.config.request_timeout
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
+
+    def drop_sessions(self, session_ids: Sequence[str]) -> None:
+        """Remove deleted sessions, and the text of all earlier requests, from memory."""
+        for session_id in session_ids:
+            self._states.remove(session_id)
+        self._parser.clear_cache()
 
     def reject_early(self, dialect: Dialect) -> bytes | None:
         """Count an arriving call and return None, or, at capacity, return a complete HTTP response."""

@@ -13,6 +13,7 @@ import numpy as np
 
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.pipeline.parse import encode_user_id
 from instar.gateway.pipeline.resolve import SessionResolver
 from instar.gateway.session_states import SessionState
 from instar.record.base import Placement, Renderer
@@ -171,8 +172,14 @@ class Recorder:
         if state.is_matched_by_content and meta.chain is not None:
             tail_keys = {row.call.call_id: row.chain.canonical[-1] for row in rows if row.chain}
         session, state.unsaved_session = state.unsaved_session, None
+        user_ids, users = meta.request.user_ids, list[str]()
+        if user_ids != state.recorded_users:
+            users = [encode_user_id(user_id, self._redactor, self._hasher) for user_id in user_ids]
         try:
-            await self._store.add_calls([row.call for row in rows], new_session=session, tail_keys=tail_keys)
+            await self._store.add_calls(
+                [row.call for row in rows], new_session=session, tail_keys=tail_keys, users=users
+            )
+            state.recorded_users = user_ids
         except BaseException:  # Nothing was stored, so the next call must store the session.
             state.unsaved_session = session
             raise

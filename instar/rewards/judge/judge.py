@@ -186,10 +186,11 @@ class Judge(Scorer):
             except UnparseableAnswer as error:
                 # The unusable reply was paid for and counts towards the budget, so it gets its own key.
                 unusable = {"unusable": reply.text[:MAX_TEXT_CHARS], "session": session_id}
-                await store.put_judgment(hash_json([key.hex(), new_id("unusable")]), run_id, unusable, cost)
+                unusable_key = hash_json([key.hex(), new_id("unusable")])
+                await store.put_judgment(unusable_key, run_id, unusable, cost, session_id)
                 raise ScoreError(str(error), retryable=True) from error
             judgment: Json = {"answer": answer, "cost": cost, "session": session_id}
-            await store.put_judgment(key, run_id, judgment, cost)
+            await store.put_judgment(key, run_id, judgment, cost, session_id)
         return judgment
 
     def _compute_cost(self, input_tokens: float, output_tokens: float) -> float:

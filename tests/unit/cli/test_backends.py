@@ -112,7 +112,7 @@ def test_interpreter_path_is_relative_to_the_config_file(instar: Instar, tmp_pat
 def test_backends_page_yaml_examples_are_valid() -> None:
     page = (Path(__file__).parents[3] / "docs" / "backends.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == 9
+    assert len(blocks) == 10
     for block in blocks:
         RunConfig.model_validate(yaml.safe_load(block))
 

@@ -17,6 +17,7 @@ from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
+from instar.gateway.forgetting import RetentionPolicy
 from instar.gateway.serve import bind, serve
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
@@ -125,6 +126,7 @@ async def start_gateway(
         sampling: SamplingConfig | None = None,
         store_class: type[SqliteStore] = SqliteStore,
         run_config: RunConfig | None = None,
+        retention: RetentionPolicy | None = None,
     ) -> RunningGateway:
         """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
@@ -136,6 +138,7 @@ async def start_gateway(
             store_class,
             train_sampling=sampling,
             run_config=run_config,
+            retention=retention,
         )
         contexts.append(context)
         return await context.__aenter__()

@@ -219,7 +219,7 @@ async def test_anthropic_sdk_lists_models(gateway: RunningGateway) -> None:
     session = await gateway.open_session()
     async with anthropic.AsyncAnthropic(**client_options(session)) as client:
         models = [model async for model in client.models.list()]
-    assert [model.type for model in models] == ["model"]
+    assert {model.type for model in models} == {"model"}
 
 
 async def test_anthropic_sdk_beta_request_is_accepted(gateway: RunningGateway) -> None:

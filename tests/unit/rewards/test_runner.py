@@ -183,6 +183,22 @@ async def test_every_session_is_scored_exactly_once(store: SqliteStore) -> None:
     assert await store.score_counts(RUN_ID) == {"judge:test@1": {"scored": 60}}
 
 
+async def test_session_deleted_while_it_is_scored_does_not_stop_the_runner(store: SqliteStore) -> None:
+    class DeletingJudge(FakeJudge):
+        async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+            if transcript.session_id == "deleted":
+                await store.forget_sessions(RUN_ID, ["deleted"])
+            return await super().score(task, transcript)
+
+    for session_id in ("deleted", "kept"):
+        await add_session(store, session_id)
+    scorer = DeletingJudge()
+    async with run_in_background(make_runner(store, scorer)):
+        await wait_until_scored(store, "kept")
+    assert scorer.attempts["deleted"] == 1
+    assert await store.rewards("deleted") == []
+
+
 async def test_hanging_scorer_delays_only_its_own_sessions(store: SqliteStore) -> None:
     class HangingJudge(FakeJudge):
         name = "hanging"

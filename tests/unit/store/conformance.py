@@ -26,6 +26,7 @@ from instar.types import (
 
 from .conformance_annotations import AnnotationTests
 from .conformance_feedback import FeedbackTests
+from .conformance_forgetting import ForgettingTests
 from .conformance_gateway import GatewayTests
 from .conformance_listing import ListingTests
 from .conformance_records import RecordTests
@@ -385,6 +386,7 @@ class StoreConformance(
     SeveralStoresTests,
     ListingTests,
     FeedbackTests,
+    ForgettingTests,
     AnnotationTests,
     RecordTests,
 ):

@@ -14,7 +14,8 @@ from instar.store.postgres_server import PostgresServer
 from tests.postgres import PostgresTestServer
 
 from .conformance import StoreConformance, StoreFactory
-from .factories import make_call, make_session
+from .conformance_forgetting import add_live_session
+from .factories import RUN_ID, make_call, make_session
 
 
 @pytest.fixture
@@ -89,3 +90,21 @@ async def test_sessions_by_tail_query_uses_its_index(
     plan = str(postgres.query(f"EXPLAIN {query}", schema=server.schema))
     assert "calls_by_tail" in plan
     assert "Sort" not in plan
+
+
+async def test_forgotten_texts_are_erased_from_the_table_files(
+    postgres: PostgresTestServer, server: PostgresServer, store: PostgresStore
+) -> None:
+    def find_texts() -> list[str]:
+        postgres.query("CHECKPOINT")
+        files = [file for file in (postgres.folder / "data" / "base").rglob("*") if file.is_file()]
+        content = b"".join(file.read_bytes() for file in files)
+        return [text for text in ("private text", "other text") if text.encode() in content]
+
+    await add_live_session(store, "a", "private text")
+    await add_live_session(store, "b", "other text")
+    assert find_texts() == ["private text", "other text"]
+    await store.forget_sessions(RUN_ID, ["a"])
+    assert await store.erase_deleted(rewrite=False)
+    assert await store.erase_deleted(rewrite=True)
+    assert find_texts() == ["other text"]

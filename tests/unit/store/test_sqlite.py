@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from instar.config import RunConfig
-from instar.errors import ConflictError, StoreCorrupt, StoreError
+from instar.errors import ConflictError, SessionNotFound, StoreCorrupt, StoreError
 from instar.store.base import Progress, Run
 from instar.store.database import Database
 from instar.store.factory import open_store
@@ -118,7 +118,7 @@ async def test_add_calls_uses_one_statement(store: SqliteStore) -> None:
         store.add_calls([third]),
         return_exceptions=True,
     )
-    assert [type(result) for result in results] == [StoreError, StoreError, ConflictError, type(None)]
+    assert [type(result) for result in results] == [StoreError, SessionNotFound, ConflictError, type(None)]
     assert "does not begin with the tokens of its base second" in str(results[0])
     assert "no session missing" in str(results[1])
     assert [call.call_id for call in await store.calls("s")] == ["first", "second", "third"]

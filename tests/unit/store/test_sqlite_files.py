@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 from dataclasses import fields
 from pathlib import Path
@@ -14,7 +15,7 @@ from instar.store import migrations
 from instar.store.schema import APPLICATION_ID, CALLS, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
 from instar.store.sqlite_database import connect
-from instar.types import Call, Channel, RewardSource
+from instar.types import Call, Channel, RewardSource, new_id
 
 from .factories import make_call, make_session
 
@@ -96,7 +97,7 @@ async def test_open_truncated_file_raises(path: Path) -> None:
 async def test_read_of_damaged_pages_raises(path: Path) -> None:
     """The damage is found when the pages are read, and the error names the file and says what to do."""
     await fill_store(path)
-    overwrite(path, 60 * 4096, 90 * 4096, b"\xa5" * 30 * 4096)
+    overwrite(path, 80 * 4096, 110 * 4096, b"\xa5" * 30 * 4096)
     store = SqliteStore(path)
     with pytest.raises(StoreCorrupt, match=r"store\.db is damaged.*backup"):
         await store.calls("s")
@@ -215,6 +216,23 @@ async def test_files_of_released_versions_are_migrated(path: Path, fixture: Path
         columns = [column[1] for column in database.execute(f"PRAGMA table_info({table.name})")]
         assert columns == list(table.columns)
     database.close()
+
+
+async def test_migration_to_version_5_finds_the_users_and_judged_sessions(path: Path) -> None:
+    restore(path, FIXTURES / "v4.sql")
+    database = sqlite3.connect(path)
+    database.execute("UPDATE sessions SET external_id = 'user:Ada'")
+    session_id = new_id("sess")
+    for key, answer in ((b"1", {"answer": "good", "session": session_id}), (b"2", {"answer": "bad"})):
+        values = (key, "run", json.dumps(answer, separators=(",", ":")), 0.25, 1.0)
+        database.execute("INSERT INTO judgments VALUES (?, ?, ?, ?, ?)", values)
+    database.commit()
+    database.close()
+    store = SqliteStore(path)
+    assert await store.session_ids("run", user_id="Ada") == ["s"]
+    rows = await store.read(lambda db: db.execute("SELECT session_id FROM judgments ORDER BY key").fetchall())
+    assert [row["session_id"] for row in rows] == [session_id, None]
+    await store.close()
 
 
 def test_calls_table_has_a_column_for_every_field_of_a_call() -> None:

@@ -50,9 +50,10 @@ class FaultyStore(SqliteStore):
         super().__init__(path)
         self.faults = faults
 
-    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> None:
-        await super().claim_step(run_id, step, claims)
+    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> frozenset[str]:
+        forgotten = await super().claim_step(run_id, step, claims)
         self.faults.reach("claimed")
+        return forgotten
 
     async def advance_step(self, run_id: str, step: int, state: StepState, **changes: Any) -> None:
         await super().advance_step(run_id, step, state, **changes)
@@ -82,6 +83,8 @@ class FaultyBackend(LocalBackend):
         super().__init__(config.model, config.backend, seed=config.seed)
         self.faults = faults
         self.initial_state = config.run_dir / "initial_state"
+        self.trained_sessions: list[str] = []
+        """The sessions of all samples that were trained on."""
         self.artifact_lifetime_seconds: float | None = None
         """Seconds until published artifacts expire, or None if they do not."""
 
@@ -94,6 +97,7 @@ class FaultyBackend(LocalBackend):
 
     async def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         result = await super().forward_backward(samples, loss)
+        self.trained_sessions += [sample.session_id for sample in samples]
         self.faults.reach("forward_backward")
         return result
 
