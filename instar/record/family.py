@@ -27,6 +27,7 @@ from instar.record.render import TokenizerRenderer
 from instar.record.stream import (
     Detokenizer,
     StopStringFilter,
+    TokenDecoder,
     build_call_delta,
     build_reply,
     cut_at_stop,
@@ -78,7 +79,7 @@ class FamilyStreamParser(StreamParser):
     def __init__(
         self,
         parse: ParseReply,
-        decode: Callable[[list[int]], str],
+        decode: TokenDecoder,
         tools: Tools,
         stop: Sequence[str],
         *,

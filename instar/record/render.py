@@ -23,7 +23,7 @@ from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Messages, Renderer, StreamParser, Tools, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
-from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
+from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Message, ToolCall
@@ -159,6 +159,7 @@ class TokenizerRenderer(Renderer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        self._decode = TokenDecoder(tokenizer.backend_tokenizer)
         self._bound = TokenBound(tokenizer.backend_tokenizer)
         self._stop_token_ids: tuple[int, ...] = ()
         self._hidden_ids: frozenset[int] = frozenset()
@@ -183,9 +184,6 @@ class TokenizerRenderer(Renderer):
         limit = self.max_prompt_tokens
         if limit is not None and len(text) > limit and (min_tokens := self._bound.compute(text)) > limit:
             raise PromptTooLong(f"the prompt has at least {min_tokens} tokens, but the limit is {limit}")
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
 
 
 class TemplateRenderer(TokenizerRenderer):
