@@ -36,8 +36,8 @@ class TokenDecoder:
 
 
 class Detokenizer:
-    """Converts tokens to text as they arrive. All pieces together equal the decoded text of all tokens. Only the
-    latest tokens are decoded, so the cost per token is constant."""
+    """Converts tokens to text as they arrive. All pieces together equal the decoded text of all tokens. Only
+    the latest tokens are decoded, so the cost per token is constant."""
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 

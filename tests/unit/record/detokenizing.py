@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerFast
 from instar.record.stream import Detokenizer, TokenDecoder
 
 TEXTS = [
-    "😀🦩🫨", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", " ok", "hello", "  ", "\n\n", "日本語", "é", "\ufffd", " ",
-    "<b>", "42", "ግዕዝ", "\x00", "▁",
+    "😀🦩🫨", "👩\u200d👩\u200d👧", "🏳\ufe0f\u200d🌈", " ok", "hello", "  ", "\n\n", "日本語", "é", "\ufffd",
+    " ", "<b>", "42", "ግዕዝ", "\x00", "▁",
 ]  # fmt: skip
 
 
