@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from instar.record.base import Messages
+from instar.record.base import Messages, contains_any
 from instar.record.hashing import parse_arguments
 from instar.record.stream import THINK_CLOSE, THINK_OPEN
 from instar.types import Message, ToolCall
@@ -26,20 +26,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
-_MIN_LONG_TEXT_CHARS = 16 * 1024
 _FIRST_SURROGATE = 0xDC00
 _HTML_TAG = re.compile(
     r"</?(a|b|bbox|blockquote|body|br|caption|code|div|em|footer|h[1-6]|head|hr|html|i|iframe|img|li|ol|p|pre|s"
     r"|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
 )
 """Tags that some tokenizers, such as Gemma's, encode as one token in ordinary text."""
-
-
-def encode_text(backend: Any, text: str) -> list[int]:
-    if len(text) < _MIN_LONG_TEXT_CHARS:
-        return backend.encode(text, add_special_tokens=False).ids
-    # This method is slower for short texts, but it releases the GIL.
-    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 class ContentEscaper:
@@ -78,7 +70,11 @@ class ContentEscaper:
         has_normalizer = (
             normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
         )
-        self._always_encodes = has_normalizer and any(token.normalized for token in control.values())
+        always_encodes = has_normalizer and any(token.normalized for token in control.values())
+        self.content_markers = (*self._first_characters, "\\u")
+        """Content without any of these texts does not change when it is escaped."""
+        self.prompt_markers = ("",) if always_encodes else tuple(self._surrogates.values())
+        """Rendered text with any of these texts must be encoded with `encode`."""
 
     def escape(self, value: T) -> T:
         """Return the JSON value with the first characters of all control tokens escaped."""
@@ -102,10 +98,6 @@ class ContentEscaper:
                 escaped_call["arguments"] = self._escape_arguments(call)
         return escaped
 
-    def needs_encoding(self, text: str) -> bool:
-        """Return True if the rendered text must be encoded with `encode`."""
-        return self._always_encodes or any(character in text for character in self._surrogates.values())
-
     def encode(self, text: str) -> list[int]:
         """Encode text that was rendered from escaped content. Control tokens in it become tokens."""
         pieces: list[str] = []
@@ -114,7 +106,9 @@ class ContentEscaper:
             if start >= position:
                 pieces += [text[position:start], self._aliases[text[start:end]]]
                 position = end
-        ids = encode_text(self._plain, self.unescape("".join([*pieces, text[position:]])))
+        plain_text = self.unescape("".join([*pieces, text[position:]]))
+        # Unlike `encode`, this method releases the GIL.
+        ids: list[int] = self._plain.encode_batch_fast([plain_text], add_special_tokens=False)[0].ids
         return list(chain.from_iterable(map(self._to_original_ids, ids)))
 
     def unescape(self, text: str) -> str:
@@ -133,7 +127,7 @@ class ContentEscaper:
         return [token.id for part in (text[:1], text[1:]) for token in self._model.tokenize(part)]
 
     def _escape_text(self, text: str) -> str:
-        if not any(character in text for character in self._first_characters):
+        if not contains_any(text, self._first_characters):
             return text
         starts = [start for start, _ in self._find_control_texts(text)]
         # The text that follows in the prompt could complete the token.
@@ -149,7 +143,7 @@ class ContentEscaper:
 
     def _escape_arguments(self, call: ToolCall) -> str:
         text = call["arguments"]
-        if "\\u" not in text and not any(character in text for character in self._first_characters):
+        if not contains_any(text, self.content_markers):
             return text
         value = parse_arguments(call)
         escaped = self.escape(value)
@@ -193,14 +187,14 @@ class ContentTokenizer:
         return getattr(self._tokenizer, name)
 
     def __call__(self, text: str, **options: Any) -> Any:
-        if not self._escaper.needs_encoding(text):
+        if not contains_any(text, self._escaper.prompt_markers):
             return self._tokenizer(text, **options)
         ids = self._escaper.encode(text)
         # The library uses offsets only to tell which tokens are content, which is ignored here.
         return {"input_ids": ids, "offset_mapping": [(0, 0)] * len(ids)}
 
     def encode(self, text: str, **options: Any) -> list[int]:
-        if self._escaper.needs_encoding(text):
+        if contains_any(text, self._escaper.prompt_markers):
             return self._escaper.encode(text)
         return self._tokenizer.encode(text, **options)
 

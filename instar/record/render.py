@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from instar.config import ModelConfig
 from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
-from instar.record.base import Messages, Renderer, StreamParser, Tools, to_template_message
+from instar.record.base import Messages, Renderer, StreamParser, Tools, contains_any, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
-from instar.record.content import ContentEscaper, encode_text, split_reasoning
+from instar.record.content import ContentEscaper, split_reasoning
 from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 R = TypeVar("R", list[int], list[int] | None)
+_MIN_LONG_TEXT_CHARS = 16 * 1024
 _MAX_CACHED_BYTES = 8 * 1024 * 1024
 _PERIOD_SECONDS = 30.0
 _CACHE_ENTRY_BYTES = 192
@@ -112,7 +113,10 @@ class CachingEncoder:
         return list(chain.from_iterable(map(self._encode_piece, self.splitter.split(text))))
 
     def encode_uncached(self, text: str) -> list[int]:
-        return encode_text(self._backend, text)
+        if len(text) < _MIN_LONG_TEXT_CHARS:
+            return self._backend.encode(text, add_special_tokens=False).ids
+        # This method is slower for short texts, but it releases the GIL.
+        return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def _encode_piece(self, piece: str) -> Sequence[int]:
         if not piece:
@@ -194,9 +198,10 @@ class TokenizerRenderer(Renderer):
     ) -> R:
         """Return ``render(messages, tools)``, in which the content of the messages and tools is plain text.
         With ``keep_arguments``, ``render`` uses the text of tool arguments instead of their JSON value."""
-        if (escaper := self._escaper) is None:
-            return render(messages, tools)
+        escaper = self._escaper
         try:
+            if escaper is None or not contains_any((messages, tools), escaper.content_markers):
+                return render(messages, tools)
             escaped_tools = escaper.escape(list(tools))
             escaped = escaper.escape_messages(messages, keep_arguments=keep_arguments)
         except RecursionError as error:
@@ -336,7 +341,7 @@ class TemplateRenderer(TokenizerRenderer):
         return self._encode_rendered(cast(str, text))
 
     def _encode_rendered(self, text: str) -> list[int]:
-        if self._escaper is None or not self._escaper.needs_encoding(text):
+        if self._escaper is None or not contains_any(text, self._escaper.prompt_markers):
             return self.encode(text)
         self._check_length(self._escaper.unescape(text))
         return self._escaper.encode(text)
