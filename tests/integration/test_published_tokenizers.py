@@ -38,7 +38,7 @@ TURN_TOKENS = {
     "llama2": ("<s>", "</s>"),
 }
 """The tokens that begin and end a turn, for packages without a chat template."""
-TURNS, SEQUENCES = 1000, 10_000
+TURNS, SEQUENCES = 1000, 12_000
 
 
 @pytest.fixture(scope="module")
