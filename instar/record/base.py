@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from instar.config import ModelConfig
 from instar.record.hashing import parse_arguments
@@ -139,6 +140,18 @@ class Placement:
     """A hash of the messages and tools, or of the prompt. Equal requests have equal keys."""
     first_redacted_message: int | None = None
     """The index of the base call's first redacted message if the request shares it, else None."""
+
+
+def contains_any(value: object, texts: Sequence[str]) -> bool:
+    """Return True if a string in the JSON value contains one of the texts."""
+    if isinstance(value, str):
+        return any(text in value for text in texts)
+    if isinstance(value, dict):
+        items = cast(dict[str, object], value).items()
+        return any(contains_any(key, texts) or contains_any(item, texts) for key, item in items)
+    if isinstance(value, list | tuple):
+        return any(contains_any(item, texts) for item in cast(Sequence[object], value))
+    return False
 
 
 def to_template_message(message: Message) -> Json:

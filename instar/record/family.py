@@ -17,16 +17,19 @@ import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
 from instar.record.base import Messages, ReplyDelta, StreamParser, Tools, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION
+from instar.record.content import ContentTokenizer
 from instar.record.render import TokenizerRenderer
 from instar.record.stream import (
     Detokenizer,
     StopStringFilter,
+    TokenDecoder,
     build_call_delta,
     build_reply,
     cut_at_stop,
@@ -78,7 +81,7 @@ class FamilyStreamParser(StreamParser):
     def __init__(
         self,
         parse: ParseReply,
-        decode: Callable[[list[int]], str],
+        decode: TokenDecoder,
         tools: Tools,
         stop: Sequence[str],
         *,
@@ -277,12 +280,17 @@ def _format_arguments(parsed_call: ParsedToolCall) -> str:
 
 
 class FamilyRenderer(TokenizerRenderer):
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, family: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, family: str, *, allow_special_tokens: bool = False
+    ) -> None:
         from renderers.base import create_renderer
         from renderers.configs import config_from_name
 
-        super().__init__(tokenizer)
-        self._renderer: LibraryRenderer = create_renderer(tokenizer, cast(Any, config_from_name(family)))
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
+        self._renderer: LibraryRenderer = create_renderer(
+            tokenizer if self._escaper is None else ContentTokenizer(tokenizer, self._escaper),
+            cast(Any, config_from_name(family)),
+        )
         self._boundaries = frozenset(tokenizer.added_tokens_decoder)
         self._stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self._stop_token_ids})
@@ -302,6 +310,9 @@ class FamilyRenderer(TokenizerRenderer):
 
     def _render(self, messages: Messages, tools: Tools) -> list[int]:
         self.check_messages(messages)
+        return self._render_as_text(self._render_ids, messages, tools)
+
+    def _render_ids(self, messages: Messages, tools: Tools) -> list[int]:
         try:
             library_messages, library_tools = _to_library_format(messages, tools)
             return list(
@@ -317,6 +328,11 @@ class FamilyRenderer(TokenizerRenderer):
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
     ) -> list[int] | None:
         self.check_messages(new_messages)
+        return self._render_as_text(partial(self._extend, prompt_ids, sampled_ids), new_messages, tools)
+
+    def _extend(
+        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools
+    ) -> list[int] | None:
         prefix = [*prompt_ids, *sampled_ids]
         try:
             library_messages, library_tools = _to_library_format(new_messages, tools)

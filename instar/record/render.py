@@ -13,17 +13,19 @@ import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from instar.config import ModelConfig
 from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
-from instar.record.base import Messages, Renderer, StreamParser, Tools, to_template_message
+from instar.record.base import Messages, Renderer, StreamParser, Tools, contains_any, to_template_message
 from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
-from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser
+from instar.record.content import ContentEscaper, split_reasoning
+from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
 from instar.types import Message, ToolCall
@@ -31,6 +33,7 @@ from instar.types import Message, ToolCall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+R = TypeVar("R", list[int], list[int] | None)
 _MIN_LONG_TEXT_CHARS = 16 * 1024
 _MAX_CACHED_BYTES = 8 * 1024 * 1024
 _PERIOD_SECONDS = 30.0
@@ -56,7 +59,9 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
         from instar.record.family import FamilyRenderer
 
-        renderer = FamilyRenderer(tokenizer, family)
+        renderer = FamilyRenderer(
+            tokenizer, family, allow_special_tokens=model.allow_special_tokens_in_content
+        )
         # A renderer that does not support tools would drop them silently.
         if renderer.supports_tools() or tokenizer.chat_template is None:
             return renderer
@@ -65,7 +70,12 @@ def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
-    return TemplateRenderer(tokenizer, eos_ids, model.tool_format)
+    return TemplateRenderer(
+        tokenizer,
+        eos_ids,
+        model.tool_format,
+        allow_special_tokens=model.allow_special_tokens_in_content,
+    )
 
 
 class CachingEncoder:
@@ -157,8 +167,11 @@ class CachingEncoder:
 class TokenizerRenderer(Renderer):
     """The part of a renderer that depends only on the tokenizer."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, allow_special_tokens: bool = False) -> None:
+        """Create a renderer. With ``allow_special_tokens``, the content of messages can contain them."""
         self._tokenizer = tokenizer
+        self._escaper = None if allow_special_tokens else ContentEscaper(tokenizer)
+        self._decode = TokenDecoder(tokenizer.backend_tokenizer)
         self._bound = TokenBound(tokenizer.backend_tokenizer)
         self._stop_token_ids: tuple[int, ...] = ()
         self._hidden_ids: frozenset[int] = frozenset()
@@ -175,6 +188,40 @@ class TokenizerRenderer(Renderer):
     def decode_token(self, token_id: int) -> str:
         return self._decode([token_id])
 
+    def _render_as_text(
+        self,
+        render: Callable[[Messages, Tools], R],
+        messages: Messages,
+        tools: Tools,
+        *,
+        keep_arguments: bool = False,
+    ) -> R:
+        """Return ``render(messages, tools)``, in which the content of the messages and tools is plain text.
+        With ``keep_arguments``, ``render`` uses the text of tool arguments instead of their JSON value."""
+        escaper = self._escaper
+        try:
+            if escaper is None or not contains_any((messages, tools), escaper.content_markers):
+                return render(messages, tools)
+            escaped_tools = escaper.escape(list(tools))
+            escaped = escaper.escape_messages(messages, keep_arguments=keep_arguments)
+        except RecursionError as error:
+            raise RenderError("the tools or tool arguments are nested too deeply; flatten them") from error
+        prompt = render(escaped, escaped_tools)
+        if escaped == list(messages) or (split := split_reasoning(messages)) == list(messages):
+            return prompt
+        # A template cannot find the reasoning in an escaped reply. The replies are split here if that results
+        # in the text that the template itself produces.
+        escaped = escaper.escape_messages(split, keep_arguments=keep_arguments)
+        try:
+            expected = self._decode_prompt(render(messages, tools))
+            split_prompt = render(escaped, escaped_tools)
+        except RenderError:
+            return prompt
+        return split_prompt if self._decode_prompt(split_prompt) == expected else prompt
+
+    def _decode_prompt(self, ids: list[int] | None) -> str | None:
+        return None if ids is None else self._decode(ids)
+
     def check_messages(self, messages: Messages) -> None:
         # Formats may trim texts and omit parts of replies, so only these texts are certain to be rendered.
         self._check_length("".join(m["content"].strip() for m in messages if m["role"] in ("user", "tool")))
@@ -184,20 +231,22 @@ class TokenizerRenderer(Renderer):
         if limit is not None and len(text) > limit and (min_tokens := self._bound.compute(text)) > limit:
             raise PromptTooLong(f"the prompt has at least {min_tokens} tokens, but the limit is {limit}")
 
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False)
-
 
 class TemplateRenderer(TokenizerRenderer):
     """A renderer that uses the model's own chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, eos_ids: Sequence[int] = (), tool_format: str = "auto"
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        eos_ids: Sequence[int] = (),
+        tool_format: str = "auto",
+        *,
+        allow_special_tokens: bool = False,
     ) -> None:
         from renderers.configs import DefaultRendererConfig
         from renderers.default import DefaultRenderer
 
-        super().__init__(tokenizer)
+        super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._encoder = CachingEncoder(tokenizer)
         # The library's template renderer is used only for its stop tokens.
         default_renderer = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
@@ -231,6 +280,11 @@ class TemplateRenderer(TokenizerRenderer):
         """The roles of new messages that do not require rendering the history again."""
 
     def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
+        return self._render_as_text(
+            self._render_prompt, messages, tools, keep_arguments=self.uses_generic_tools
+        )
+
+    def _render_prompt(self, messages: Messages, tools: Tools) -> list[int]:
         if self.uses_generic_tools:
             messages, tools = to_generic_messages(messages, tools, has_tool_role=self._has_tool_role), ()
         return self._render_ids(messages, tools, generation=True)
@@ -238,10 +292,20 @@ class TemplateRenderer(TokenizerRenderer):
     def extend(
         self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
     ) -> list[int] | None:
+        new_ids = self._render_as_text(
+            partial(self._render_new, sampled_ids),
+            new_messages,
+            tools,
+            keep_arguments=self.uses_generic_tools,
+        )
+        return None if new_ids is None else [*prompt_ids, *sampled_ids, *new_ids]
+
+    def _render_new(
+        self, sampled_ids: Sequence[int], new_messages: Messages, tools: Tools
+    ) -> list[int] | None:
         if self.uses_generic_tools:
             new_messages, tools = to_generic_messages(new_messages, (), has_tool_role=self._has_tool_role), ()
-        new_ids = self._bridge.render_new(sampled_ids, new_messages, tools)
-        return None if new_ids is None else [*prompt_ids, *sampled_ids, *new_ids]
+        return self._bridge.render_new(sampled_ids, new_messages, tools)
 
     def stream(
         self,
@@ -274,7 +338,13 @@ class TemplateRenderer(TokenizerRenderer):
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             # A template may call raise_exception, or fail on a role or field that it does not support.
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
-        return self.encode(cast(str, text))
+        return self._encode_rendered(cast(str, text))
+
+    def _encode_rendered(self, text: str) -> list[int]:
+        if self._escaper is None or not contains_any(text, self._escaper.prompt_markers):
+            return self.encode(text)
+        self._check_length(self._escaper.unescape(text))
+        return self._escaper.encode(text)
 
     def _render_text(self, messages: Messages, tools: Tools = ()) -> str:
         return self._decode(self._render_ids(messages, tools, generation=False))

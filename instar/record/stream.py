@@ -7,7 +7,8 @@ change: an incomplete character, a possible start of a stop string, or a possibl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
 from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, PartialToolCall, parse_call
@@ -18,19 +19,46 @@ THINK_CLOSE = "</think>"
 _REPLACEMENT_CHARACTER = "\ufffd"
 
 
+class TokenDecoder:
+    """Converts complete token sequences to text, including special tokens."""
+
+    def __init__(self, backend: Any) -> None:
+        """Create a decoder for a tokenizer of the `tokenizers` library."""
+        self._backend = backend
+        byte_ids = [backend.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+        has_bytes = None not in byte_ids and self([byte_ids[ord("A")]]) == "A"
+        self.byte_ids = frozenset[int](byte_ids if has_bytes else ())
+        """The tokens that encode single bytes of characters outside the vocabulary, as in SentencePiece. In a
+        run of such tokens, every byte is replaced by U+FFFD unless the complete run is valid UTF-8."""
+
+    def __call__(self, ids: list[int]) -> str:
+        return self._backend.decode(ids, skip_special_tokens=False)
+
+
 class Detokenizer:
-    """Converts tokens to text. It decodes only the latest tokens, so the cost per token is constant."""
+    """Converts tokens to text as they arrive. All pieces together equal the decoded text of all tokens. Only
+    the latest tokens are decoded, so the cost per token is constant."""
 
     _MAX_WINDOW_TOKENS, _KEPT_TOKENS = 32, 8
 
-    def __init__(self, decode: Callable[[list[int]], str], hidden_ids: Collection[int]) -> None:
+    def __init__(self, decode: TokenDecoder, hidden_ids: Collection[int]) -> None:
         self._decode = decode
         self._hidden_ids = hidden_ids
         self._window: list[int] = []
+        self._byte_run: list[int] = []
+        """The byte tokens after the window. Their text is not known before the end of the run."""
         self._emitted_chars = 0
 
     def feed(self, ids: Sequence[int]) -> str:
-        self._window += [i for i in ids if i not in self._hidden_ids]
+        window_length = len(self._window)
+        for token_id in ids:
+            if token_id in self._decode.byte_ids:
+                self._byte_run.append(token_id)
+            elif token_id not in self._hidden_ids:
+                self._window += [*self._byte_run, token_id]
+                self._byte_run.clear()
+        if len(self._window) == window_length:
+            return ""
         text = self._decode(self._window)
         # Up to three bytes of an incomplete character decode to as many replacement characters.
         end = len(text)
@@ -44,7 +72,11 @@ class Detokenizer:
         return piece
 
     def finish(self) -> str:
-        return self._decode(self._window)[self._emitted_chars :]
+        """Return the text held back. Another call returns nothing."""
+        text = self._decode([*self._window, *self._byte_run])
+        piece = text[self._emitted_chars :]
+        self._emitted_chars = len(text)
+        return piece
 
 
 class StopStringFilter:
