@@ -95,7 +95,9 @@ class ForgetTests:
         assert (await store.calls("a"), await store.rewards("a"), await store.call("a-1")) == ([], [], None)
         assert await store.feedback(RUN_ID, session_id="a") == []
         assert (await store.tags(["a"]), await store.scores(["a"])) == ({"a": []}, {"a": []})
-        assert await store.corrections(RUN_ID, 0, 10) == await store.feedback(RUN_ID, session_id="b")
+        assert await store.corrections(RUN_ID, 0, 10, [others[0].agent_id]) == await store.feedback(
+            RUN_ID, session_id="b"
+        )
         assert await store.session_ids(RUN_ID, user_id="user first") == []
         assert [call.messages for call in await store.calls("b")] == [call.messages for call in others]
         assert len(await store.rewards("b")) == 2
