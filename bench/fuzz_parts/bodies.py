@@ -158,6 +158,7 @@ BODIES: dict[str, list[Any]] = {
     "/messages/count_tokens": _MESSAGES,
     "/generate": _GENERATE,
     "/sessions": _SESSIONS,
+    "/groups": [{"task": {"question": "1 + 1"}, "size": 2, "task_id": "t", "deadline_s": 60.0}],
     "/complete": _COMPLETE,
     "/fail": [{"reason": "why", "reward": 0.0, "metadata": {"k": "v"}, "rewards": _REWARDS}],
     "/calls": [{"calls": [_SUBMITTED]}, {"calls": [_MINIMAL_SUBMITTED] * 2}],

@@ -84,7 +84,7 @@ class EpisodeRunner:
         assert config.rollout is not None
         self._renderer = renderer
         self._generate = generate
-        self._max_context = config.model.max_context
+        self._max_context = config.model.context_length
         self._scoring = create_scoring(config, taskset)
         self._dialect = ChatDialect()
         self._calls: dict[str, list[Call]] = {}

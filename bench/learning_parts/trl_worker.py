@@ -169,7 +169,7 @@ def train(task_name: str, seed: int, seconds: float, settings: TrlSettings) -> N
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=get_rewards,
-        args=make_grpo_config(settings, seed, device, config.model.max_context, stop_token_ids),
+        args=make_grpo_config(settings, seed, device, config.model.context_length, stop_token_ids),
         train_dataset=Dataset.from_list([{"prompt": str(index)} for index in range(len(taskset))]),
         processing_class=load_tokenizer(folder),
         peft_config=LoraConfig(
