@@ -101,6 +101,19 @@ def test_serve_with_a_version_serves_that_version(tmp_path: Path, count: int) ->
     assert RunFolder(config.run_dir).read_config().engine == config.engine
 
 
+def test_serve_after_a_rollback_to_the_base_model_serves_its_new_version(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    async def roll_back() -> int:
+        store = open_store(config)
+        version = await store.roll_back("trained", "trained", 0)
+        await store.close()
+        return version
+
+    assert asyncio.run(roll_back()) == 5
+    assert serve_and_list_models(tmp_path, "trained") == ["trained", "trained@5"]
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 @pytest.mark.parametrize(
     ("version", "problem"), [(1, "has no files that an engine can load"), (3, "was not published")]
