@@ -36,10 +36,10 @@ PARSER_PROMPT_TOKENS = 64
 def chat(
     run_dir: RunDir,
     version: Annotated[
-        int | None, typer.Option(min=0, help="Version to talk to instead of the newest; 0 is the base model.")
+        int | None, typer.Option(min=0, help="Version to talk to instead of the newest; 0 is the first one.")
     ] = None,
     compare: Annotated[
-        Literal["base"] | None, typer.Option(help="base: also show the answers of the base model.")
+        Literal["base"] | None, typer.Option(help="base: also show the answers of version 0.")
     ] = None,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
     temperature: Annotated[
@@ -101,14 +101,14 @@ def _prepare_config(config: RunConfig, console: Console) -> RunConfig:
 
 
 async def _find_policies(config: RunConfig, version: int | None, with_base: bool) -> list[Policy]:
-    """Return the policies to talk to: the chosen version and, if ``with_base`` is True, the base model."""
+    """Return the policies to talk to: the chosen version and, if ``with_base`` is True, version 0."""
     async with open_run_store(config.run_dir, read_only=True) as (_, store):
         chosen = await find_policy(store, config.name, version)
         base = await find_policy(store, config.name, 0)
     if with_base and chosen.version == 0:
         raise ConfigError(
-            "--compare base: version 0 is the base model; train the run first, or choose another version "
-            "with --version"
+            "--compare base: the chosen version is version 0 itself; train the run first, or choose another "
+            "version with --version"
         )
     return [chosen, base] if with_base else [chosen]
 
@@ -130,16 +130,22 @@ class Conversation:
     policy: Policy
     params: SamplingParams
     messages: list[Message] = field(default_factory=list[Message])
+    is_loaded: bool = False
+    """True if the engine has loaded the policy. A new engine reports version 0, even if it serves the base
+    model and the run starts from an adapter."""
 
     @property
     def label(self) -> str:
-        return f"version {self.policy.version}" if self.policy.version else "base"
+        is_base = self.policy.version == 0 and self.policy.artifact.kind == "base"
+        return "base" if is_base else f"version {self.policy.version}"
 
     async def answer(self, text: str, *, streamed: bool = False) -> str:
         """Return the model's answer, and print it while it is sampled if ``streamed`` is True. If the answer
         fails or is cancelled, the conversation is unchanged."""
-        if (await self.engine.status()).version != self.policy.version:
+        is_new = not self.is_loaded and self.policy.artifact.kind != "base"
+        if is_new or (await self.engine.status()).version != self.policy.version:
             await self.engine.load(self.policy)
+        self.is_loaded = True
         messages = [*self.messages, Message(role="user", content=text)]
         prompt = self.renderer.render(messages)
         parser = self.renderer.stream(prompt_ids=prompt[-PARSER_PROMPT_TOKENS:], eager=True)

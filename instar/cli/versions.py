@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Column
 from rich.text import Text
 
+from instar.backends.factory import get_known_capabilities
 from instar.cli.options import AsJson, RunDir, async_command, new_app
 from instar.cli.output import format_time, plain_table, print_json, print_result
 from instar.cli.run_store import open_run_store
@@ -19,7 +20,7 @@ from instar.errors import InstarError
 from instar.store.base import PolicyVersion, Store
 from instar.trainer.checkpoint import checkpoint_path, is_pruned
 from instar.trainer.lineage import INITIAL_STEP
-from instar.types import ClaimOutcome, Json, PolicyStage
+from instar.types import ClaimOutcome, Json, PolicyStage, StepState
 
 app = new_app()
 
@@ -118,6 +119,11 @@ async def promote(run_dir: RunDir, version: VersionNumber = None, as_json: AsJso
     async with open_run_store(run_dir) as (config, store):
         _require_live(config)
         version = await _choose_candidate(store, config, version)
+        lineage = await _read_lineage(store, config)
+        committed = {row.step for row in await store.steps(config.name) if row.state is StepState.COMMITTED}
+        # The store reports a version that is not a candidate, or whose step is not committed.
+        if any(row.policy.version == version and row.step in committed for row in lineage.rows):
+            _check_files(config, lineage, version)
         await store.promote_version(config.name, version)
     print_result(as_json, {"serving": version}, f"Version {version} is now the serving version.")
 
@@ -179,8 +185,14 @@ def _check_files(config: RunConfig, lineage: Lineage, version: int) -> None:
     """Raise InstarError if the files that engines or the trainer need for the version were removed."""
     row = lineage.find(version) if version else None
     checkpoint: Path = checkpoint_path(config.run_dir, INITIAL_STEP if row is None else row.step)
-    if not checkpoint.is_dir() or (row is not None and is_pruned(row.policy.artifact)):
+    capabilities = get_known_capabilities(config.backend)
+    can_load_adapters = capabilities is not None and "folder" in capabilities.adapter_sources
+    has_adapter = row is not None and row.policy.artifact.kind == "adapter"
+    can_train = checkpoint.is_dir() or (can_load_adapters and has_adapter)
+    if not can_train or (row is not None and is_pruned(row.policy.artifact)):
         raise InstarError(
-            f"The files of version {version} were removed. The last trainer.keep_checkpoints "
-            f"({config.trainer.keep_checkpoints}) promoted versions are kept; choose one of these."
+            f"The files of version {version} were removed, or its step has no checkpoint "
+            f"(trainer.checkpoint_every: {config.trainer.checkpoint_every}). The last "
+            f"trainer.keep_checkpoints ({config.trainer.keep_checkpoints}) candidates and promoted versions "
+            "are kept; choose one of these."
         )

@@ -31,7 +31,7 @@ from instar.trainer.checkpoint import (
     initial_path,
     policy_path,
 )
-from instar.types import Artifact, Json, Policy, StepState
+from instar.types import Artifact, Json, Policy, PolicyStage, PolicyState, StepState
 
 S = TypeVar("S", bound=Section)
 
@@ -57,7 +57,8 @@ class StoredVersion:
     """A version of another run whose files still exist."""
 
     version: int
-    is_committed: bool
+    is_default: bool
+    """True if the version is committed and served, so that it is not a candidate, rejected or replaced."""
     adapter: Path | None
     state: Path | None
 
@@ -168,14 +169,14 @@ async def _find_version(config: RunConfig, reference: str) -> AdapterFiles:
     source = folder.read_config()
     _check_source_backend(config, source)
     versions = await _list_versions(source)
-    committed = [version for version in versions if version.is_committed]
+    defaults = [version for version in versions if version.is_default]
     if requested is not None:
         chosen = next((version for version in versions if version.version == requested), None)
     else:
-        chosen = committed[-1] if committed else None
+        chosen = defaults[-1] if defaults else None
     if chosen is None:
         available = ", ".join(str(version.version) for version in versions) or "none"
-        missing = "a committed version" if requested is None else f"version {requested}"
+        missing = "a committed version that is served" if requested is None else f"version {requested}"
         raise ConfigError(
             f"model.adapter: {source.name} has no files of {missing}, because it was never published or its "
             f"files were removed (trainer.keep_checkpoints); available versions: {available}"
@@ -234,20 +235,29 @@ async def _list_versions(source: RunConfig) -> Sequence[StoredVersion]:
     """Return the versions of the run that can still be loaded, oldest first."""
     store = open_store(source, read_only=True)
     try:
-        policies = await store.published_policies(source.name)
+        rows = await store.policy_versions(source.name)
         steps = await store.steps(source.name)
     finally:
         await store.close()
     committed_steps = {0, *(step.step for step in steps if step.state is StepState.COMMITTED)}
     versions: list[StoredVersion] = []
-    for policy, step in policies:
-        initial, is_initial = initial_path(source.run_dir), policy.version == 0
-        adapter = initial / ADAPTER_FOLDER if is_initial else policy_path(source.run_dir, policy.version)
-        state = (initial if is_initial else checkpoint_path(source.run_dir, step)) / BACKEND_FOLDER
+    for row in rows:
+        adapter, state = _locate_files(source.run_dir, row.policy, row.step)
         files = (adapter if adapter.is_dir() else None, state if state.is_dir() else None)
-        if files[policy.artifact.kind == "remote"] is not None:
-            versions.append(StoredVersion(policy.version, step in committed_steps, *files))
+        if row.state is PolicyState.PUBLISHED and files[row.policy.artifact.kind == "remote"] is not None:
+            is_default = row.stage is PolicyStage.SERVING and row.step in committed_steps
+            versions.append(StoredVersion(row.policy.version, is_default, *files))
     return versions
+
+
+def _locate_files(run_dir: Path, policy: Policy, step: int) -> tuple[Path, Path]:
+    """Return the folders of a version's adapter and state, which may not exist. Only the name of the recorded
+    path is used, because the run may have been moved. A rollback has the files of an earlier version."""
+    name = Path(policy.artifact.path).name if policy.artifact.kind in ("adapter", "weights") else ""
+    if policy.version == 0 or name == ADAPTER_FOLDER:
+        return initial_path(run_dir) / ADAPTER_FOLDER, initial_path(run_dir) / BACKEND_FOLDER
+    published = policy_path(run_dir, policy.version)
+    return published.with_name(name or published.name), checkpoint_path(run_dir, step) / BACKEND_FOLDER
 
 
 # --- settings of the backend ---

@@ -132,7 +132,7 @@ def _hash_files(folder: Path) -> dict[str, str]:
     return hashes
 
 
-def _find_damage(path: Path) -> str | None:
+def find_damage(path: Path) -> str | None:
     """Return what is wrong with the checkpoint, or None if it is intact. Checkpoints saved by earlier
     versions of Instar have no hashes, so only their trainer state is checked."""
     if not path.is_dir():
@@ -168,7 +168,7 @@ async def load_newest_intact(
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
         path = checkpoint_path(run_dir, step)
-        damage = await asyncio.to_thread(_find_damage, path)
+        damage = await asyncio.to_thread(find_damage, path)
         if damage is None:
             try:
                 await backend.load_state(path / BACKEND_FOLDER)

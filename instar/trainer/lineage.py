@@ -6,13 +6,26 @@ or a rollback replaces it. Then it continues from the serving version.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from instar.backends.base import Backend
 from instar.config import RunConfig
+from instar.errors import InstarError
 from instar.store.base import PolicyVersion, Store
-from instar.trainer.checkpoint import policy_path, prune_folder
+from instar.trainer.checkpoint import (
+    BACKEND_FOLDER,
+    checkpoint_path,
+    find_damage,
+    is_pruned,
+    policy_path,
+    prune_folder,
+)
 from instar.types import Policy, PolicyStage
+
+logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 5.0
 """How often the trainer checks which version is promoted or rejected while it waits for data."""
@@ -29,6 +42,32 @@ async def find_replacement(store: Store, policy_id: str, version: int) -> tuple[
         return None
     head = await store.latest_policy(policy_id)
     return head, rows[head.version].step if head.version else INITIAL_STEP
+
+
+async def load_version(run_dir: Path, backend: Backend, policy: Policy, step: int) -> None:
+    """Load the checkpoint of a version's step. If it is damaged or missing, load the published adapter, which
+    has no optimizer state. Raises InstarError if neither can be loaded."""
+    path = checkpoint_path(run_dir, step)
+    damage = await asyncio.to_thread(find_damage, path)
+    if damage is None:
+        await backend.load_state(path / BACKEND_FOLDER)
+        return
+    artifact = policy.artifact
+    is_loadable = artifact.kind == "adapter" and "folder" in backend.capabilities.adapter_sources
+    if not is_loadable or is_pruned(artifact):
+        raise InstarError(
+            f"Training cannot continue from version {policy.version}, because the checkpoint {path} is "
+            f"damaged or missing ({damage}). Restore it from a backup, or serve another version with "
+            "`instar versions`."
+        )
+    logger.warning(
+        "the checkpoint %s is damaged or missing (%s); loading the adapter of version %s, without its "
+        "optimizer state",
+        path,
+        damage,
+        policy.version,
+    )
+    await backend.load_adapter(artifact.path)
 
 
 async def list_kept_versions(store: Store, policy_id: str, count: int) -> list[PolicyVersion]:

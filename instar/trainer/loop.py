@@ -321,16 +321,19 @@ class Trainer:
         if replacement := await lineage.find_replacement(self.store, self.policy_id, self.version):
             head, step = replacement
             text = f"version {self.version} was not promoted; training continues from version {head.version}"
-            await self._restore_step(step, "lineage", text, head.version)
+            await self._restore_step(step, "lineage", text, head)
 
-    async def _restore_step(self, saved_step: int, alarm: str, text: str, version: int | None = None) -> None:
+    async def _restore_step(self, saved_step: int, alarm: str, text: str, head: Policy | None = None) -> None:
         """Load the checkpoint of an earlier step, in a step of its own. The step publishes a new version,
-        unless its weights are those of ``version``."""
+        unless its weights are those of ``head``."""
         step, started = self.step + 1, time.monotonic()
         await self.store.claim_step(self.run_id, step, [])
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
-        await self.backend.load_state(checkpoint_path(self.config.run_dir, saved_step) / BACKEND_FOLDER)
-        self.step = step
+        if head is None:
+            await self.backend.load_state(checkpoint_path(self.config.run_dir, saved_step) / BACKEND_FOLDER)
+        else:
+            await lineage.load_version(self.config.run_dir, self.backend, head, saved_step)
+        version, self.step = None if head is None else head.version, step
         self.monitor.record("warning", step, {"alarm": alarm, "text": f"step {step}: {text}"})
         metrics: Json = {"rewound_to": saved_step, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
         metrics["train_seconds"] = time.monotonic() - started

@@ -33,7 +33,7 @@ async def run_engine(context: RoleContext) -> None:
     engine = create_engine(engine_process_config(context.config, names.index(context.name)))
     await engine.start(context.folder.log(context.name), logger.info)
     policy = await _choose_policy(context, store)
-    if policy.artifact.kind != "base":
+    if _must_load(policy):
         await engine.load(policy)
     await _serve_engine(context, store, engine, "trainer", process_count=len(names))
 
@@ -115,7 +115,7 @@ async def _choose_policy(context: RoleContext, store: Store) -> Policy:
     the trainer sends another policy."""
     config = context.config
     head = await context.fetch_policy(store)
-    if head.artifact.kind != "base" and is_loadable(head):
+    if _must_load(head) and is_loadable(head):
         return head
     if config.model.adapter is None:
         return Policy(context.policy_id, 0, Artifact("base"))
@@ -127,6 +127,12 @@ async def _choose_policy(context: RoleContext, store: Store) -> Policy:
             "a shared disk"
         )
     return await _export_initial_policy(context, store)
+
+
+def _must_load(policy: Policy) -> bool:
+    """Return True unless a new engine serves the policy. After a rollback to the base model, the policy has
+    the weights of a new engine, but not its version."""
+    return policy.artifact.kind != "base" or policy.version > 0
 
 
 async def _export_initial_policy(context: RoleContext, store: Store) -> Policy:

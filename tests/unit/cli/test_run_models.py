@@ -101,6 +101,19 @@ def test_serve_with_a_version_serves_that_version(tmp_path: Path, count: int) ->
     assert RunFolder(config.run_dir).read_config().engine == config.engine
 
 
+def test_serve_after_a_rollback_to_the_base_model_serves_its_new_version(
+    config: RunConfig, tmp_path: Path
+) -> None:
+    async def roll_back() -> int:
+        store = open_store(config)
+        version = await store.roll_back("trained", "trained", 0)
+        await store.close()
+        return version
+
+    assert asyncio.run(roll_back()) == 5
+    assert serve_and_list_models(tmp_path, "trained") == ["trained", "trained@5"]
+
+
 @pytest.mark.parametrize("command", ["serve", "chat"])
 @pytest.mark.parametrize(
     ("version", "problem"), [(1, "has no files that an engine can load"), (3, "was not published")]
@@ -160,9 +173,21 @@ async def test_conversation_samples_from_its_own_version(config: RunConfig) -> N
     await engine.close()
 
 
+async def test_conversation_loads_the_adapter_from_which_the_run_started(config: RunConfig) -> None:
+    engine = ScriptedEngine(config.model, ScriptedEngineConfig())
+    renderer = Renderer.load(resolve_tokenizer(config.model.name), config.model)
+    params = SamplingParams(stop_token_ids=renderer.stop_token_ids)
+    policy = Policy("trained", 0, Artifact("adapter", "initial"))
+    conversation = Conversation(engine, renderer, policy, params)
+    await conversation.answer("hi")
+    assert (await engine.status()).policies == (policy.ref,)  # not the base model, which is also version 0
+    assert conversation.label == "version 0"
+    await engine.close()
+
+
 def test_chat_compare_with_the_base_model_itself_is_an_error(instar: Instar, config: RunConfig) -> None:
     result = instar("chat", config.run_dir, "--version", "0", "--compare", "base")
-    assert result.err.startswith("error: --compare base: version 0 is the base model")
+    assert result.err.startswith("error: --compare base: the chosen version is version 0 itself")
 
 
 def test_version_of_a_provider_model_is_an_error(instar: Instar, tmp_path: Path) -> None:

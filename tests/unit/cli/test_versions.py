@@ -68,12 +68,33 @@ def test_rollback_by_default_returns_to_the_version_served_before(instar: Instar
     assert list_stages(instar, run_dir) == {1: "retired", 2: "retired", 3: "rejected", 4: "serving"}
 
 
+def test_promote_of_a_candidate_without_files_is_refused(instar: Instar, run_dir: Path) -> None:
+    (run_dir / "v2").rmdir()
+    result = instar("versions", "promote", run_dir, "2")
+    assert result.code == 1
+    assert "The files of version 2 were removed, or its step has no checkpoint" in result.err
+    assert list_stages(instar, run_dir)[1] == "serving"
+
+
+def test_promote_without_a_checkpoint_needs_a_backend_that_loads_adapters(
+    instar: Instar, run_dir: Path
+) -> None:
+    for step in (2, 3):
+        checkpoint_path(run_dir, step).rmdir()
+    assert instar("versions", "promote", run_dir, "2", "--json").json == {"serving": 2}
+    config = RunFolder(run_dir).read_config()
+    verl = RunConfig.model_validate({"backend": {"type": "verl"}}).backend
+    RunFolder(run_dir).create(config.model_copy(update={"backend": verl}))
+    assert "its step has no checkpoint" in instar("versions", "promote", run_dir, "3").err
+
+
 def test_rollback_to_removed_files_is_refused(instar: Instar, run_dir: Path) -> None:
     instar("versions", "promote", run_dir, "2")
     (run_dir / "v1").rmdir()
     result = instar("versions", "rollback", run_dir, "1")
     assert result.code == 1
-    assert "The files of version 1 were removed. The last trainer.keep_checkpoints (2)" in result.err
+    assert "The files of version 1 were removed" in result.err
+    assert "The last trainer.keep_checkpoints (2) candidates and promoted versions are kept" in result.err
     assert list_stages(instar, run_dir)[2] == "serving"
 
 

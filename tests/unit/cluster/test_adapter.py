@@ -298,3 +298,28 @@ async def test_adapter_that_the_backend_or_engine_cannot_use_raises_config_error
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         await start_run(make_run(source, adapter, **sections))
+
+
+async def test_run_without_a_version_starts_from_the_one_that_a_live_run_serves(
+    source: RunConfig, tmp_path: Path
+) -> None:
+    store = SqliteStore(source.store_path)
+    rows = {row.policy.version: row for row in await store.policy_versions(RUN)}
+    served, rejected = rows[2].policy, rows[3].policy
+    for policy in (served, rejected):
+        version = await store.reserve_version(RUN, RUN, SOURCE_STEPS, parent=3, is_candidate=True)
+        await store.publish(Policy(RUN, version, policy.artifact))
+    await store.promote_version(RUN, 4)
+    config, log = await start_run(make_run(source, "run:first"))  # version 5 is a candidate
+    assert f"run:{RUN}@4" in log[0]
+    assert hash_adapter(config.run_dir / "initial" / "adapter") == hash_adapter(
+        policy_path(source.run_dir, 2)
+    )
+    await store.promote_version(RUN, 5)
+    assert await store.roll_back(RUN, RUN, 4) == 6  # the new version has the files of an earlier one
+    await store.close()
+    for number, adapter in enumerate(("run:first", "run:first@6")):
+        config, log = await start_run(make_run(source, adapter, folder=f"rolled-back-{number}"))
+        assert f"run:{RUN}@6" in log[0]
+        initial = config.run_dir / "initial" / "adapter"
+        assert hash_adapter(initial) == hash_adapter(policy_path(source.run_dir, 2))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from instar.backends.local.state import hash_adapter
 from instar.config import RunConfig
 from instar.errors import StoreError
 from instar.store.sqlite import SqliteStore
@@ -219,3 +220,37 @@ async def test_files_of_the_serving_version_are_kept_while_candidates_are_pruned
     ]
     kept = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert kept == ["step-000000", "step-000001", "step-000004"]
+
+
+async def test_training_continues_from_a_promoted_version_without_a_checkpoint(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model, checkpoint_every=2)
+    await add_sessions(config, "a", "b", "c")
+    await run_steps(config, 2)  # only the second step has a checkpoint
+    async with open_trainer(config) as harness:
+        await harness.store.promote_version(RUN, 1)
+        await harness.store.reject_version(RUN, 2, "worse")
+        promoted = await harness.hash_latest_adapter()
+    await run_steps(config, 3)  # step 3 restores version 1, and step 4 trains on the last session
+    async with open_trainer(config) as harness:
+        assert await list_parents(harness) == {1: 0, 2: 1, 3: 1}
+        steps = await harness.store.steps(RUN)
+        assert [(step.step, step.version) for step in steps] == [(1, 1), (2, 2), (3, 1), (4, 3)]
+        await harness.backend.load_state(checkpoint_path(tmp_path, 3) / "backend")
+        assert hash_adapter(Path((await harness.backend.publish(tmp_path / "copy")).path)) == promoted
+
+
+async def test_recovery_continues_from_a_promoted_version_if_its_checkpoint_is_damaged(
+    model: Path, tmp_path: Path
+) -> None:
+    config = make_live_config(tmp_path, model)
+    await add_sessions(config, "a", "b", "c")
+    await run_steps(config, 2)
+    async with open_trainer(config) as harness:
+        await harness.store.promote_version(RUN, 2)
+    (checkpoint_path(tmp_path, 2) / "backend" / "state.safetensors").write_bytes(b"damaged")
+    await run_steps(config, 3)
+    async with open_trainer(config) as harness:
+        assert (await harness.store.latest_policy(RUN)).version == 2
+        assert await list_parents(harness) == {1: 0, 2: 1, 3: 2}
