@@ -231,6 +231,11 @@ class RunConfig(Section):
         return [name for name, agent in self.agents.items() if agent.mode == "learn"]
 
     @property
+    def trained_agents(self) -> list[str]:
+        """The agents whose live sessions and corrected live replies the run trains on."""
+        return self.learning_agents if self.trains_on_live else []
+
+    @property
     def trains_on_live(self) -> bool:
         """True if the run trains on live traffic. Its versions are then candidates, which no engine serves
         before they are promoted."""
