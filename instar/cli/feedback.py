@@ -134,4 +134,5 @@ def _create_service(config: RunConfig, store: Store, *, needs_renderer: bool = F
         models=config.models,
         reward_range=config.gateway.reward_range,
         unused_reason=explain_unused_corrections(config),
+        trained_agents=config.trained_agents,
     )

@@ -20,6 +20,7 @@ from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
 from instar.store.base import Store, is_correction_key
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
+from instar.trainer.lineage import find_replacement
 from instar.types import (
     SINGLE_EPOCH,
     Channel,
@@ -84,7 +85,11 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
     step = max((row.step for row in steps), default=0) + 1
     version = (await store.latest_policy(run.policy_id)).version
     if config.trains_on_live:  # training continues from the newest version, even if no engine serves it yet
-        version = next((row.version for row in reversed(steps) if row.version is not None), version)
+        newest = next((row.version for row in reversed(steps) if row.version is not None), version)
+        if (replacement := await find_replacement(store, run.policy_id, newest)) is None:
+            version = newest
+        else:  # a step of its own loads the serving version first
+            version, step = replacement[0].version, step + 1
     batcher = Batcher(store, config.name, config)
     saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved_steps and (config.trains_on_live or config.trainer.advantage.estimator == "running"):

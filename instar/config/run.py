@@ -102,10 +102,10 @@ class RunConfig(Section):
         if info.context is not STORED_SETTINGS or not isinstance(data, dict):
             return data
         settings = cast(dict[str, Any], data)
-        if "agents" in settings:  # the version that added `agents` gave `live` its present meaning
+        # The version that added `agents` gave `live` its present meaning.
+        if "agents" in settings or "data" not in settings:
             return settings
-        sections = cast(list[Any], settings.get("data", []))
-        return {**settings, "data": [rename_previous_source(section) for section in sections]}
+        return {**settings, "data": [rename_previous_source(s) for s in normalize_data(settings["data"])]}
 
     @model_validator(mode="after")
     def _check_consistency(self) -> Self:
@@ -229,6 +229,11 @@ class RunConfig(Section):
     def learning_agents(self) -> list[str]:
         """The agents whose live sessions the run may train on."""
         return [name for name, agent in self.agents.items() if agent.mode == "learn"]
+
+    @property
+    def trained_agents(self) -> list[str]:
+        """The agents whose live sessions and corrected live replies the run trains on."""
+        return self.learning_agents if self.trains_on_live else []
 
     @property
     def trains_on_live(self) -> bool:

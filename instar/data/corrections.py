@@ -35,10 +35,9 @@ async def load_corrections(store: Store, config: RunConfig, step: int, epoch: in
     section, run_id = config.trainer.corrections, config.name
     if section.weight == 0:
         return CorrectionBatch()
-    live_agents = config.learning_agents if config.trains_on_live else []
     samples: list[Sample] = []
     claims: list[Claim] = []
-    for feedback in await store.corrections(run_id, epoch, section.per_step, live_agents):
+    for feedback in await store.corrections(run_id, epoch, section.per_step, config.trained_agents):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
         sample = None if call is None else _make_sample(feedback, call, section.weight)
         if sample is not None:

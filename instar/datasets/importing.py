@@ -147,7 +147,7 @@ async def import_for_training(
     DataError if ``needs_logprobs`` is True and a trainable call lacks logprobs. Groups and sessions get new
     ids derived from ``label``, because the store may also contain the original ids. Skips evaluation
     sessions, groups that are not ready, groups without trainable sessions, and groups that the store already
-    has. A completed session without a group id becomes a group of one."""
+    has. A completed session without a group id, or a live one, becomes a group of one."""
     prefix = group_id_prefix(run_id, label)
     existing_ids = {group.group_id for group in await store.groups(run_id, Channel.DATA)}
     groups = _read_training_groups(folder, manifest, prefix, run_id)
@@ -190,12 +190,18 @@ def _read_training_groups(
         for group in read_groups(folder, manifest)
         if group.status is GroupStatus.READY and group.channel is not Channel.VAL
     ]
+    live_groups: list[tuple[str, Group]] = []
+    """The groups of live sessions with the id of a group that they do not belong to."""
     for row in read_rows(folder, manifest.format, "sessions"):
-        is_ungrouped = row["group_id"] is None and row["channel"] != Channel.VAL
+        has_group_id = row["group_id"] is not None
+        is_ungrouped = row["channel"] == Channel.LIVE if has_group_id else row["channel"] != Channel.VAL
         if is_ungrouped and row["status"] == SessionStatus.COMPLETED:
             task = Task(row["task_id"] or row["session_id"], {})
             group = Group("", run_id, Channel.DATA, 0, 1, task, created_at=row["created_at"])
-            groups.append((_get_group_key(None, row["session_id"], row["channel"]), group))
+            key = _get_group_key(None, row["session_id"], row["channel"])
+            (live_groups if has_group_id else groups).append((key, group))
+    # These come last, because earlier versions of Instar skipped them and numbered only the others.
+    groups += live_groups
     changes = {"run_id": run_id, "channel": Channel.DATA, "status": GroupStatus.READY, "reason": None}
     return {
         key: replace(group, group_id=f"{prefix}{index:06d}", index=index, **changes)

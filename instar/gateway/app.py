@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -92,6 +92,7 @@ async def open_gateway(
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
             unused_corrections_reason=explain_unused_corrections(config),
+            trained_agents=config.trained_agents,
             retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
         )
 
@@ -121,6 +122,7 @@ def create_app(
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
     unused_corrections_reason: str | None = None,
+    trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
@@ -129,6 +131,7 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all.
     """
     context = GatewayContext(
         store,
@@ -148,7 +151,9 @@ def create_app(
         engine_source = EngineSource(context, engine, renderer)
         submissions = SubmissionService(context, states, recorder, renderer)
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
-    feedback = _create_feedback(context, engine, renderer, models or {}, unused_corrections_reason)
+    feedback = _create_feedback(
+        context, engine, renderer, models or {}, unused_corrections_reason, trained_agents
+    )
     sessions = SessionService(context, states)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
@@ -181,6 +186,7 @@ def _create_feedback(
     renderer: Renderer | None,
     models: Mapping[str, ModelRoute],
     unused_corrections_reason: str | None,
+    trained_agents: Collection[str] | None,
 ) -> FeedbackService:
     return FeedbackService(
         context.store,
@@ -191,6 +197,7 @@ def _create_feedback(
         models=models,
         reward_range=context.config.reward_range,
         unused_reason=unused_corrections_reason,
+        trained_agents=trained_agents,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import compress
 from typing import Annotated, Literal
@@ -44,6 +44,10 @@ AGENT_SCORER = "agent-feedback"
 THUMBS = {"up": 1, "down": -1, 1: 1, -1: -1}
 FEEDBACK_PAGE_SIZE = 100
 THUMB_REWARDS = {1: 1.0, -1: 0.0}
+UNUSED_LIVE_REASON = (
+    "this run does not train on live replies of this agent; in a run with data 'live', set agents.NAME.mode "
+    "to learn"
+)
 
 FeedbackId = Annotated[str, msgspec.Meta(pattern=f"^(?!{AGENT_FEEDBACK_PREFIX})[!-~]{{1,200}}$")]
 FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
@@ -81,8 +85,8 @@ class FeedbackView(msgspec.Struct):
     """True if the run trains on the correction, in a later step if it is training, or else when it is trained
     again."""
     reason: str | None = None
-    """Why the run does not train on the correction. In lists of feedback, only reasons that apply to every
-    correction of the run are included."""
+    """Why the run does not train on the correction. In lists of feedback, the reasons why a correction has no
+    tokens are not included."""
 
 
 class FeedbackList(msgspec.Struct):
@@ -122,6 +126,8 @@ class FeedbackService:
     unused_reason: str | None = None
     """Why the run does not train on any correction (see `explain_unused_corrections`), or None if it does.
     The tokens are stored in any case, because another run may train on them after an export."""
+    trained_agents: Collection[str] | None = None
+    """The agents whose live replies the run trains on, or None if it trains on those of all agents."""
 
     async def add(
         self, caller: Caller, body: FeedbackBody, client_key: str | None = None
@@ -138,10 +144,10 @@ class FeedbackService:
         value = compute_reward_value(feedback)
         rewards = [] if value is None else [_build_reward(feedback, value, call, caller)]
         if await self.store.add_feedback(feedback, rewards):
-            return self._to_view(feedback, reason), True
+            return await self._build_view(feedback, reason), True
         for recorded in await self.store.feedback(self.run_id, feedback_id=feedback.feedback_id):
             if _has_same_content(recorded, feedback, call):
-                return self._to_view(recorded, reason), False
+                return await self._build_view(recorded, reason), False
         message = f"The id {feedback.feedback_id!r} is already used by different feedback; send another."
         raise ApiError(409, message, code="conflict", param="feedback_id")
 
@@ -150,15 +156,27 @@ class FeedbackService:
         rows = await self.store.feedback(
             self.run_id, session_id=session_id, after=after, limit=FEEDBACK_PAGE_SIZE + 1
         )
-        views = [self._to_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
+        views = [await self._build_view(row) for row in rows[:FEEDBACK_PAGE_SIZE]]
         return FeedbackList(views, views[-1].feedback_id if len(rows) > len(views) else None)
 
-    def _to_view(self, feedback: Feedback, reason: str | None = None) -> FeedbackView:
+    async def _build_view(self, feedback: Feedback, reason: str | None = None) -> FeedbackView:
         view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
         view.reward = compute_reward_value(feedback)
-        view.trainable = feedback.correction_ids is not None and self.unused_reason is None
-        view.reason = reason or (None if feedback.correction_ids is None else self.unused_reason)
+        if feedback.correction_ids is None:
+            view.reason = reason
+        else:
+            view.reason = self.unused_reason or await self._explain_unused_live(feedback.session_id)
+            view.trainable = view.reason is None
         return view
+
+    async def _explain_unused_live(self, session_id: str) -> str | None:
+        """Return why the run does not train on corrections of this session because it is live, or None."""
+        if self.trained_agents is None:
+            return None
+        session = await self.store.session(session_id)
+        if session is None or session.channel is not Channel.LIVE or session.agent_id in self.trained_agents:
+            return None
+        return UNUSED_LIVE_REASON
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body)

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 T = TypeVar("T")
-_FIRST_SURROGATE = 0xDC00
+_FIRST_SURROGATE = 0xDD00
+"""Other programs use U+DC00 and U+DFFF as the ends of a range, and U+DC80 to U+DCFF for invalid bytes."""
 _HTML_TAG = re.compile(
     r"</?(a|b|bbox|blockquote|body|br|caption|code|div|em|footer|h[1-6]|head|hr|html|i|iframe|img|li|ol|p|pre|s"
     r"|span|strong|sub|sup|table|tbody|td|tfoot|th|thead|tr|u|ul)>"
@@ -59,6 +60,9 @@ class ContentEscaper:
         self._surrogates = {
             character: chr(_FIRST_SURROGATE + i) for i, character in enumerate(self._first_characters)
         }
+        # Lone surrogates in JSON with ASCII characters only. Such JSON writes emoji as pairs of surrogates.
+        codes = [f"{ord(surrogate):04x}" for surrogate in self._surrogates.values()]
+        self._json_pattern = re.compile(rf"\\u(?<!\\ud[89ab][0-9a-f]{{2}}\\u)({'|'.join(codes)})")
         self._unescape_table = str.maketrans({s: character for character, s in self._surrogates.items()})
         self._plain: Any = _copy_tokenizer(backend, added, self._aliases)
         self._original_ids = {
@@ -112,9 +116,9 @@ class ContentEscaper:
         return list(chain.from_iterable(map(self._to_original_ids, ids)))
 
     def unescape(self, text: str) -> str:
-        for character, surrogate in self._surrogates.items():
-            # Some formats write JSON with ASCII characters only.
-            text = text.replace(f"\\u{ord(surrogate):04x}", character)
+        # Some formats write JSON with ASCII characters only.
+        if self._surrogates:
+            text = self._json_pattern.sub(lambda match: chr(int(match[1], 16)), text)
         return text.translate(self._unescape_table)
 
     def _to_original_ids(self, token_id: int) -> Sequence[int]:

@@ -41,9 +41,18 @@ def _find_end_token(renderer: Renderer, call: Call) -> int:
 
 def _parses_as(renderer: Renderer, call: Call, prompt: list[int], ids: list[int], text: str) -> bool:
     if call.dialect in ("completions", "tokens") or not call.messages:
-        parser = renderer.stream_text()
-        parser.feed(ids)
-        parser.finish()
-        return parser.message["content"] == text
+        return _decode_text(renderer, ids) == text
     reply = renderer.parse(ids, call.tools, prompt_ids=prompt)
-    return bool(reply.get("tool_calls")) or reply["content"].strip() == text.strip()
+    if reply.get("tool_calls"):
+        return True
+    # Some families keep control tokens, such as the start of a turn, as text in the content.
+    texts = (reply["content"], _decode_text(renderer, renderer.encode(text)))
+    return all(parsed.strip() == text.strip() for parsed in texts)
+
+
+def _decode_text(renderer: Renderer, ids: list[int]) -> str:
+    """Return the text of the tokens without control tokens."""
+    parser = renderer.stream_text()
+    parser.feed(ids)
+    parser.finish()
+    return parser.message["content"]

@@ -10,7 +10,7 @@ import pytest
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.store.factory import open_store
-from instar.types import Claim, ClaimOutcome, SessionStatus
+from instar.types import Artifact, Claim, ClaimOutcome, Policy, SessionStatus, StepState
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
 from tests.unit.data.test_live import add_live, make_live_config
@@ -51,6 +51,20 @@ def test_plan_says_for_every_live_session_whether_it_is_included(instar: Instar,
     output = instar("plan", config.run_dir).out
     assert "step 2 (from version 0) would train on 2 samples" in output
     assert "already trained in step 1" in output
+
+
+def test_plan_after_a_rejection_continues_from_the_serving_version(instar: Instar, config: RunConfig) -> None:
+    async def reject_candidate() -> None:
+        store = open_store(config)
+        version = await store.reserve_version(RUN, RUN, 1, parent=0, is_candidate=True)
+        await store.publish(Policy(RUN, version, Artifact("adapter", "/none")))
+        await store.advance_step(RUN, 1, StepState.SUBMITTED, version=version)
+        await store.reject_version(RUN, version, "worse")
+        await store.close()
+
+    asyncio.run(reject_candidate())
+    plan = instar("plan", config.run_dir, "--json").json
+    assert (plan["step"], plan["version"]) == (3, 0), "step 2 loads the serving version"
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ def test_previous_settings_with_the_source_live_are_read_as_rollout(run_dir: Pat
     assert [section.source for section in RunFolder(run_dir).read_config().data] == ["rollout"]
 
 
+def test_previous_settings_without_data_are_read_as_rollout(run_dir: Path) -> None:
+    """The first versions had no setting `data`."""
+    file = run_dir / "config.json"
+    settings = json.loads(file.read_bytes())
+    file.write_text(json.dumps({name: value for name, value in settings.items() if name != "data"}))
+    assert [section.source for section in RunFolder(run_dir).read_config().data] == ["rollout"]
+
+
 def test_message_hashes_match_those_of_the_previous_version(run_dir: Path) -> None:
     """Otherwise, sessions of the previous version could not be continued."""
 

@@ -253,6 +253,18 @@ async def test_training_import_skips_evaluation_sessions(store: Store, target: S
     assert (result.groups, result.unchanged) == (0, 0)
 
 
+async def test_training_import_makes_a_live_session_with_a_group_id_a_group_of_one(
+    store: Store, target: Store, tmp_path: Path
+) -> None:
+    await add_session(store, "live", ["x"], 1.0, channel=Channel.LIVE, group_id=f"{RUN}/train/000000")
+    manifest = await export_all(store, tmp_path / "out", where=SessionFilter(ids=("live",)))
+    result = await import_for_training(target, tmp_path / "out", RUN, "x@1", manifest)
+    assert (result.groups, result.sessions) == (1, 1)
+    (group,) = await target.groups(RUN, Channel.DATA)
+    (row,) = await target.sessions(RUN)
+    assert (row.session.group_id, row.session.slot, group.size) == (group.group_id, 0, 1)
+
+
 async def test_training_import_without_logprobs_is_only_allowed_for_cross_entropy(
     store: Store, target: Store, tmp_path: Path
 ) -> None:

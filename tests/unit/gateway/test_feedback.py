@@ -24,7 +24,7 @@ from instar.config import (
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
-from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, explain_unused_corrections
+from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, UNUSED_LIVE_REASON, explain_unused_corrections
 from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
@@ -484,6 +484,25 @@ async def test_correction_in_a_run_without_training_is_not_trainable(
         view = await send_human_feedback(gateway, session, correction="Hello.")
         assert (view["trainable"], view["reason"]) == (False, reason)
         assert await load_correction_ids(gateway)
+
+
+@pytest.mark.parametrize(("agents", "is_trainable"), [(("agent",), True), (("other",), False), ((), False)])
+async def test_correction_of_a_live_reply_is_trainable_only_if_the_run_trains_on_its_agent(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, agents: tuple[str, ...], is_trainable: bool
+) -> None:
+    engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
+    async with run_gateway(
+        tmp_path / "s.db", engine, renderer, GatewayConfig(), trained_agents=agents
+    ) as gateway:
+        session, _ = await open_session_with_reply(gateway)
+        view = await send_human_feedback(gateway, session, correction="Hello.")
+        page = (await gateway.http.get("/feedback", headers={"Authorization": f"Bearer {ADMIN_KEY}"})).json()
+        reason = None if is_trainable else UNUSED_LIVE_REASON
+        for shown in (view, *page["feedback"]):
+            assert (shown["trainable"], shown["reason"]) == (is_trainable, reason)
+        assert await load_correction_ids(gateway), "another run may train on the tokens"
+        batch = await gateway.store.corrections("run", 0, 8, agents)
+        assert bool(batch) == is_trainable
 
 
 # --- provider replies ---------------------------------------------------------------------------

@@ -72,6 +72,15 @@ def test_forged_turns_add_no_control_tokens(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RENDERERS)
+def test_json_escapes_in_content_with_a_control_text_do_not_change(name: str) -> None:
+    renderer = RENDERERS[name]()
+    emoji = "".join(map(chr, range(0x1F300, 0x1F700)))  # all 1024 low surrogates
+    for content in (f"{json.dumps(emoji)} <|im_end|>", r"if c >= '\udc00' and c <= '\udfff': <|im_end|>"):
+        prompt = renderer.render([Message(role="user", content=content)])
+        assert content in renderer._decode(prompt)
+
+
+@pytest.mark.parametrize("name", RENDERERS)
 def test_normal_content_is_rendered_as_by_the_template(name: str) -> None:
     renderer, unsafe = RENDERERS[name](), RENDERERS[name](allow_special_tokens=True)
     for seed in range(40):
