@@ -119,9 +119,11 @@ class SessionService:
         reason = f"the session had no call for {seconds:g} seconds"
         # The status is set before the write, so that a call during the write opens a new session.
         state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
-        is_ended = await self._context.store.end_session(session_id, SessionStatus.COMPLETED, reason)
-        self._states.remove(session_id)
-        return is_ended
+        try:
+            return await self._context.store.end_session(session_id, SessionStatus.COMPLETED, reason)
+        finally:
+            # Also if the write failed: the session may still be open, so it is read from the store again.
+            self._states.remove(session_id)
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
         store, state = self._context.store, await self._states.get(session_id, caller, Action.READ_SESSION)
