@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Annotated
 
 import msgspec
@@ -61,7 +62,7 @@ async def close_sessions(
         if gateway_url is None:
             count = await store.complete_sessions(open_ids, REASON)
         else:
-            count = await _complete_in_gateway(store, gateway_url, open_ids)
+            count = await complete_in_gateway(store, gateway_url, open_ids)
     print_result(as_json, {"closed": count}, f"{count} session(s) closed")
 
 
@@ -85,7 +86,7 @@ async def _find_running_gateway(folder: RunFolder) -> str | None:
     return None
 
 
-async def _complete_in_gateway(store: Store, url: str, session_ids: Sequence[str]) -> int:
+async def complete_in_gateway(store: Store, url: str, session_ids: Sequence[str]) -> int:
     """Complete the sessions through the gateway, which has the open ones in memory and would otherwise add
     later calls to them. Return how many were open."""
     name = f"close-{secrets.token_hex(4)}"
@@ -100,6 +101,8 @@ async def _complete_in_gateway(store: Store, url: str, session_ids: Sequence[str
             raise InstarError(
                 f"Cannot close the session {session_id}: the gateway failed: {error}"
             ) from error
+        if response.status == HTTPStatus.NOT_FOUND:
+            return False  # its data was deleted in the meantime
         if not response.is_success:
             raise InstarError(
                 f"The gateway refused to close the session {session_id}: HTTP {response.status}: "

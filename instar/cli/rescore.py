@@ -20,7 +20,7 @@ from instar.cli.output import print_json, progress_bar
 from instar.cli.run_store import open_run_store
 from instar.cli.tags import iterate_pages, require_sessions
 from instar.config import RunConfig, ScoringConfig
-from instar.errors import ConfigError, ConflictError
+from instar.errors import ConfigError, ConflictError, SessionNotFound
 from instar.rewards.base import GroupScorer, Scorer, ScoringContext, Transcript, get_task
 from instar.rewards.factory import create_scorers
 from instar.rewards.scoring import score_sessions
@@ -184,7 +184,7 @@ class SessionRescorer:
         if not has_failed or result.rewards:
             try:
                 is_new = await self._store.record_scores(result.scores, result.rewards)
-            except ConflictError:  # another process recorded a score at the same time
+            except (ConflictError, SessionNotFound):  # another process scored or deleted the session
                 is_new = False
             if not is_new:
                 self._counts.skipped += len(session_ids)

@@ -243,7 +243,7 @@ async def read_records(
     *,
     page_size: int = SESSIONS_PER_PAGE,
 ) -> AsyncIterator[SessionRecord]:
-    """Yield the records in the order of ``session_ids``."""
+    """Yield the records in the order of ``session_ids``. Sessions that were deleted meanwhile are skipped."""
     feedback = await _read_feedback(store, run_id, session_ids, page_size)
     done = 0
     for start in range(0, len(session_ids), page_size):
@@ -252,11 +252,13 @@ async def read_records(
         scores = await store.scores(page)
         tags = await store.tags(page)
         for session_id in page:
-            session = await store.session(session_id)
-            assert session is not None, "sessions are never removed"
+            calls = await store.calls(session_id)
+            # Read last: if the session still exists, all its data was read before it could be deleted.
+            if (session := await store.session(session_id)) is None:
+                continue
             yield SessionRecord(
                 session=session,
-                calls=tuple(await store.calls(session_id)),
+                calls=tuple(calls),
                 rewards=tuple(rewards[session_id]),
                 scores=tuple(scores[session_id]),
                 tags=tuple(tags[session_id]),

@@ -10,7 +10,7 @@ import ipaddress
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import Literal
@@ -187,11 +187,16 @@ class Authenticator:
             self._cache.popitem(last=False)
         return caller
 
+    def drop_sessions(self, session_ids: Collection[str]) -> None:
+        """Remove the keys of deleted sessions from the cache."""
+        for key_hash in [key for key, (caller, _) in self._cache.items() if caller.session_id in session_ids]:
+            del self._cache[key_hash]
+
     async def _look_up_caller(self, key_hash: str) -> tuple[Caller, float]:
         """Return the owner of the key, and how many seconds this result may be cached."""
         session = await self._store.session_by_key(key_hash)
         if session is not None and session.run_id == self._run_id:
-            # Session keys cannot be revoked, and their session never changes.
+            # Session keys cannot be revoked, and `drop_sessions` removes those of deleted sessions.
             return Caller("session", session.agent_id, session.session_id), float("inf")
         row = await self._store.key(key_hash)
         if row is None:

@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 
 from instar.async_utils import map_concurrently
-from instar.errors import ConflictError
+from instar.errors import ConflictError, SessionNotFound
 from instar.gateway import base
 from instar.gateway.auth import Action, Caller, authorize, check_reward, new_key
 from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, RewardBody, SessionView
 from instar.gateway.context import GatewayContext
-from instar.gateway.session_states import SessionStates
+from instar.gateway.session_states import SessionStates, session_not_found
 from instar.http.auth import hash_key
 from instar.types import Call, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
@@ -67,7 +67,8 @@ class SessionService:
         self, session_id: str, caller: Caller, body: base.CompleteSession | FailSession
     ) -> EndedSession:
         """End a session and store its rewards. If the session has already ended, nothing is stored. Raise
-        ApiError if a scorer has two scores (400), or if the session's first call is in progress (409)."""
+        ApiError if a scorer has two scores (400), if there is no such session (404), or if its first call is
+        in progress (409)."""
         state = await self._states.get(session_id, caller, Action.END_SESSION)
         if state.unsaved_session is not None:
             message = "The session's first call is still in progress; retry after it has finished."
@@ -84,14 +85,17 @@ class SessionService:
         redactor = self._context.redactor
         status = SessionStatus.FAILED if isinstance(body, FailSession) else SessionStatus.COMPLETED
         reason = None if body.reason is None else redactor.redact_text(body.reason)
-        changed = await self._context.store.end_session(
-            session_id,
-            status,
-            reason,
-            [self._to_reward(session_id, reward) for reward in rewards],
-            redactor.redact_value(body.metadata),
-            [self._to_score(session_id, score) for score in scores],
-        )
+        try:
+            changed = await self._context.store.end_session(
+                session_id,
+                status,
+                reason,
+                [self._to_reward(session_id, reward) for reward in rewards],
+                redactor.redact_value(body.metadata),
+                [self._to_score(session_id, score) for score in scores],
+            )
+        except SessionNotFound as error:  # its data was deleted, and it will soon be removed from memory
+            raise session_not_found(session_id) from error
         if changed:
             state.session = replace(state.session, status=status, reason=reason, ended_at=time.time())
             if not state.in_flight:
@@ -119,9 +123,11 @@ class SessionService:
         reason = f"the session had no call for {seconds:g} seconds"
         # The status is set before the write, so that a call during the write opens a new session.
         state.session = replace(state.session, status=SessionStatus.COMPLETED, reason=reason)
-        is_ended = await self._context.store.end_session(session_id, SessionStatus.COMPLETED, reason)
-        self._states.remove(session_id)
-        return is_ended
+        try:
+            return await self._context.store.end_session(session_id, SessionStatus.COMPLETED, reason)
+        finally:
+            # Also if the write failed: the session may still be open, so it is read from the store again.
+            self._states.remove(session_id)
 
     async def view(self, session_id: str, caller: Caller) -> SessionView:
         store, state = self._context.store, await self._states.get(session_id, caller, Action.READ_SESSION)

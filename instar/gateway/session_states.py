@@ -76,6 +76,10 @@ class _CallTracker:
             self._states.count_size(state)
 
 
+def session_not_found(session_id: str) -> ApiError:
+    return ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
+
+
 class SessionStates:
     def __init__(self, context: GatewayContext) -> None:
         self._store = context.store
@@ -93,7 +97,7 @@ class SessionStates:
     async def get(self, session_id: str, caller: Caller, action: Action) -> SessionState:
         """Return the session. Raise ApiError if it is not in the run (404) or access is denied (403)."""
         if (state := await self.find(session_id)) is None:
-            raise ApiError(404, f"This run has no session {session_id!r}.", code="session_not_found")
+            raise session_not_found(session_id)
         authorize(caller, action, state.session)
         return state
 

@@ -6,9 +6,10 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
-from instar.errors import StoreError
+from instar.errors import SessionNotFound, StoreError
 from instar.store.codec import dump_json, sanitize_text
 from instar.store.database import Database
 from instar.store.models import FEEDBACK_ID_PREFIX, UnscoredSession
@@ -112,8 +113,8 @@ def end_session(
     scores: Sequence[Score] = (),
 ) -> bool:
     """End an open session with its rewards and scores, and return True. ``metadata`` is merged into the
-    session's metadata. If the session has already ended, return False and change nothing. Raises StoreError
-    if the session does not exist or ``status`` is open."""
+    session's metadata. If the session has already ended, return False and change nothing. Raises
+    SessionNotFound if the session does not exist, and StoreError if ``status`` is open."""
     if status is SessionStatus.OPEN:
         raise StoreError(
             f"cannot end session {session_id} with status open; use completed, failed or abandoned"
@@ -122,7 +123,7 @@ def end_session(
         f"SELECT status, metadata FROM sessions WHERE session_id = ?{db.for_update}", (session_id,)
     ).fetchone()
     if row is None:
-        raise StoreError(f"there is no session {session_id}")
+        raise SessionNotFound(f"there is no session {session_id}")
     if row["status"] != SessionStatus.OPEN.value:
         return False
     merged = {**json.loads(row["metadata"]), **(metadata or {})}
@@ -136,8 +137,12 @@ def end_session(
 
 
 def complete_sessions(db: Database, session_ids: Sequence[str], reason: str) -> int:
-    """Complete the sessions that are still open, and return how many."""
-    return sum(end_session(db, session_id, SessionStatus.COMPLETED, reason) for session_id in session_ids)
+    """Complete the sessions that are still open, and return how many. Deleted sessions are skipped."""
+    count = 0
+    for session_id in session_ids:
+        with suppress(SessionNotFound):
+            count += end_session(db, session_id, SessionStatus.COMPLETED, reason)
+    return count
 
 
 def _add_scores(db: Database, scores: Sequence[Score]) -> None:

@@ -20,6 +20,7 @@ from instar.store import shared_rows as shared_queries
 from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.group_members import is_member
+from instar.store.models import JUDGED_TAG as JUDGED_TAG
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import ForgottenSession as ForgottenSession

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from instar.store.database import Database
-from instar.store.models import ForgetCause, ForgottenSession, TrainedSession
+from instar.store.models import JUDGED_TAG, ForgetCause, ForgottenSession, TrainedSession
 from instar.store.rows import FORGOTTEN_ROWS, TRAINED_ROWS
 from instar.store.schema import FORGOTTEN_SESSIONS
 from instar.types import Channel, ClaimOutcome, GroupStatus, SessionStatus, StepState
@@ -165,7 +165,8 @@ def forget_sessions(
     db: Database, run_id: str, session_ids: Sequence[str], cause: ForgetCause = "request"
 ) -> list[str]:
     """Delete the data of these sessions, and return the ids of the deleted ones. Sessions of an open group
-    are not deleted, because a rollout is using them."""
+    are not deleted, because a rollout is using them. The sessions in which the run's own model judged these
+    are deleted, too; their ids are not returned."""
     # One at a time, so that the rows of `forgotten_sessions` become visible in the order of their numbers.
     db.lock_name("forgotten sessions")
     sessions = db.execute(
@@ -175,9 +176,12 @@ def forget_sessions(
         f"ORDER BY s.session_id{db.for_delete}",
         (json.dumps(list(session_ids)), run_id, GroupStatus.OPEN.value),
     ).fetchall()
-    ids = [row["session_id"] for row in sessions]
-    if not ids:
+    requested_ids = [row["session_id"] for row in sessions]
+    if not requested_ids:
         return []
+    related = _find_related_sessions(db, requested_ids)
+    sessions += _select_questions(db, run_id, related, requested_ids)
+    ids = [row["session_id"] for row in sessions]
     in_ids = f"IN ({db.json_array_sql.format('?')})"
     values = (json.dumps(ids),)
     counts = {
@@ -195,7 +199,7 @@ def forget_sessions(
         f"SELECT DISTINCT tools_hash FROM calls WHERE session_id {in_ids} AND tools_hash IS NOT NULL", values
     )
     tools = [row["tools_hash"] for row in rows]
-    _clear_comparisons(db, ids)
+    _clear_comparisons(db, related)
     # Only a changed status is counted; otherwise, the sessions would be counted as open forever.
     db.execute(
         f"UPDATE sessions SET status = ? WHERE session_id {in_ids} AND status = ?",
@@ -214,7 +218,7 @@ def forget_sessions(
         (json.dumps(tools),),
     )
     _clear_tasks(db, {row["group_id"] for row in sessions} - {None})
-    return ids
+    return requested_ids
 
 
 def _build_forgotten_row(session: Any, counts: Any, cause: ForgetCause) -> tuple[object, ...]:
@@ -231,17 +235,35 @@ def _build_forgotten_row(session: Any, counts: Any, cause: ForgetCause) -> tuple
     )
 
 
-def _clear_comparisons(db: Database, session_ids: Sequence[str]) -> None:
-    """Remove the text of judges about these sessions and about those in the same groups, because a judge that
-    compared them may quote each of them. The rows stay, because their costs count towards the judge's
-    budget."""
-    in_ids = f"IN ({db.json_array_sql.format('?')})"
+def _find_related_sessions(db: Database, session_ids: Sequence[str]) -> list[str]:
+    """Return these sessions and those in the same groups, because a judge that compared them quotes all."""
     rows = db.execute(
-        "SELECT session_id FROM sessions WHERE group_id IN "
-        f"(SELECT group_id FROM sessions WHERE session_id {in_ids} AND group_id IS NOT NULL)",
+        "SELECT session_id FROM sessions WHERE group_id IN (SELECT group_id FROM sessions "
+        f"WHERE session_id IN ({db.json_array_sql.format('?')}) AND group_id IS NOT NULL)",
         (json.dumps(list(session_ids)),),
     )
-    related = json.dumps(sorted({*session_ids, *(row["session_id"] for row in rows)}))
+    return sorted({*session_ids, *(row["session_id"] for row in rows)})
+
+
+def _select_questions(
+    db: Database, run_id: str, judged_ids: Sequence[str], known: Sequence[str]
+) -> list[Any]:
+    """Return the sessions, other than the ``known`` ones, in which the run's own model judged one of the
+    sessions ``judged_ids``. They contain these sessions' texts."""
+    array = db.json_array_sql.format("?")
+    return db.execute(
+        "SELECT s.* FROM sessions s WHERE s.session_id IN (SELECT session_id FROM tags "
+        f"WHERE run_id = ? AND name = ? AND value IN ({array})) AND s.session_id NOT IN ({array}) "
+        f"ORDER BY s.session_id{db.for_delete}",
+        (run_id, JUDGED_TAG, json.dumps(list(judged_ids)), json.dumps(list(known))),
+    ).fetchall()
+
+
+def _clear_comparisons(db: Database, session_ids: Sequence[str]) -> None:
+    """Remove the text of judges about these sessions. The rows stay, because their costs count towards the
+    judge's budget."""
+    in_ids = f"IN ({db.json_array_sql.format('?')})"
+    related = json.dumps(list(session_ids))
     db.execute(
         f"UPDATE rewards SET detail = '{{}}' WHERE source = 'judge' AND session_id {in_ids}", (related,)
     )

@@ -9,6 +9,9 @@ from instar import types
 
 KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_ID_PREFIX = "feedback:"
+JUDGED_TAG = "judged-session"
+"""The name of the tag of a session in which the run's own model judges another session. Its value is the
+id of the judged session."""
 
 
 def make_feedback_reward_id(feedback_id: str) -> str:

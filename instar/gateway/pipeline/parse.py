@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -75,6 +75,10 @@ class RequestReader:
     def check_capacity(self) -> None:
         if self.is_full:
             raise self.capacity_error()
+
+    def drop_keys(self, session_ids: Collection[str]) -> None:
+        """Remove the keys of deleted sessions from memory."""
+        self._authenticator.drop_sessions(session_ids)
 
     async def authenticate(self, headers: Mapping[str, str], action: Action) -> Caller:
         """Return the caller. Raise ApiError if the headers are too large (431), or if the key is missing,

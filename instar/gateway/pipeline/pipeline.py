@@ -53,10 +53,11 @@ class CallPipeline:
         """Complete responses with status 429, by dialect."""
 
     def drop_sessions(self, session_ids: Sequence[str]) -> None:
-        """Remove deleted sessions, and the text of all earlier requests, from memory."""
+        """Remove deleted sessions, their keys, and the text of all earlier requests, from memory."""
         for session_id in session_ids:
             self._states.remove(session_id)
         self._parser.clear_cache()
+        self._reader.drop_keys(frozenset(session_ids))
 
     def reject_early(self, dialect: Dialect) -> bytes | None:
         """Count an arriving call and return None, or, at capacity, return a complete HTTP response."""

@@ -13,10 +13,11 @@ import msgspec
 from yarl import URL
 
 from instar.config.judge import JudgeRewardConfig
-from instar.errors import ConfigError, ScoreError
+from instar.errors import ConfigError, ScoreError, SessionNotFound
 from instar.gateway.base import OpenedSession, OpenSession
 from instar.http.client import HttpClient, NoResponse
 from instar.rewards.base import JUDGE_AGENT, ScoringContext
+from instar.store.base import JUDGED_TAG
 from instar.types import UNTRAINABLE, Json, SessionStatus, Tag
 from instar.wire.anthropic import MessagesResponse, MessagesUsage
 from instar.wire.openai import ChatResponse, ChatUsage
@@ -57,8 +58,9 @@ class JudgeEndpoint(ABC):
         )
 
     @abstractmethod
-    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
-        """Return the reply to a prompt. Endpoints may ignore ``schema``. Raises ScoreError on failure."""
+    async def ask(self, system: str, user: str, schema: Json, session_id: str) -> JudgeReply:
+        """Return the reply to a prompt about the session. Endpoints may ignore ``schema``. Raises ScoreError
+        on failure."""
 
     async def close(self) -> None:
         await self._http.close()
@@ -167,7 +169,7 @@ class HttpJudgeEndpoint(JudgeEndpoint):
         self._headers |= config.headers
         self._sends_schema = config.structured != "text"
 
-    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
+    async def ask(self, system: str, user: str, schema: Json, session_id: str) -> JudgeReply:
         if not self._sends_schema:
             return await self._request_reply(system, user, None)
         try:
@@ -204,7 +206,8 @@ def _build_url(config: JudgeRewardConfig) -> URL:
 
 class RunModelEndpoint(JudgeEndpoint):
     """The run's own model as a judge. Each question is asked in a new live session. The session is tagged
-    untrainable before the call and abandoned after it, so that it is neither scored nor used for training."""
+    untrainable before the call and abandoned after it, so that it is neither scored nor used for training. A
+    second tag names the judged session, so that the question is deleted together with it."""
 
     def __init__(self, config: JudgeRewardConfig, context: ScoringContext) -> None:
         if not context.base_url:
@@ -215,20 +218,27 @@ class RunModelEndpoint(JudgeEndpoint):
         self._config = config.model_copy(update={"model": JUDGE_AGENT})
         self._context = context
 
-    async def ask(self, system: str, user: str, schema: Json) -> JudgeReply:
+    async def ask(self, system: str, user: str, schema: Json, session_id: str) -> JudgeReply:
         session = await self._open_session()
-        tag = Tag(session.session_id, UNTRAINABLE, reason=JUDGE_SESSION_REASON, author="judge")
-        await self._context.store.add_tags([tag])
+        store, own_id = self._context.store, session.session_id
+        tags = {UNTRAINABLE: "", JUDGED_TAG: session_id}
         try:
-            raw = await self._post_json(
-                URL(session.base_url.rstrip("/") + "/chat/completions"),
-                _build_headers(session.api_key),
-                _build_request(self._config, system, user, None),
+            await store.add_tags(
+                [Tag(own_id, name, tags[name], JUDGE_SESSION_REASON, "judge") for name in tags]
             )
-        finally:
-            await self._context.store.end_session(
-                session.session_id, SessionStatus.ABANDONED, JUDGE_SESSION_REASON
-            )
+            try:
+                # After the tag was added: if the judged session is deleted later, so is this one.
+                if await store.forgotten_sessions([session_id]):
+                    raise ScoreError("the data of the judged session was deleted")
+                raw = await self._post_json(
+                    URL(session.base_url.rstrip("/") + "/chat/completions"),
+                    _build_headers(session.api_key),
+                    _build_request(self._config, system, user, None),
+                )
+            finally:
+                await store.end_session(own_id, SessionStatus.ABANDONED, JUDGE_SESSION_REASON)
+        except SessionNotFound as error:
+            raise ScoreError("the session of the judge's question was deleted", retryable=True) from error
         return _parse_chat_response(raw)
 
     async def _open_session(self) -> OpenedSession:

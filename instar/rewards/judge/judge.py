@@ -177,7 +177,7 @@ class Judge(Scorer):
         prompt_tokens = (len(system) + len(user)) / CHARS_PER_TOKEN
         max_cost = self._compute_cost(prompt_tokens, self.config.max_tokens)
         async with self._slots, self._budget.reserve(self.config.budget, max_cost):
-            reply = await self._endpoint.ask(system, user, self.rubric.schema)
+            reply = await self._endpoint.ask(system, user, self.rubric.schema, session_id)
             cost = self._compute_cost(reply.input_tokens, reply.output_tokens)
             self._budget.calls += 1
             self._budget.dollars += cost

@@ -11,6 +11,7 @@ import httpx
 import pytest
 from transformers import LlamaConfig
 
+from instar.cli.close_sessions import complete_in_gateway
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import serve_run
 from instar.config import RunConfig
@@ -147,6 +148,17 @@ async def test_sessions_close_in_a_running_run_makes_the_next_call_open_a_sessio
     stopped = sessions[second]
     assert (stopped.status, stopped.reason) == (SessionStatus.COMPLETED, "the gateway was stopped")
     assert sessions["rollout"].status is SessionStatus.OPEN
+
+
+async def test_complete_in_gateway_skips_sessions_that_were_deleted_meanwhile(config: RunConfig) -> None:
+    async with serve_run(config, resume=True, log=lambda _: None) as run:
+        headers = {"Authorization": f"Bearer {run.admin_key}"}
+        async with httpx.AsyncClient(base_url=run.gateway_url, headers=headers, timeout=30) as http:
+            assert (await http.get("/sessions/old")).status_code == 200  # the gateway has it in memory
+            await run.store.forget_sessions("live", ["old"])
+            assert (await http.post("/sessions/old/complete", json={})).status_code == 404
+        assert await complete_in_gateway(run.store, run.gateway_url, ["old", "new"]) == 1
+    assert await asyncio.to_thread(list_closed, config) == ["new"]
 
 
 async def test_conversation_continued_after_a_restart_opens_a_session(config: RunConfig) -> None:

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from instar.cli.rescore import SessionRescorer
 from instar.cluster.layout import RunFolder
-from instar.config import RunConfig
-from instar.rewards.base import Transcript
+from instar.config import RunConfig, ScoringConfig
+from instar.rewards.base import Scorer, Transcript
+from instar.store.base import SessionFilter, Store
 from instar.store.factory import open_store
 from instar.store.sqlite import SqliteStore
-from instar.types import GroupStatus, Json, Reward, Score
+from instar.types import GroupStatus, Json, Reward, RewardSource, Score, Task
 from tests.unit.data.builders import RUN, add_group, add_session, put_test_run
 
 from .conftest import Instar, SmallRun
@@ -185,6 +187,29 @@ def test_rescore_resumes_after_an_interruption(instar: Instar, run: SmallRun) ->
     database.close()
     (counts,) = instar("rescore", run.folder, "--reward", RULE, "--json").json.values()
     assert (counts["scored"], counts["skipped"]) == (1, 6)
+
+
+class DeletingScorer(Scorer):
+    """Deletes the session that it scores, as another process may do meanwhile."""
+
+    name = "deleting"
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
+        await self._store.forget_sessions(RUN, [transcript.session_id])
+        return [Reward(transcript.session_id, 1.0, RewardSource.RULE, self.name)]
+
+
+async def test_rescore_skips_a_session_that_is_deleted_meanwhile(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    await put_test_run(store)
+    await add_session(store, "g", 0, None)
+    rescorer = SessionRescorer(store, RUN, DeletingScorer(store), ScoringConfig())
+    counts = await rescorer.run(SessionFilter())
+    assert (counts.scored, counts.skipped) == (0, 1)
+    await store.close()
 
 
 def test_rescore_failure_keeps_existing_rewards(instar: Instar, run: SmallRun, tmp_path: Path) -> None:

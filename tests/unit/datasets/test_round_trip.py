@@ -62,6 +62,12 @@ async def read_all_but_calls(store: Store) -> list[object]:
     ]
 
 
+async def test_sessions_deleted_during_an_export_are_skipped(store: Store) -> None:
+    assert await store.forget_sessions(RUN, ["s0-0"]) == ["s0-0"]
+    records = [record async for record in read_records(store, RUN, ["s0-0", "s2-1"])]
+    assert [record.session.session_id for record in records] == ["s2-1"]
+
+
 @pytest.mark.parametrize("format", FORMATS)
 async def test_import_of_an_export_restores_every_field(
     store: Store, target: Store, tmp_path: Path, format: str

@@ -75,6 +75,15 @@ async def test_forgotten_session_is_dropped_from_memory_and_cannot_be_continued(
     assert not is_text_stored(gateway)
 
 
+async def test_key_of_a_forgotten_session_is_rejected(gateway: RunningGateway) -> None:
+    opened = await gateway.open_session()
+    headers = {"Authorization": f"Bearer {opened.api_key}"}
+    assert (await gateway.http.get("/v1/models", headers=headers)).status_code == 200
+    await forget(gateway, opened.session_id)
+    await wait_until_dropped(gateway)
+    assert (await gateway.http.get("/v1/models", headers=headers)).status_code == 401
+
+
 async def test_continued_conversation_of_a_forgotten_session_opens_a_new_one(gateway: RunningGateway) -> None:
     """The gateway finds the session by content, and forgets that, too."""
     response = await post(gateway, build_request("chat", "hello"))

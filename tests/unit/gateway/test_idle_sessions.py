@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from instar.config import GatewayConfig, ModelConfig
+from instar.errors import StoreError
 from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import Session, SessionStatus
@@ -165,3 +166,24 @@ async def test_idle_rollout_sessions_stay_open(start_gateway: StartGateway) -> N
     stored = await gateway.store.session(session.session_id)
     assert stored is not None
     assert stored.status is SessionStatus.OPEN
+
+
+class FailingEndStore(SqliteStore):
+    """Fails to end the first session of a call, while the others wait."""
+
+    failures = 1
+
+    async def end_session(self, *args: Any, **options: Any) -> bool:
+        if self.failures:
+            self.failures -= 1
+            raise StoreError("the database is locked")
+        await asyncio.sleep(0.05)
+        return await super().end_session(*args, **options)
+
+
+async def test_idle_sessions_are_closed_after_the_store_failed(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=SHORT_TIMEOUT_CONFIG, store_class=FailingEndStore)
+    users = ("ann", "bob")
+    responses = [await post(gateway, build_request("chat", "hi", user=user)) for user in users]
+    for response in responses:
+        await wait_until_closed(gateway, get_session_id(response))

@@ -18,7 +18,8 @@ from instar.record.render import load_renderer
 from instar.rewards.base import JUDGE_AGENT, ScoringContext, Transcript
 from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.judges import create_judge
-from instar.types import UNTRAINABLE, Channel, SessionStatus
+from instar.store.base import JUDGED_TAG
+from instar.types import UNTRAINABLE, Channel, Session, SessionStatus
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, run_gateway
 from tests.unit.rewards.judges import TASK, make_answer_transcript
@@ -61,8 +62,8 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
         session = row.session
         assert (session.channel, session.status) == (Channel.LIVE, SessionStatus.ABANDONED)
         assert session.reason == "a judge's question"
-        (tag,) = (await gateway.store.tags([session.session_id]))[session.session_id]
-        assert tag.name == UNTRAINABLE
+        tags = (await gateway.store.tags([session.session_id]))[session.session_id]
+        assert [(tag.name, tag.value) for tag in tags] == [(JUDGED_TAG, "s"), (UNTRAINABLE, "")]
         calls = await gateway.store.calls(session.session_id)
         assert "6 times 7" in calls[0].messages[-1]["content"]
         judge = create_run_model_judge()
@@ -70,6 +71,53 @@ async def test_run_model_questions_are_recorded_but_not_scored_or_trained(gatewa
         assert await judge.score(TASK, Transcript(session.session_id, calls, None)) == []
         await judge.close()
     assert await gateway.store.unscored_sessions("run", "judge:outcome@x", list(Channel)) == []
+
+
+async def open_judged_session(gateway: RunningGateway) -> None:
+    session = Session("s", "run", "main", "policy", Channel.LIVE, created_at=1.0)
+    await gateway.store.open_session(session)
+
+
+def is_stored(gateway: RunningGateway, text: str) -> bool:
+    files = gateway.store_path.parent.glob(f"{gateway.store_path.name}*")
+    return any(text.encode() in file.read_bytes() for file in files)
+
+
+async def test_questions_about_a_forgotten_session_are_deleted(gateway: RunningGateway) -> None:
+    await open_judged_session(gateway)
+    await assert_judge_scores_with_key(gateway, ADMIN_KEY)
+    assert len(await gateway.store.sessions("run")) == 3
+    assert is_stored(gateway, "6 times 7")
+    assert await gateway.store.forget_sessions("run", ["s"]) == ["s"]
+    await gateway.store.erase_deleted(rewrite=True)
+    assert await gateway.store.sessions("run") == []
+    assert not is_stored(gateway, "6 times 7")
+
+
+async def test_forgotten_session_is_not_judged(gateway: RunningGateway) -> None:
+    """The judge may have read the session before its data was deleted."""
+    await open_judged_session(gateway)
+    await gateway.store.forget_sessions("run", ["s"])
+    with pytest.raises(ScoreError, match="was deleted") as error:
+        await assert_judge_scores_with_key(gateway, ADMIN_KEY)
+    assert not error.value.retryable
+    assert not is_stored(gateway, "6 times 7")
+
+
+async def test_session_forgotten_during_a_question_fails_only_its_score(gateway: RunningGateway) -> None:
+    """A StoreError would end the process that scores all sessions."""
+    await open_judged_session(gateway)
+    judge = create_run_model_judge()
+    await judge.start(ScoringContext("run", gateway.store, gateway.url, ADMIN_KEY))
+    scoring = asyncio.create_task(judge.score(TASK, make_answer_transcript("42")))
+    async with asyncio.timeout(10):
+        while len(await gateway.store.sessions("run")) < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    await gateway.store.forget_sessions("run", await gateway.store.session_ids("run"))
+    with pytest.raises(ScoreError):
+        await scoring
+    await judge.close()
+    assert await gateway.store.sessions("run") == []
 
 
 async def test_agent_cannot_avoid_scoring_by_using_the_judge_model_name(gateway: RunningGateway) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from instar.errors import ConflictError, SessionNotFound, StoreError
-from instar.store.base import Run, SessionRecord, Store
+from instar.store.base import JUDGED_TAG, Run, SessionRecord, Store
 from instar.types import (
     Channel,
     Claim,
@@ -153,6 +153,8 @@ class ForgetTests:
             await store.end_session("a", SessionStatus.COMPLETED)
         with pytest.raises(ConflictError, match="data of session a was deleted"):
             await store.put_records([], [SessionRecord(make_session("a"), (make_call("x", "a"),))])
+        await store.open_session(make_session("b"))
+        assert await store.complete_sessions(["a", "b"], "the gateway was stopped") == 1
         await store.put_judgment(b"late", RUN_ID, {"answer": "text"}, 0.25, "a")
         assert await store.judgment(b"late") is None
 
@@ -176,6 +178,19 @@ class ForgetTests:
         (reward,) = await store.rewards("b")
         assert (reward.value, reward.detail) == (0.5, {})
         assert await store.judgment(b"pair") is None
+
+    async def test_questions_of_a_judge_are_forgotten_with_the_judged_session(self, store: Store) -> None:
+        await store.open_group(make_group())
+        for slot, session_id in enumerate(("a", "b")):
+            await store.open_session(make_session(session_id, group_id="g", slot=slot))
+        await store.close_group("g", GroupStatus.READY)
+        for session_id, judged in (("about a", "a"), ("about a and b", "b"), ("other", "c")):
+            await store.open_session(make_session(session_id, channel=Channel.LIVE))
+            await store.add_tags([Tag(session_id, JUDGED_TAG, judged)])
+        assert await store.forget_sessions(RUN_ID, ["a"]) == ["a"]
+        assert await store.session_ids(RUN_ID) == ["b", "other"]
+        rows = await store.forgotten_sessions(["a", "about a", "about a and b"])
+        assert [row.session_id for row in rows] == ["a", "about a", "about a and b"]
 
     async def test_task_of_a_group_is_cleared_with_its_last_session(self, store: Store) -> None:
         await store.open_group(make_group(task=Task("t", {"q": "text"})))
