@@ -142,7 +142,7 @@ def create_app(
         train_sampling or SamplingConfig(),
     )
     states = SessionStates(context)
-    resolver = SessionResolver(context, states)
+    sessions, resolver = SessionService(context, states), SessionResolver(context, states)
     recorder = Recorder(context, resolver, renderer)
     max_cached_keys = KEYS_PER_SESSION_IN_MEMORY * config.max_sessions_in_memory
     reader = RequestReader(Authenticator(store, admin_key, run_id, max_cached_keys), config)
@@ -154,7 +154,6 @@ def create_app(
     feedback = _create_feedback(
         context, engine, renderer, models or {}, unused_corrections_reason, trained_agents
     )
-    sessions = SessionService(context, states)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
