@@ -163,9 +163,9 @@ async def test_run_with_merged_weights_survives_a_killed_server(model: Path, tmp
 
 
 async def test_run_with_adapters_records_exact_logprobs(model: Path, tmp_path: Path) -> None:
-    run = RunProcess(
-        tmp_path, make_run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync")
-    )
+    settings = make_run_settings(tmp_path, model, "adapter", max_tokens=24, steps=3, mode="sync")
+    settings["engine"]["max_adapters"] = 1
+    run = RunProcess(tmp_path, settings)
     with run_in_background(run):
         run.finish(RUN_TIMEOUT_SECONDS)
     run.assert_consistent()
