@@ -166,7 +166,10 @@ def test_status_describes_the_service_without_its_keys(user: ServiceUser) -> Non
         "engine": "running",
         "gateway": "running",
     }
-    assert json.loads(user.run("status", status["run_dir"], "--json")) == status["roles"]
+    roles = json.loads(user.run("status", status["run_dir"], "--json"))
+    for role in (*roles, *status["roles"]):
+        role.pop("doing", None)  # the activity can change between the two commands
+    assert roles == status["roles"]
     assert "sk-instar" not in user.run("logs", "-n", 1000)
     assert "nothing leaves this machine" in output
 
