@@ -46,7 +46,7 @@ async def fill_store(config: RunConfig, tokenizer: Any) -> None:
     prompt, reply = encode("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), encode("Ho.<|im_end|>")
     store = open_store(config)
     await store.put_run(Run("rated", "rated", {}))
-    await store.open_session(Session("s-1", "rated", "a", "rated", Channel.LIVE))
+    await store.open_session(Session("s-1", "rated", "a", "rated", Channel.TRAIN))
     call = Call(
         call_id="c-1",
         session_id="s-1",
