@@ -251,7 +251,9 @@ async def send_control_request(path: Path, request: ControlRequest) -> list[Role
     """Send a request to the run that listens at ``path``, and return the roles in its response. Raises
     InstarError if the run rejects the request or does not respond in time, and ConnectionError or
     FileNotFoundError if nothing listens at ``path``."""
-    reader, writer = await asyncio.open_unix_connection(path.resolve())  # noqa: ASYNC240 — a local link
+    # The path of a missing link could be too long for a socket, which would be a different error.
+    socket_path = path.resolve(strict=True)  # noqa: ASYNC240 — a local link
+    reader, writer = await asyncio.open_unix_connection(socket_path)
     try:
         writer.write(msgspec.json.encode(request) + b"\n")
         # Twice the timeout, because a role that does not drain in time is stopped and may be started again.

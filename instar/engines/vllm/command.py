@@ -21,6 +21,8 @@ MIN_BATCH_ADAPTERS = 4
 delay others."""
 MAX_DRAINING_ADAPTERS = 12
 """The maximum number of adapters that only requests in flight use, in addition to `max_adapters`."""
+SPARE_CPU_SLOTS = 2
+"""One slot that stays empty, and one for an adapter that is loaded before another one is removed."""
 DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 NOT_INSTALLED_STATUS = 3
 PROBE_SCRIPT = f"""
@@ -117,8 +119,13 @@ class VllmLaunch:
         if self.enable_lora:
             arguments += ["--enable-lora", "--max-lora-rank", str(round_up_rank(config.lora_rank or 16))]
             max_adapters = config.max_adapters or DEFAULT_MAX_ADAPTERS
-            arguments += ["--max-loras", str(max(max_adapters, MIN_BATCH_ADAPTERS))]
-            arguments += ["--max-cpu-loras", str(max_adapters + MAX_DRAINING_ADAPTERS)]
+            batch_adapters = max(max_adapters, MIN_BATCH_ADAPTERS)
+            loaded_adapters = max_adapters + MAX_DRAINING_ADAPTERS
+            if self.vllm.is_cpu_build:
+                # On a CPU, vLLM applies the adapter in its last slot to the base model's requests in a mixed
+                # batch (their slot is -1), so more slots than adapters keep the last one empty.
+                batch_adapters = loaded_adapters = loaded_adapters + SPARE_CPU_SLOTS
+            arguments += ["--max-loras", str(batch_adapters), "--max-cpu-loras", str(loaded_adapters)]
         elif not self.vllm.is_cpu_build:
             arguments += ["--weight-transfer-config", '{"backend": "nccl"}']
         return [*arguments, *config.args]

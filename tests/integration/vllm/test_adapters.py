@@ -31,7 +31,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("logs") / "vllm.log"
-    arguments = ("--enable-lora", "--max-loras", "4", "--max-cpu-loras", "16", "--enable-scale-out")
+    arguments = ("--enable-lora", "--max-loras", "18", "--max-cpu-loras", "18", "--enable-scale-out")
     with run_vllm_server(tiny, log_path, *arguments) as url:
         yield url
 

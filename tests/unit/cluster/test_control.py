@@ -276,5 +276,7 @@ async def test_control_socket_with_a_long_path_is_a_symlink(tmp_path: Path, harn
 async def test_control_request_without_a_socket_raises_file_not_found(
     harness: RunHarness, tmp_path: Path
 ) -> None:
-    with pytest.raises(FileNotFoundError):
-        await send_control_request(tmp_path / "missing.sock", ControlRequest("list"))
+    too_long_for_a_socket = tmp_path / ("long" * 30) / "missing.sock"
+    for path in (tmp_path / "missing.sock", too_long_for_a_socket):
+        with pytest.raises(FileNotFoundError):
+            await send_control_request(path, ControlRequest("list"))

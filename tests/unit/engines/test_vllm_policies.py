@@ -128,12 +128,22 @@ async def test_max_adapters_is_rejected_with_merged_weights(tiny_model: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("max_adapters", "batch", "loaded"), [(None, "4", "16"), (1, "4", "13"), (8, "8", "20")]
+    ("version", "max_adapters", "batch", "loaded"),
+    [
+        ("0.26.0", None, "4", "16"),
+        ("0.26.0", 1, "4", "13"),
+        ("0.26.0", 8, "8", "20"),
+        # On a CPU, the last slot must stay empty.
+        ("0.26.0+cpu", None, "18", "18"),
+        ("0.26.0+cpu", 1, "15", "15"),
+    ],
 )
-def test_launch_command_has_room_for_the_adapters(max_adapters: int | None, batch: str, loaded: str) -> None:
+def test_launch_command_has_room_for_the_adapters(
+    version: str, max_adapters: int | None, batch: str, loaded: str
+) -> None:
     launch = VllmLaunch(
         config=VllmEngineConfig(max_adapters=max_adapters),
-        vllm=VllmInstallation("python", "0.26.0", needs_scale_out_flag=False),
+        vllm=VllmInstallation("python", version, needs_scale_out_flag=False),
         model=Path("model"),
         dtype="bf16",
         max_context=64,
