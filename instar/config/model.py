@@ -73,7 +73,7 @@ class ModelConfig(Section):
 
 
 class RetentionConfig(Section):
-    """How long the data of sessions is kept. By default, it is kept forever. Sessions that training or
+    """Limits how long the data of sessions is kept. By default, it is kept forever. Sessions that training or
     resuming the run may need, and sessions that ended within the last hour, are kept in any case; see
     docs/privacy.md."""
 

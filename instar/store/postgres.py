@@ -44,9 +44,8 @@ class PostgresStore(Store):
         super().__init__(name, writer, reader_pool)
 
     async def erase_deleted(self, *, rewrite: bool) -> bool:
-        """Without ``rewrite``, make the space of deleted rows available again; the server overwrites their
-        content when it uses the space. With ``rewrite``, remove the content at once, and lock each table for
-        that time."""
+        """Make the space of deleted rows available again. The server overwrites their content when it uses
+        the space; with ``rewrite``, the content is removed at once, and tables are locked meanwhile."""
 
         def vacuum() -> None:
             with (

@@ -23,7 +23,7 @@ from instar.errors import InstarError
 
 
 class Launch(msgspec.Struct, kw_only=True):
-    """How the service was started, so that it can be restarted in the same way."""
+    """The options with which the service was started, and with which it is restarted."""
 
     config: str | None = None
     """Absolute path of the YAML file. Default: `config.yaml` in the home, if it exists."""
