@@ -132,8 +132,17 @@ class PolicyStage(StrEnum):
 
     CANDIDATE = "candidate"
     """Trained on live traffic, and not promoted yet."""
+    SHADOW = "shadow"
+    """A candidate that passed the evaluation. It also answers some live requests, which nobody is shown."""
+    CANARY = "canary"
+    """A candidate that serves a small share of the live sessions."""
     SERVING = "serving"
     REJECTED = "rejected"
     """A candidate that will not be served, or a version that was trained from one."""
     RETIRED = "retired"
     """A version that was replaced by a later serving version."""
+
+    @property
+    def is_pending(self) -> bool:
+        """True if the version may still be promoted or rejected."""
+        return self in (PolicyStage.CANDIDATE, PolicyStage.SHADOW, PolicyStage.CANARY)

@@ -175,7 +175,7 @@ async def _choose_candidate(store: Store, config: RunConfig, version: int | None
     if version is not None:
         return version
     rows = await store.policy_versions(config.name)
-    candidates = [row.policy.version for row in rows if row.stage is PolicyStage.CANDIDATE]
+    candidates = [row.policy.version for row in rows if row.stage.is_pending]
     if not candidates:
         raise InstarError("There are no candidates; see `instar versions ls`.")
     return candidates[-1]

@@ -273,6 +273,7 @@ class Store:
     latest_policy = _read(policies.get_latest_policy)
     published_policies = _read(policies.get_published_policies)
     policy_versions = _read(lineage.get_policy_versions)
+    advance_version = _write(lineage.advance_version)
     promote_version = _write(lineage.promote_version)
     reject_version = _write(lineage.reject_version)
     roll_back = _write(lineage.roll_back)

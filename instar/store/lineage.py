@@ -7,7 +7,7 @@ never reused: a rollback publishes the weights of an earlier version again, unde
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from instar.errors import StoreError
 from instar.store.codec import sanitize_text
@@ -40,30 +40,35 @@ def get_policy_versions(db: Database, policy_id: str) -> list[PolicyVersion]:
     ]
 
 
+def advance_version(db: Database, policy_id: str, version: int, stage: PolicyStage, reason: str) -> None:
+    """Move a candidate to the stage `shadow` or `canary`. Raises StoreError if the version is not a candidate
+    in an earlier stage, or if a crash could still undo its training step."""
+    order = (PolicyStage.CANDIDATE, PolicyStage.SHADOW, PolicyStage.CANARY)
+    lock_versions(db, policy_id)
+    versions = {row.policy.version: row for row in get_policy_versions(db, policy_id)}
+    candidate = _require_committed(db, policy_id, versions, version)
+    if stage not in order or order.index(stage) <= order.index(candidate.stage):
+        raise StoreError(f"version {version} cannot move from the stage {candidate.stage} to {stage}")
+    _set_stage(db, policy_id, [version], stage, reason)
+
+
 def promote_version(db: Database, policy_id: str, version: int) -> None:
     """Make a candidate the serving version, and retire the versions before it. Raises StoreError if the
     version is not a candidate, or if a crash could still undo its training step."""
     lock_versions(db, policy_id)
     versions = {row.policy.version: row for row in get_policy_versions(db, policy_id)}
-    candidate = _require_candidate(versions.get(version), versions.values(), version)
-    sql = (
-        "SELECT s.state FROM steps s JOIN policies p ON p.run_id = s.run_id AND p.step = s.step "
-        "WHERE p.policy_id = ? AND p.version = ?"
-    )
-    step = db.execute(sql, (policy_id, version)).fetchone()
-    if candidate.state is not PolicyState.PUBLISHED or step is None or step["state"] != StepState.COMMITTED:
-        raise StoreError(
-            f"version {version} cannot be promoted before step {candidate.step} is committed; retry after "
-            "the next checkpoint (trainer.checkpoint_every)"
-        )
+    _require_committed(db, policy_id, versions, version)
     # A version that served from the start can then be told from candidates that never did.
     db.execute(
         "UPDATE policies SET promoted_at = COALESCE(promoted_at, updated_at) "
         "WHERE policy_id = ? AND version = ?",
         (policy_id, get_latest_policy(db, policy_id).version),
     )
-    replaced = (PolicyStage.CANDIDATE, PolicyStage.SERVING)
-    earlier = [number for number, row in versions.items() if number < version and row.stage in replaced]
+    earlier = [
+        number
+        for number, row in versions.items()
+        if number < version and (row.stage.is_pending or row.stage is PolicyStage.SERVING)
+    ]
     _set_stage(db, policy_id, earlier, PolicyStage.RETIRED, f"replaced by version {version}")
     _set_stage(db, policy_id, [version], PolicyStage.SERVING, None)
     db.execute(
@@ -81,7 +86,7 @@ def reject_version(db: Database, policy_id: str, version: int, reason: str) -> l
     _require_candidate(versions.get(version), rows, version)
     rejected = [version]
     for row in rows:
-        if row.stage is PolicyStage.CANDIDATE and row.parent in rejected:
+        if row.stage.is_pending and row.parent in rejected:
             rejected.append(row.policy.version)
     _set_stage(db, policy_id, rejected, PolicyStage.REJECTED, reason)
     return rejected
@@ -108,12 +113,10 @@ def roll_back(db: Database, policy_id: str, run_id: str, version: int) -> int:
     artifact = Artifact("base") if source is None else source.policy.artifact
     number: int = newest + 1
     reason = f"rollback to version {version}"
-    by_stage = {
-        stage: [row.policy.version for row in rows if row.stage is stage]
-        for stage in (PolicyStage.CANDIDATE, PolicyStage.SERVING)
-    }
-    _set_stage(db, policy_id, by_stage[PolicyStage.CANDIDATE], PolicyStage.REJECTED, reason)
-    _set_stage(db, policy_id, by_stage[PolicyStage.SERVING], PolicyStage.RETIRED, reason)
+    pending = [row.policy.version for row in rows if row.stage.is_pending]
+    serving = [row.policy.version for row in rows if row.stage is PolicyStage.SERVING]
+    _set_stage(db, policy_id, pending, PolicyStage.REJECTED, reason)
+    _set_stage(db, policy_id, serving, PolicyStage.RETIRED, reason)
     now = time.time()
     db.execute(
         "INSERT INTO policies (policy_id, version, run_id, step, state, artifact_kind, artifact_path, "
@@ -134,12 +137,30 @@ def _was_served(row: PolicyVersion) -> bool:
     return row.stage is PolicyStage.SERVING or row.promoted_at is not None
 
 
+def _require_committed(
+    db: Database, policy_id: str, versions: Mapping[int, PolicyVersion], version: int
+) -> PolicyVersion:
+    """Return the candidate. Raises StoreError if it is not one, or if a crash could still undo its step."""
+    candidate = _require_candidate(versions.get(version), versions.values(), version)
+    sql = (
+        "SELECT s.state FROM steps s JOIN policies p ON p.run_id = s.run_id AND p.step = s.step "
+        "WHERE p.policy_id = ? AND p.version = ?"
+    )
+    step = db.execute(sql, (policy_id, version)).fetchone()
+    if candidate.state is not PolicyState.PUBLISHED or step is None or step["state"] != StepState.COMMITTED:
+        raise StoreError(
+            f"version {version} cannot be promoted before step {candidate.step} is committed; retry after "
+            "the next checkpoint (trainer.checkpoint_every)"
+        )
+    return candidate
+
+
 def _require_candidate(
     row: PolicyVersion | None, rows: Iterable[PolicyVersion], version: int
 ) -> PolicyVersion:
-    if row is not None and row.stage is PolicyStage.CANDIDATE:
+    if row is not None and row.stage.is_pending:
         return row
-    candidates = ", ".join(str(r.policy.version) for r in rows if r.stage is PolicyStage.CANDIDATE) or "none"
+    candidates = ", ".join(str(r.policy.version) for r in rows if r.stage.is_pending) or "none"
     problem = "does not exist" if row is None else f"is {row.stage}"
     raise StoreError(f"version {version} {problem}, but must be a candidate. Candidates: {candidates}")
 

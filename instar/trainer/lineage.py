@@ -38,7 +38,7 @@ async def find_replacement(store: Store, policy_id: str, version: int) -> tuple[
     rejected or replaced, and None otherwise."""
     rows = {row.policy.version: row for row in await store.policy_versions(policy_id)}
     row = rows.get(version)
-    if row is None or row.stage in (PolicyStage.CANDIDATE, PolicyStage.SERVING):
+    if row is None or row.stage.is_pending or row.stage is PolicyStage.SERVING:
         return None
     head = await store.latest_policy(policy_id)
     return head, rows[head.version].step if head.version else INITIAL_STEP

@@ -15,6 +15,7 @@ from instar.types import (
     Channel,
     GroupStatus,
     Policy,
+    PolicyStage,
     SessionStatus,
     StepState,
     Task,
@@ -63,6 +64,20 @@ class PolicyTests:
         rows = await store.policy_versions(POLICY_ID)
         assert [(row.stage, row.parent) for row in rows] == [("retired", 0), ("serving", 1), ("candidate", 2)]
         assert [row.promoted_at is None for row in rows] == [True, False, True]
+
+    async def test_advance_version_moves_a_committed_candidate_only_forward(self, store: Store) -> None:
+        await store.reserve_version(POLICY_ID, RUN_ID, 1, parent=0, is_candidate=True)
+        await store.claim_step(RUN_ID, 1, [])
+        await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "/policies/1")))
+        with pytest.raises(StoreError, match="before step 1 is committed"):
+            await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
+        await store.advance_step(RUN_ID, 1, StepState.COMMITTED, version=1)
+        await store.advance_version(POLICY_ID, 1, PolicyStage.CANARY, "better")
+        with pytest.raises(StoreError, match="cannot move from the stage canary to shadow"):
+            await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
+        assert (await store.latest_policy(POLICY_ID)).version == 0
+        await store.promote_version(POLICY_ID, 1)
+        assert [row.stage for row in await store.policy_versions(POLICY_ID)] == ["serving"]
 
     async def test_reject_version_rejects_its_descendants_and_later_children(self, store: Store) -> None:
         for step, parent in ((1, 0), (2, 1), (3, 2)):
