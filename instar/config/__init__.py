@@ -34,6 +34,11 @@ from instar.config.engines import ScriptedEngineConfig as ScriptedEngineConfig
 from instar.config.engines import UpstreamEngineConfig as UpstreamEngineConfig
 from instar.config.engines import VllmEngineConfig as VllmEngineConfig
 from instar.config.live import LiveAgentConfig as LiveAgentConfig
+from instar.config.live import LiveConfig as LiveConfig
+from instar.config.live_data import ReplayConfig as ReplayConfig
+from instar.config.live_gate import CanaryConfig as CanaryConfig
+from instar.config.live_gate import GateConfig as GateConfig
+from instar.config.live_window import WindowConfig as WindowConfig
 from instar.config.model import GatewayConfig as GatewayConfig
 from instar.config.model import ModelConfig as ModelConfig
 from instar.config.model import ModelRoute as ModelRoute

@@ -19,7 +19,7 @@ from instar.config.data import (
     rename_previous_source,
 )
 from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
-from instar.config.live import LiveAgentConfig
+from instar.config.live import LiveAgentConfig, LiveConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import (
     AgentRewardConfig,
@@ -80,6 +80,7 @@ class RunConfig(Section):
     `rollout`; `instar serve` only accepts them if this section is set."""
     data: Annotated[list[DataConfig], BeforeValidator(normalize_data)] = [DataConfig()]
     """Data to train on: the run's own rollouts or live traffic, exported data, or a mixture."""
+    live: LiveConfig = LiveConfig()
     reward: Annotated[list[RewardConfig], BeforeValidator(_wrap_in_list)] = [AgentRewardConfig()]
     """A reward, or a list of rewards to combine with `scoring.combine`."""
     scoring: ScoringConfig = ScoringConfig()
@@ -229,6 +230,15 @@ class RunConfig(Section):
     def learning_agents(self) -> list[str]:
         """The agents whose live sessions the run may train on."""
         return [name for name, agent in self.agents.items() if agent.mode == "learn"]
+
+    @property
+    def policy_ids(self) -> list[str]:
+        """The policies of the run. Each has versions of its own."""
+        return [self.name]
+
+    def get_policy_id(self, agent_id: str) -> str:
+        """Return the policy that serves the agent's live sessions."""
+        return self.name
 
     @property
     def trained_agents(self) -> list[str]:
