@@ -49,6 +49,7 @@ from instar.store.base import Store
 
 if TYPE_CHECKING:
     from instar.gateway.upstream.http import HttpUpstream
+    from instar.live.activity import ActivityRecorder
     from instar.rollout.admission import Admission
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,12 @@ HASH_KEY_NAME = "message-hashes"
 
 @asynccontextmanager
 async def open_gateway(
-    config: RunConfig, store: Store, engine: Engine | None, admin_key: str, admission: Admission
+    config: RunConfig,
+    store: Store,
+    engine: Engine | None,
+    admin_key: str,
+    admission: Admission,
+    activity: ActivityRecorder | None = None,
 ) -> AsyncGenerator[GatewayApp]:
     """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
     from instar.gateway.upstream.http import HttpUpstream
@@ -94,6 +100,7 @@ async def open_gateway(
             unused_corrections_reason=explain_unused_corrections(config),
             trained_agents=config.trained_agents,
             retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
+            activity=activity,
         )
 
 
@@ -124,6 +131,7 @@ def create_app(
     unused_corrections_reason: str | None = None,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
+    activity: ActivityRecorder | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -131,7 +139,8 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``activity`` announces
+    live requests to a trainer on this machine.
     """
     context = GatewayContext(
         store,
@@ -140,6 +149,7 @@ def create_app(
         MessageHasher(hash_key),
         Redactor.from_config(config.redact),
         train_sampling or SamplingConfig(),
+        activity,
     )
     states = SessionStates(context)
     sessions, resolver = SessionService(context, states), SessionResolver(context, states)
@@ -159,6 +169,7 @@ def create_app(
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
     tasks = [
         services.loop_lag.run,
+        *([] if activity is None else [activity.run]),
         partial(_end_idle_sessions, sessions, config.idle_timeout),
         partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
         *([] if group_service is None else [group_service.run]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +26,8 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.session_states import PendingRequest, SessionStates
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
-from instar.types import Message, new_id
+from instar.rewards.base import JUDGE_AGENT
+from instar.types import Channel, Message, new_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ class CallPipeline:
                 await self._states.get(session_id, caller, Action.CALL_MODEL)
 
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
-        with self._states.track_call(call.state):
+        with self._states.track_call(call.state), self._announce(call):
             graph = await self._states.load_graph(call.state)
             placement = await place(call, graph)
             try:
@@ -175,6 +177,13 @@ class CallPipeline:
                     await self._sample(call, graph, placement, pending, responder)
             finally:
                 graph.release(placement)
+
+    def _announce(self, call: ModelCall) -> AbstractContextManager[None]:
+        """Announce a request of a live session. Nobody waits for the reply to a judge's question."""
+        activity, session = self._context.activity, call.state.session
+        if activity is None or session.channel is not Channel.LIVE or call.request.model == JUDGE_AGENT:
+            return nullcontext()
+        return activity.track_request()
 
     async def _sample(
         self,
