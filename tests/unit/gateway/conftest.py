@@ -19,6 +19,7 @@ from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
 from instar.gateway.forgetting import RetentionPolicy
 from instar.gateway.serve import bind, serve
+from instar.live.activity import ActivityRecorder
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
 from instar.rollout.admission import Admission
@@ -127,6 +128,7 @@ async def start_gateway(
         store_class: type[SqliteStore] = SqliteStore,
         run_config: RunConfig | None = None,
         retention: RetentionPolicy | None = None,
+        activity: ActivityRecorder | None = None,
     ) -> RunningGateway:
         """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
@@ -139,6 +141,7 @@ async def start_gateway(
             train_sampling=sampling,
             run_config=run_config,
             retention=retention,
+            activity=activity,
         )
         contexts.append(context)
         return await context.__aenter__()
