@@ -13,18 +13,12 @@ from zoneinfo import ZoneInfo
 
 import msgspec
 
-from instar.config import CloudSection, RunConfig
+from instar.config import CloudSection, RunConfig, WindowConfig
 from instar.errors import ConfigError
 from instar.live.activity import ACTIVITY_FILE, ActivityReader
 from instar.live.calendar_file import CalendarError, CalendarFile
 from instar.live.load import LoadMonitor
-from instar.live.windows import (
-    Conditions,
-    OpenedWindow,
-    TrainingWindows,
-    WindowState,
-    no_events,
-)
+from instar.live.windows import Conditions, OpenedWindow, TrainingWindows, WindowState
 from instar.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -56,9 +50,7 @@ class LearningWindow:
         self._run_dir, self._run_id = config.run_dir, config.name
         self._store = store
         self._clock = clock
-        zone = None if section.time_zone is None else ZoneInfo(section.time_zone)
-        calendar = None if section.calendar is None else CalendarFile(section.calendar, zone)
-        self._windows = TrainingWindows(section, no_events if calendar is None else calendar.find_events)
+        self._windows = make_windows(section)
         self._activity = ActivityReader(self._run_dir / ACTIVITY_FILE, monotonic_clock)
         # The roles of a run are the children of its supervisor.
         self._load = None if section.max_load is None else LoadMonitor(os.getppid())
@@ -160,6 +152,22 @@ class LearningWindow:
             return WindowState(is_open=False, reason=f"live.window.calendar: {error}")
 
 
+def make_windows(section: WindowConfig) -> TrainingWindows:
+    if section.calendar is None:
+        return TrainingWindows(section)
+    zone = None if section.time_zone is None else ZoneInfo(section.time_zone)
+    return TrainingWindows(section, CalendarFile(section.calendar, zone).find_events)
+
+
+def read_schedule(config: RunConfig) -> WindowState:
+    """Return whether the window is open now, and until when, without regard to requests and load."""
+    conditions = Conditions(opened=read_opened(config.run_dir))
+    try:
+        return make_windows(config.live.window).decide(time.time(), conditions)
+    except CalendarError as error:
+        return WindowState(is_open=False, reason=f"live.window.calendar: {error}")
+
+
 def yields_to_requests(config: RunConfig) -> bool:
     """Return True if training pauses for live requests."""
     return config.trains_on_live and config.cluster.type == "local" and config.live.window.idle is not None
@@ -181,13 +189,10 @@ def check_window(config: RunConfig) -> None:
                     f"live.window.{name}: got {value:g}, but the processes of cluster.type 'ray' run on "
                     "several machines, whose requests and load the trainer does not see; set it to null"
                 )
-    if section.calendar is not None:
-        zone = None if section.time_zone is None else ZoneInfo(section.time_zone)
-        now = time.time()
-        try:
-            CalendarFile(section.calendar, zone).find_events(now, now + 1)
-        except CalendarError as error:
-            raise ConfigError(f"live.window.calendar: {error}") from error
+    try:
+        make_windows(section).decide_schedule(time.time())
+    except CalendarError as error:
+        raise ConfigError(f"live.window.calendar: {error}") from error
 
 
 def read_opened(run_dir: Path) -> OpenedWindow | None:

@@ -81,15 +81,13 @@ class TrainingWindows:
 
     def decide(self, now: float, conditions: Conditions) -> WindowState:
         opened = conditions.opened
-        is_opened = opened is not None and opened.contains(now)
-        if (wait := self._check_requests(now, conditions)) is not None:
-            return wait
-        if is_opened and opened is not None:
-            return WindowState(is_open=True, reason="opened by `instar learn now`", until=opened.end)
+        if opened is not None and opened.contains(now):
+            state = WindowState(is_open=True, reason="opened by `instar learn now`", until=opened.end)
+            return self._check_requests(now, conditions) or state
         scheduled = self.decide_schedule(now)
         if not scheduled.is_open:
             return scheduled
-        return self._check_resources(now, conditions) or scheduled
+        return self._check_requests(now, conditions) or self._check_resources(now, conditions) or scheduled
 
     def decide_schedule(self, now: float) -> WindowState:
         """Decide only by the hours and the calendar. If both are open for longer than the horizon, or if
