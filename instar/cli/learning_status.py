@@ -35,7 +35,7 @@ class PolicyReport(msgspec.Struct, frozen=True):
 
 
 class LearningReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run learns from live traffic. The window and the policies are None and empty if it does not."""
+    """Describes how a run learns from live traffic. If it does not, it has no policies and no window."""
 
     sessions: dict[str, int]
     """The number of live sessions by status."""
@@ -44,7 +44,7 @@ class LearningReport(msgspec.Struct, frozen=True, kw_only=True):
     policies: list[PolicyReport]
     window: WindowState | None
     training: str
-    """What the trainer does or why it does nothing."""
+    """The activity of the trainer, or the reason why there is none."""
 
     def list_rows(self) -> list[tuple[str, str]]:
         rows = [

@@ -93,7 +93,7 @@ class WindowConfig(Section):
     zone of this machine."""
     idle: NonNegativeFloat | None = 2.0
     """Seconds without a live request that must pass first. When a request arrives, training pauses, and later
-    continues where it stopped. The trainer also runs at the lowest CPU priority. null: training never waits
+    continues where it stopped. The trainer also has a lower CPU priority. null: training never waits
     for requests, for example in a service that always has some in flight."""
     max_load: UnitInterval | None = None
     """Share of the CPU, and of a GPU, that the processes of other programs may use. Default: no limit."""

@@ -60,12 +60,7 @@ HASH_KEY_NAME = "message-hashes"
 
 @asynccontextmanager
 async def open_gateway(
-    config: RunConfig,
-    store: Store,
-    engine: Engine | None,
-    admin_key: str,
-    admission: Admission,
-    activity: ActivityRecorder | None = None,
+    config: RunConfig, store: Store, engine: Engine | None, admin_key: str, admission: Admission
 ) -> AsyncGenerator[GatewayApp]:
     """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
     from instar.gateway.upstream.http import HttpUpstream
@@ -100,7 +95,6 @@ async def open_gateway(
             unused_corrections_reason=explain_unused_corrections(config),
             trained_agents=config.trained_agents,
             retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
-            activity=activity,
         )
 
 
@@ -131,7 +125,6 @@ def create_app(
     unused_corrections_reason: str | None = None,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
-    activity: ActivityRecorder | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -139,8 +132,7 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``activity`` announces
-    live requests to a trainer on this machine.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all.
     """
     context = GatewayContext(
         store,
@@ -149,7 +141,6 @@ def create_app(
         MessageHasher(hash_key),
         Redactor.from_config(config.redact),
         train_sampling or SamplingConfig(),
-        activity,
     )
     states = SessionStates(context)
     sessions, resolver = SessionService(context, states), SessionResolver(context, states)
@@ -169,7 +160,6 @@ def create_app(
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
     tasks = [
         services.loop_lag.run,
-        *([] if activity is None else [activity.run]),
         partial(_end_idle_sessions, sessions, config.idle_timeout),
         partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
         *([] if group_service is None else [group_service.run]),
@@ -239,6 +229,10 @@ class GatewayApp(Starlette):
         path = find_post_path(data)
         route = self._match_route(path.decode()) if path else None
         return None if route is None else self._pipeline.reject_early(route.dialect)
+
+    def announce_requests(self, activity: ActivityRecorder) -> None:
+        """Announce live requests to a trainer on this machine, which then pauses."""
+        self._pipeline.activity = activity
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

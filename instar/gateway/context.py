@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from instar.config import GatewayConfig, SamplingConfig
 from instar.record.hashing import MessageHasher
 from instar.record.redact import Redactor
 from instar.store.base import Store
-
-if TYPE_CHECKING:
-    from instar.live.activity import ActivityRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,5 +27,3 @@ class GatewayContext:
     redactor: Redactor
     train_sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling settings of every call on the `train` channel. A session's own settings override them."""
-    activity: ActivityRecorder | None = None
-    """Announces live requests to a trainer on this machine, which then pauses."""

@@ -58,7 +58,7 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     agents: dict[str, list[str]] | None = None
     """The names of each agent's valid keys."""
     learning: LearningReport | None = None
-    """What the run learns; with its sessions and rewards again."""
+    """The policies, the window and the trainer of a run that learns."""
     external: list[ExternalService] | None = None
     """The other machines that receive what agents say."""
     roles: list[RoleStatus] | None = None

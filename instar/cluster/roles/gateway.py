@@ -31,11 +31,11 @@ async def run_gateway(context: RoleContext) -> None:
     await context.announce(store, "loading the tokenizer")
     limits = context.config.gateway
     admission = Admission(context.config, store, context.run_id)
-    activity = None
-    if yields_to_requests(context.config):
-        activity = ActivityRecorder(context.folder.path / ACTIVITY_FILE)
-    gateway = open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV], admission, activity)
-    async with gateway as app:
+    async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV], admission) as app:
+        activity = None
+        if yields_to_requests(context.config):
+            activity = ActivityRecorder(context.folder.path / ACTIVITY_FILE)
+            app.announce_requests(activity)
         tune_gc()
         context.is_started = True
         await run_until_first(
@@ -52,6 +52,7 @@ async def run_gateway(context: RoleContext) -> None:
             context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
             watch_endpoints(),
             _release_memory(),
+            *([] if activity is None else [activity.run()]),
         )
     if engine is not None:
         await engine.close()

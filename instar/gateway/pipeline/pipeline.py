@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -29,6 +30,9 @@ from instar.record.graph import MessageGraph
 from instar.rewards.base import JUDGE_AGENT
 from instar.types import Channel, Message, new_id
 
+if TYPE_CHECKING:
+    from instar.live.activity import ActivityRecorder
+
 
 @dataclass(frozen=True, slots=True)
 class RouteMatch:
@@ -47,6 +51,8 @@ class CallPipeline:
     _states: SessionStates
     _resolver: SessionResolver
     _recorder: Recorder
+    activity: ActivityRecorder | None = None
+    """Announces live requests, if a trainer on this machine pauses for them."""
 
     def __post_init__(self) -> None:
         self._parser = RequestParser(self._context.config, self._context.hasher)
@@ -180,10 +186,10 @@ class CallPipeline:
 
     def _announce(self, call: ModelCall) -> AbstractContextManager[None]:
         """Announce a request of a live session. Nobody waits for the reply to a judge's question."""
-        activity, session = self._context.activity, call.state.session
-        if activity is None or session.channel is not Channel.LIVE or call.request.model == JUDGE_AGENT:
+        is_live = call.state.session.channel is Channel.LIVE
+        if self.activity is None or not is_live or call.request.model == JUDGE_AGENT:
             return nullcontext()
-        return activity.track_request()
+        return self.activity.track_request()
 
     async def _sample(
         self,

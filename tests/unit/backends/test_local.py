@@ -23,8 +23,10 @@ from transformers import (
 from instar.backends.base import Backend
 from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter, write_folder
-from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig, RunConfig
 from instar.errors import BackendError, NonFiniteError
+from instar.live.activity import ACTIVITY_FILE, ActivityRecorder
+from instar.live.learning_window import LearningWindow
 from tests.unit.backends.conformance import (
     ADAM,
     BackendConformance,
@@ -353,4 +355,28 @@ async def test_backward_pass_can_pause_as_often_as_the_forward_pass(model_folder
     forward_calls, switch.calls = switch.calls, 0
     await backend.forward_backward(make_tree_samples(), LossConfig())
     assert switch.calls > 1.5 * forward_calls
+    await backend.close()
+
+
+async def test_step_pauses_while_a_live_request_is_in_progress(model_folder: Path, tmp_path: Path) -> None:
+    plain = make_local(model_folder)
+    expected = await train_two_steps(plain, tmp_path / "expected")
+    await plain.close()
+    recorder = ActivityRecorder(tmp_path / ACTIVITY_FILE)
+    window = LearningWindow(RunConfig.model_validate({"dir": str(tmp_path), "live": {"window": {"idle": 0}}}))
+    calls = [0]
+
+    def pause() -> None:
+        calls[0] += 1
+        window.pause()
+
+    backend = make_local(model_folder)
+    backend.set_pause(pause)
+    with recorder.track_request():
+        training = asyncio.create_task(train_two_steps(backend, tmp_path / "paused"))
+        await asyncio.sleep(0.3)
+        assert calls[0] <= 1, "the first layer waits until the request has ended"
+    digest, logprobs = await training
+    assert digest == expected[0]
+    np.testing.assert_array_equal(np.concatenate(logprobs), np.concatenate(expected[1]))
     await backend.close()

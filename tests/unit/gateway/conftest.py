@@ -82,6 +82,7 @@ async def run_gateway(
     config: GatewayConfig,
     store_class: type[SqliteStore] = SqliteStore,
     run_config: RunConfig | None = None,
+    activity: ActivityRecorder | None = None,
     **options: Any,
 ) -> AsyncGenerator[RunningGateway]:
     store = store_class(store_path)
@@ -100,6 +101,8 @@ async def run_gateway(
         groups=groups,
         **options,
     )
+    if activity is not None:
+        app.announce_requests(activity)
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = asyncio.Event()
