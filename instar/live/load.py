@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import threading
+import time
+from dataclasses import dataclass
 from typing import Any
 
 from instar.errors import ConfigError
@@ -15,6 +17,15 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 5.0
 GPU_TIMEOUT_SECONDS = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class CpuReading:
+    time: float
+    busy: float
+    """The busy CPU seconds of the machine since it started."""
+    own: dict[int, float]
+    """The CPU seconds of each process of the run."""
 
 
 class LoadMonitor:
@@ -46,10 +57,9 @@ class LoadMonitor:
             current = self._read_cpu()
             load = compute_cpu_load(previous, current)
             previous = current
-            self.load = max(load, self._read_gpu_load(set(current[1]))) if self._has_gpu else load
+            self.load = max(load, self._read_gpu_load(set(current.own))) if self._has_gpu else load
 
-    def _read_cpu(self) -> tuple[float, dict[int, float]]:
-        """Return the busy CPU seconds of the machine, and of each process of the run."""
+    def _read_cpu(self) -> CpuReading:
         times = self._psutil.cpu_times()
         busy = sum(times) - times.idle - getattr(times, "iowait", 0.0)
         # On Linux, the times of guests are included in those of users.
@@ -66,7 +76,7 @@ class LoadMonitor:
             except self._psutil.Error:
                 continue  # it has exited
             own[process.pid] = used.user + used.system
-        return busy, own
+        return CpuReading(time.monotonic(), busy, own)
 
     def _read_gpu_load(self, own: set[int]) -> float:
         command = ["nvidia-smi", "pmon", "-c", "1", "-s", "u"]
@@ -81,15 +91,11 @@ class LoadMonitor:
         return parse_gpu_load(output, own)
 
 
-def compute_cpu_load(
-    previous: tuple[float, dict[int, float]],
-    current: tuple[float, dict[int, float]],
-    seconds: float = INTERVAL_SECONDS,
-    cores: int | None = None,
-) -> float:
+def compute_cpu_load(previous: CpuReading, current: CpuReading, cores: int | None = None) -> float:
     """Return the share of all cores that other programs used between two readings."""
-    own = sum(max(0.0, used - previous[1].get(pid, 0.0)) for pid, used in current[1].items())
-    share = (current[0] - previous[0] - own) / (seconds * (cores or os.cpu_count() or 1))
+    own = sum(max(0.0, used - previous.own.get(pid, 0.0)) for pid, used in current.own.items())
+    core_seconds = (current.time - previous.time) * (cores or os.cpu_count() or 1)
+    share = (current.busy - previous.busy - own) / core_seconds
     return min(1.0, max(0.0, share))
 
 

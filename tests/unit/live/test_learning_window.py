@@ -20,7 +20,7 @@ from instar.live.activity import (
     ActivityRecorder,
 )
 from instar.live.learning_window import LearningWindow, check_window, read_opened, write_opened
-from instar.live.load import compute_cpu_load, parse_gpu_load
+from instar.live.load import CpuReading, compute_cpu_load, parse_gpu_load
 from instar.live.windows import OpenedWindow
 from instar.store.base import Run
 from instar.store.sqlite import SqliteStore
@@ -167,9 +167,9 @@ def test_settings_that_cannot_be_honoured_are_errors(tmp_path: Path) -> None:
 
 
 def test_load_excludes_the_processes_of_the_run() -> None:
-    before = (100.0, {1: 10.0, 2: 5.0})
-    after = (118.0, {1: 14.0, 3: 4.0})
-    assert compute_cpu_load(before, after, seconds=10, cores=2) == pytest.approx(0.5)
+    before = CpuReading(50.0, 100.0, {1: 10.0, 2: 5.0})
+    after = CpuReading(60.0, 118.0, {1: 14.0, 3: 4.0})
+    assert compute_cpu_load(before, after, cores=2) == pytest.approx(0.5)
     output = """# gpu         pid   type     sm    mem    enc    dec    jpg    ofa    command
 # Idx           #    C/G      %      %      %      %      %      %    name
     0       1234     C     60     20      -      -      -      -    python
