@@ -32,6 +32,7 @@ ALIASES = {
     "bsd": "BSD-3-Clause",
     "bsd license": "BSD-3-Clause",
     "gnu general public license v3 or later (gplv3+)": "GPL-3.0-or-later",
+    "gnu lesser general public license v3 or later (lgplv3+)": "LGPL-3.0-or-later",
     "isc license (iscl)": "ISC",
     "mit license": "MIT",
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",

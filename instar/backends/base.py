@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -186,6 +186,10 @@ class Backend(ABC):
 
     def use_cores(self, count: int) -> None:  # noqa: B027 - only the local backend can change it
         """Use ``count`` CPU cores from the next call on, unless the backend's config sets the number."""
+
+    def set_pause(self, pause: Callable[[], None]) -> None:  # noqa: B027 - a service does not use this machine
+        """Call ``pause`` often while gradients or logprobs are computed on this machine: the local backend
+        between layers, verl between calls. It blocks while training must pause, and changes no result."""
 
     @abstractmethod
     async def close(self) -> None:

@@ -18,10 +18,18 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def do_nothing() -> None: ...
+
+
 class ThreadedBackend(Backend):
     def __init__(self, thread_name: str) -> None:
         self._is_closed = False
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=thread_name)
+        self._pause: Callable[[], None] = do_nothing
+        """Blocks while training must pause."""
+
+    def set_pause(self, pause: Callable[[], None]) -> None:
+        self._pause = pause
 
     async def close(self) -> None:
         if self._is_closed:

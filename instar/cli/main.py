@@ -32,6 +32,7 @@ COMMANDS = {
     "logs": Command("service.commands:logs", "Print or follow the log of the background service."),
     "chat": Command("chat:chat", "Chat with the model of a run in the terminal."),
     "simulate": Command("simulate:simulate", "Predict a run's throughput, idle time and staleness."),
+    "learn": Command("learn:app", "Open or close the training window of a run, whatever its settings."),
     "report": Command("report:report", "Write a run's report: reward curves and an HTML page."),
     "plan": Command("plan:plan", "Show what the next training step would train on, and why."),
     "curate": Command("curate:curate", "Find duplicates and signs of reward hacking; --apply tags them."),

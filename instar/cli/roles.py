@@ -17,10 +17,6 @@ from instar.cli.run_store import open_run_store
 from instar.cluster.control import Action, ControlRequest, RoleStatus, send_control_request
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
-from instar.trainer.monitor import read_warnings
-
-MAX_WARNINGS = 4
-"""The number of warnings that `instar status` shows, newest last."""
 
 
 @async_command
@@ -41,23 +37,15 @@ async def roles(
     await _list_or_control(run_dir, action or "list", name or "", timeout, as_json=as_json)
 
 
-async def show_run_status(run_dir: Path, *, as_json: bool) -> None:
-    await _list_or_control(run_dir, "list", as_json=as_json)
-
-
 async def _list_or_control(
     run_dir: Path, action: Action | Literal["list"], name: str = "", timeout: float = 0.0, *, as_json: bool
 ) -> None:
-    folder = RunFolder(run_dir)
-    folder.read_config()  # raises ConfigError if this is not a run folder
+    RunFolder(run_dir).read_config()  # raises ConfigError if this is not a run folder
     rows = await fetch_roles(run_dir, ControlRequest(action, name, timeout))
     if as_json:
         print_json([msgspec.to_builtins(row) for row in rows])
     else:
-        console = Console()
-        print_roles(rows, console)
-        for warning in read_warnings(folder.path)[-MAX_WARNINGS:]:
-            console.print(Text(f"warning: {warning}", style="yellow"))
+        print_roles(rows, Console())
 
 
 async def fetch_roles(run_dir: Path, request: ControlRequest | None = None) -> list[RoleStatus]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from instar.cluster.supervisor import HOST_ENV
 from instar.cluster.tasks import wait_forever
 from instar.config import RunConfig
+from instar.live.learning_window import yields_to_requests
 from instar.models import usable_cores
 from instar.store.base import Store
 
@@ -42,7 +43,9 @@ async def share_cores(
     if process_count > 1:
         current_cores = max(1, total_cores // process_count)
         use_cores(current_cores)
-    while config.trainer.mode == "async":
+    # A trainer that pauses for live requests and has a lower priority takes no cores from the engines.
+    yields = other_role == "trainer" and yields_to_requests(config)
+    while config.trainer.mode == "async" and not yields:
         endpoints = [e for e in await store.endpoints(config.name) if e.role == other_role]
         if host:  # on a Ray cluster, the path of a log starts with the role's host
             endpoints = [e for e in endpoints if e.log.startswith(f"{host}:")]

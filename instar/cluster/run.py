@@ -28,6 +28,7 @@ from instar.config import (
     UpstreamEngineConfig,
 )
 from instar.errors import ConfigError, InstarError
+from instar.live.learning_window import check_window
 from instar.rewards.runner import IDLE_STATUS
 from instar.store.base import Run
 from instar.trainer.monitor import read_metrics
@@ -116,6 +117,8 @@ def _check_live(config: RunConfig) -> None:
             "the serving version expires and cannot be exported again while training continues; use local or "
             "verl"
         )
+    if config.trains_on_live:
+        check_window(config)
 
 
 def _check_teacher(config: RunConfig) -> None:

@@ -121,6 +121,7 @@ class Batcher:
         step_by_version: Mapping[int, int] | None = None,
         stop: asyncio.Event | None = None,
         is_finished: Callable[[], bool] | None = None,
+        may_run: Callable[[], bool] | None = None,
         timeout: float | None = None,
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
@@ -129,11 +130,12 @@ class Batcher:
         ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
         consists of the remaining groups. Returns None if no groups are left, or if there are still too few
         when ``stop`` is set or after ``timeout`` seconds. Drops are stored while this method waits.
+        While ``may_run`` returns False, no batch is built.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._build_late_and_rollout_drops(epoch)
-        while True:
+        while await _wait_until_allowed(may_run, deadline, stop):
             # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
             fresh, new_drops = await self._load_fresh(step, epoch, staleness)
@@ -152,6 +154,7 @@ class Batcher:
             await asyncio.sleep(
                 LIVE_POLL_INTERVAL_SECONDS if self.config.trains_on_live else POLL_INTERVAL_SECONDS
             )
+        return None
 
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
@@ -357,3 +360,14 @@ class Batcher:
         is_fresh = staleness.of_tokens(sample.versions) <= limit
         masked = replace(sample, mask=np.where(is_fresh, sample.mask, np.float32(0)))
         return masked if masked.trained_tokens else None
+
+
+async def _wait_until_allowed(
+    may_run: Callable[[], bool] | None, deadline: float | None, stop: asyncio.Event | None
+) -> bool:
+    """Return True once ``may_run`` does, or False if ``stop`` is set or the deadline has passed."""
+    while may_run is not None and not may_run():
+        if (deadline is not None and time.monotonic() >= deadline) or (stop is not None and stop.is_set()):
+            return False
+        await asyncio.sleep(POLL_INTERVAL_SECONDS)
+    return True

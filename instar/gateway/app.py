@@ -49,6 +49,7 @@ from instar.store.base import Store
 
 if TYPE_CHECKING:
     from instar.gateway.upstream.http import HttpUpstream
+    from instar.live.activity import ActivityRecorder
     from instar.rollout.admission import Admission
 
 logger = logging.getLogger(__name__)
@@ -228,6 +229,10 @@ class GatewayApp(Starlette):
         path = find_post_path(data)
         route = self._match_route(path.decode()) if path else None
         return None if route is None else self._pipeline.reject_early(route.dialect)
+
+    def announce_requests(self, activity: ActivityRecorder) -> None:
+        """Announce live requests to a trainer on this machine, which then pauses."""
+        self._pipeline.activity = activity
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -64,12 +65,12 @@ class Trainer:
     publisher: PolicyPublisher
     monitor: Monitor
     penalty: ReferencePenalty | None = None
+    may_run: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         self.run_id = self.policy_id = self.config.name
         self.batcher = Batcher(self.store, self.run_id, self.config)
-        self.alarms = AlarmDetector(self.config.run_dir)
-        self.rewind = RewindState()
+        self.alarms, self.rewind = AlarmDetector(self.config.run_dir), RewindState()
         is_imitation = self.config.trainer.loss.name == "cross_entropy"
         self.kl_limiter = KlLimiter(None if is_imitation else self.config.trainer.max_kl)
         self.activity = "starting"
@@ -133,6 +134,7 @@ class Trainer:
             step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
             is_finished=lambda: self.is_rollout_finished,
+            may_run=self.may_run,
             timeout=self._batch_timeout(),
         )
         batch = await self.publisher.sync_while_waiting(head, next_batch)
@@ -170,8 +172,7 @@ class Trainer:
     # --- one step --------------------------------------------------------------------------------
 
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
-        step = self.step + 1
-        started = time.monotonic()
+        step, started = self.step + 1, time.monotonic()
         corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
         forgotten = await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +26,7 @@ from instar.backends.check import check_samples, make_nan_logprobs, select_train
 from instar.backends.local import losses, state
 from instar.backends.local.model import TrainedModel, load_model, load_reference
 from instar.backends.local.pack import IntArray, PackedRow, pack, split_micro_batches
-from instar.backends.threaded import ThreadedBackend, in_thread
+from instar.backends.threaded import ThreadedBackend, do_nothing, in_thread
 from instar.backends.weight_export import has_adapter_on_tied_head, iterate_served_weights
 from instar.config import AdamConfig, LocalBackendConfig, LossConfig, ModelConfig
 from instar.cpu import keep_freed_pages
@@ -79,6 +79,10 @@ class LocalBackend(ThreadedBackend):
         if self._config.threads is None and not self._is_closed:
             self._pool.submit(torch.set_num_threads, count)
 
+    def set_pause(self, pause: Callable[[], None]) -> None:
+        super().set_pause(pause)
+        self._pool.submit(self._model.pause_between_layers, pause).result()
+
     @property
     def capabilities(self) -> BackendCapabilities:
         return make_torch_capabilities(
@@ -107,6 +111,8 @@ class LocalBackend(ThreadedBackend):
                 return self._forward(samples, self._model)
         if self._reference_model is None:
             self._reference_model = load_reference(self._model_config, self._config)
+            if self._pause is not do_nothing:
+                self._reference_model.pause_between_layers(self._pause)
         return self._forward(samples, self._reference_model)
 
     @in_thread

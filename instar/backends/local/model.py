@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +40,8 @@ class TrainedModel:
     folder: Path
     device: str
     dtype: torch.dtype
+    pauses: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    """The functions that are called between parts of a computation, and block while it must pause."""
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
@@ -59,7 +62,29 @@ class TrainedModel:
             hidden_states = self._compute_hidden_states(packed, plan)
             rows = hidden_states[self._to_tensor(packed.previous[positions])]
             head = cast(nn.Module, self.model.get_output_embeddings())
-            return _compute_target_logprobs(head, rows, self._to_tensor(packed.token_ids[positions]))
+            targets = self._to_tensor(packed.token_ids[positions])
+            return _compute_target_logprobs(head, rows, targets, self._pause)
+
+    def pause_between_layers(self, pause: Callable[[], None]) -> None:
+        """Call ``pause`` before every linear layer, in the forward and the backward pass, and between chunks
+        of the output layer. On a GPU, the operations that were already submitted still run."""
+        self.pauses.append(pause)
+
+        def before_forward(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            pause()
+            if inputs and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+                inputs[0].register_hook(before_backward)
+
+        def before_backward(_: Tensor) -> None:
+            pause()
+
+        for module in self.model.modules():
+            if isinstance(module, nn.Linear | peft.tuners.lora.layer.Linear):
+                module.register_forward_pre_hook(before_forward)
+
+    def _pause(self) -> None:
+        for pause in self.pauses:
+            pause()
 
     def _compute_hidden_states(self, packed: PackedRow, plan: TreeAttentionPlan) -> Tensor:
         output = self.model.base_model(
@@ -169,11 +194,13 @@ def _check_supported(config: PreTrainedConfig) -> None:
             raise unsupported_error(f"{name}: {getattr(config, name)}")
 
 
-def _compute_target_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _compute_target_logprobs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, pause: Callable[[], None]
+) -> Tensor:
     """Return the fp32 logprob of each ``targets[i]`` given ``hidden[i]``: the target's logit minus the
-    logsumexp of all logits at this position."""
+    logsumexp of all logits at this position. Call ``pause`` between chunks."""
     if type(head) is nn.Linear and not head.weight.requires_grad:
-        return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias))
+        return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias, pause))
     chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     if not torch.is_grad_enabled():
         return torch.cat([_compute_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
@@ -195,10 +222,18 @@ class _FrozenHead(torch.autograd.Function):
     W[target] - Σ p·W for the softmax p. It is independent of the loss, so the forward pass computes it."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, targets: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        targets: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        pause: Callable[[], None],
+    ) -> Tensor:
         logprobs = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         logprob_grads = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, len(hidden), CHUNK_TOKENS):
+            pause()
             rows = slice(start, start + CHUNK_TOKENS)
             logits = nn.functional.linear(hidden[rows], weight, bias)
             target_logits = logits.gather(-1, targets[rows].unsqueeze(-1)).float()
@@ -214,6 +249,6 @@ class _FrozenHead(torch.autograd.Function):
         return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         (logprob_grads,) = ctx.saved_tensors
-        return (logprob_grads * grads[0].unsqueeze(-1)).to(logprob_grads.dtype), None, None, None
+        return (logprob_grads * grads[0].unsqueeze(-1)).to(logprob_grads.dtype), None, None, None, None

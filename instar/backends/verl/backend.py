@@ -106,6 +106,7 @@ class VerlBackend(ThreadedBackend):
     @in_thread
     def forward_backward(self, samples: Sequence[Sample], loss: LossConfig) -> ForwardBackwardResult:
         check_samples(samples, self._vocab_size, self._max_tokens, loss)
+        self._pause()
         results = make_nan_logprobs(samples)
         indices = select_trained(samples)
         trained = [samples[i] for i in indices]
@@ -180,6 +181,7 @@ class VerlBackend(ThreadedBackend):
 
     def _forward(self, samples: Sequence[Sample], *, use_base_model: bool) -> list[Floats]:
         check_samples(samples, self._vocab_size, self._max_tokens)
+        self._pause()
         if not samples:
             return []
         batch = self._distribute(samples)

@@ -11,7 +11,9 @@ from instar.clouds.base import SERVICES
 from instar.config import (
     CloudConfig,
     CloudEngineConfig,
+    CompletionsReferenceConfig,
     EngineConfig,
+    EngineReferenceConfig,
     MixedEngineConfig,
     PostgresStoreConfig,
     RunConfig,
@@ -21,12 +23,17 @@ from instar.config import (
 from instar.config.judge import JudgeRewardConfig
 from instar.gateway.auth import is_loopback
 
+NOTHING = "nothing leaves this machine"
+
 
 class ExternalService(msgspec.Struct, frozen=True):
     setting: str
     """Path of the setting, such as ``engine``."""
     receives: str
     address: str
+
+    def describe(self) -> str:
+        return f"{self.receives} → {self.address} ({self.setting})"
 
 
 def list_external_services(config: RunConfig) -> list[ExternalService]:
@@ -43,9 +50,9 @@ def _list_services(config: RunConfig) -> Iterator[ExternalService]:
         if isinstance(reward, JudgeRewardConfig) and reward.endpoint != "self":
             yield ExternalService(f"reward.{index}", "the sessions that it judges", reward.endpoint)
     if isinstance(config.backend, CloudConfig):
-        yield ExternalService(
-            "backend", "training data, if the run trains", _get_cloud_address(config.backend)
-        )
+        address = _get_cloud_address(config.backend)
+        yield ExternalService("backend", "training data, if the run trains", address)
+    yield from _list_teachers(config)
     if isinstance(config.store, PostgresStoreConfig):
         yield ExternalService("store", "all recorded sessions", config.store.url)
     if config.cluster.type == "ray" and config.cluster.address is not None:
@@ -66,6 +73,17 @@ def _list_engines(engine: EngineConfig, path: str, config: RunConfig) -> Iterato
                 yield from _list_engines(part, f"{path}.parts.{index}", config)
         case _:
             pass
+
+
+def _list_teachers(config: RunConfig) -> Iterator[ExternalService]:
+    reference, receives = config.trainer.reference, "what is trained on"
+    if reference.weight == 0:
+        return
+    if isinstance(reference, CompletionsReferenceConfig):
+        yield ExternalService("trainer.reference", receives, reference.base_url)
+    if isinstance(reference, EngineReferenceConfig):
+        for service in _list_engines(reference.engine, "trainer.reference.engine", config):
+            yield ExternalService(service.setting, receives, service.address)
 
 
 def _get_cloud_address(backend: CloudConfig) -> str:

@@ -11,13 +11,13 @@ import aiohttp
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 import instar
+from instar.cli.learning_status import LearningReport, make_learning_report
 from instar.cli.options import AsJson, HomeFolder, async_command
 from instar.cli.output import format_time, print_json
-from instar.cli.roles import fetch_roles, print_roles, show_run_status
+from instar.cli.roles import fetch_roles, print_roles
+from instar.cli.run_status import list_external_rows, list_learning_rows, print_rows, show_run_status
 from instar.cli.run_store import open_run_store
 from instar.cli.service.external import ExternalService, list_external_services
 from instar.cli.service.home import Home
@@ -26,7 +26,6 @@ from instar.cluster.control import RoleStatus
 from instar.cluster.layout import RunFolder
 from instar.config import UpstreamEngineConfig
 from instar.gateway.base import HealthView
-from instar.types import Channel
 
 HEALTH_TIMEOUT_SECONDS = 5.0
 
@@ -58,6 +57,8 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     """The number of rewards by source."""
     agents: dict[str, list[str]] | None = None
     """The names of each agent's valid keys."""
+    learning: LearningReport | None = None
+    """The policies, the window and the trainer of a run that learns."""
     external: list[ExternalService] | None = None
     """The other machines that receive what agents say."""
     roles: list[RoleStatus] | None = None
@@ -101,9 +102,10 @@ async def make_report(home: Home) -> ServiceReport:
 
 async def _add_run(report: ServiceReport, run_dir: Path) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        progress = await store.progress(config.name, Channel.LIVE)
-        report.rewards = await store.reward_counts(config.name)
+        report.policy_version = (await store.latest_policy(config.policy_ids[0])).version
         keys = await store.keys()
+        report.roles = await fetch_roles(run_dir)
+        report.learning = await make_learning_report(config, store, report.roles)
     agents: dict[str, list[str]] = {config.agent_id: []}
     for key in keys:
         if key.kind == "agent" and key.revoked_at is None and key.agent_id is not None:
@@ -111,11 +113,9 @@ async def _add_run(report: ServiceReport, run_dir: Path) -> None:
     engine = config.engine
     report.name = config.name
     report.model = engine.base_url if isinstance(engine, UpstreamEngineConfig) else config.model.name
-    report.policy_version = progress.head_version
-    report.sessions = progress.sessions
+    report.sessions, report.rewards = report.learning.sessions, report.learning.rewards
     report.agents = agents
     report.external = list_external_services(config)
-    report.roles = await fetch_roles(run_dir)
 
 
 async def _add_process(report: ServiceReport, state: ServiceState) -> None:
@@ -163,30 +163,19 @@ def _print_report(report: ServiceReport, console: Console) -> None:
             ("model", f"{report.model}, policy version {report.policy_version}"),
             ("settings", report.config or "config.yaml in the home, or the default settings"),
             ("run", report.run_dir or ""),
-            ("sessions", _join_counts(report.sessions)),
-            ("rewards", _join_counts(report.rewards)),
+            *list_learning_rows(report.learning),
         ]
         rows += [
             ("agent", f"{agent} (keys: {', '.join(names) or 'none'})")
             for agent, names in (report.agents or {}).items()
         ]
-        external = [f"{item.receives} → {item.address} ({item.setting})" for item in report.external or []]
-        rows += [("external", text) for text in external or ["nothing leaves this machine"]]
+        rows += list_external_rows(report.external)
     if report.log:
         rows.append(("log", report.log))
-    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
-    table.add_column(no_wrap=True, style="bold")
-    table.add_column(overflow="fold")
-    for label, value in rows:
-        table.add_row(label, Text(value))
-    console.print(table)
+    print_rows(rows, console)
     if report.is_running and report.roles:
         console.print()
         print_roles(report.roles, console)
-
-
-def _join_counts(counts: dict[str, int] | None) -> str:
-    return ", ".join(f"{count} {name}" for name, count in (counts or {}).items()) or "none"
 
 
 def _format_duration(seconds: float) -> str:

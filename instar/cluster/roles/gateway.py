@@ -15,6 +15,8 @@ from instar.cluster.tasks import run_until_first
 from instar.cpu import limit_fragmentation, release_freed_pages
 from instar.gateway.app import open_gateway
 from instar.gateway.serve import serve
+from instar.live.activity import ACTIVITY_FILE, ActivityRecorder
+from instar.live.learning_window import yields_to_requests
 from instar.rollout.admission import Admission
 
 MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
@@ -30,6 +32,10 @@ async def run_gateway(context: RoleContext) -> None:
     limits = context.config.gateway
     admission = Admission(context.config, store, context.run_id)
     async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV], admission) as app:
+        activity = None
+        if yields_to_requests(context.config):
+            activity = ActivityRecorder(context.folder.path / ACTIVITY_FILE)
+            app.announce_requests(activity)
         tune_gc()
         context.is_started = True
         await run_until_first(
@@ -46,6 +52,7 @@ async def run_gateway(context: RoleContext) -> None:
             context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
             watch_endpoints(),
             _release_memory(),
+            *([] if activity is None else [activity.run()]),
         )
     if engine is not None:
         await engine.close()

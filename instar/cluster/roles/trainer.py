@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from contextlib import AsyncExitStack
+from functools import partial
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, ROLLOUT_FINISHED, RoleContext
@@ -13,6 +14,7 @@ from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.tasks import background_tasks, call_when_set
 from instar.config import LocalClusterConfig
+from instar.live.learning_window import LearningWindow, yields_to_requests
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
@@ -24,10 +26,15 @@ from instar.umask import PRIVATE_UMASK
 
 logger = logging.getLogger(__name__)
 
+REDUCED_PRIORITY = 10
+"""The niceness of a trainer that pauses for live requests, because it pauses only at the next layer."""
+
 
 async def run_trainer(context: RoleContext) -> None:
     store = await context.open_store()
     await context.announce(store, "loading the model")
+    if yields_to_requests(context.config):
+        os.nice(REDUCED_PRIORITY)
     async with AsyncExitStack() as resources:
         backend = create_backend(context.config)
         config, warnings = apply_capabilities(context.config, backend.capabilities)
@@ -55,6 +62,10 @@ async def run_trainer(context: RoleContext) -> None:
             sync = await create_sync_route(config, backend, connected)
             resources.push_async_callback(sync.close)
             logger.info("sync route: %s", sync.description)
+            window = LearningWindow(config, store) if config.trains_on_live else None
+            if window is not None:
+                resources.callback(window.close)
+                backend.set_pause(window.pause)
             trainer = Trainer(
                 config,
                 store=store,
@@ -62,18 +73,30 @@ async def run_trainer(context: RoleContext) -> None:
                 publisher=PolicyPublisher(sync, engines.refresh, every=config.sync.every),
                 monitor=monitor,
                 penalty=penalty,
+                may_run=None if window is None else window.may_run,
             )
             trainer.is_rollout_finished = not (config.trains_on_groups or config.trains_on_live)
             context.is_started = True
             async with background_tasks(
-                call_when_set(trainer.stop, context.stop, context.drain),
+                call_when_set(partial(_stop, trainer, window), context.stop, context.drain),
+                *([] if window is None else [window.run()]),
                 _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
-                context.heartbeat(store, lambda: trainer.activity),
+                context.heartbeat(store, partial(_describe_activity, trainer, window)),
             ):
                 await trainer.run()
     await context.announce(store, trainer.activity)
     await store.close()
+
+
+def _stop(trainer: Trainer, window: LearningWindow | None) -> None:
+    trainer.stop()
+    if window is not None:
+        window.release()  # the trainer finishes the current step, even if it was paused
+
+
+def _describe_activity(trainer: Trainer, window: LearningWindow | None) -> str:
+    return trainer.activity if window is None else window.describe(trainer.activity)
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -25,7 +27,11 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.session_states import PendingRequest, SessionStates
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
-from instar.types import Message, new_id
+from instar.rewards.base import JUDGE_AGENT
+from instar.types import Channel, Message, new_id
+
+if TYPE_CHECKING:
+    from instar.live.activity import ActivityRecorder
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,8 @@ class CallPipeline:
     _states: SessionStates
     _resolver: SessionResolver
     _recorder: Recorder
+    activity: ActivityRecorder | None = None
+    """Announces live requests, if a trainer on this machine pauses for them."""
 
     def __post_init__(self) -> None:
         self._parser = RequestParser(self._context.config, self._context.hasher)
@@ -162,7 +170,7 @@ class CallPipeline:
                 await self._states.get(session_id, caller, Action.CALL_MODEL)
 
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
-        with self._states.track_call(call.state):
+        with self._states.track_call(call.state), self._announce(call):
             graph = await self._states.load_graph(call.state)
             placement = await place(call, graph)
             try:
@@ -175,6 +183,13 @@ class CallPipeline:
                     await self._sample(call, graph, placement, pending, responder)
             finally:
                 graph.release(placement)
+
+    def _announce(self, call: ModelCall) -> AbstractContextManager[None]:
+        """Announce a request of a live session. Nobody waits for the reply to a judge's question."""
+        is_live = call.state.session.channel is Channel.LIVE
+        if self.activity is None or not is_live or call.request.model == JUDGE_AGENT:
+            return nullcontext()
+        return self.activity.track_request()
 
     async def _sample(
         self,

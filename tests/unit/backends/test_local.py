@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,8 +23,10 @@ from transformers import (
 from instar.backends.base import Backend
 from instar.backends.local.backend import LocalBackend
 from instar.backends.local.state import hash_adapter, write_folder
-from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig
+from instar.config import AdamConfig, LocalBackendConfig, LoraConfig, LossConfig, ModelConfig, RunConfig
 from instar.errors import BackendError, NonFiniteError
+from instar.live.activity import ACTIVITY_FILE, ActivityRecorder
+from instar.live.learning_window import LearningWindow
 from tests.unit.backends.conformance import (
     ADAM,
     BackendConformance,
@@ -280,3 +284,99 @@ def test_write_folder_is_atomic(tmp_path: Path) -> None:
         write_folder(tmp_path / "target", write)
         assert (tmp_path / "target" / "file").read_text() == text
     assert [p.name for p in tmp_path.iterdir()] == ["target"]
+
+
+class PauseSwitch:
+    """Blocks the backend at the call of `pause` with this number until `resume` is called."""
+
+    def __init__(self, blocking_call: int) -> None:
+        self.blocking_call = blocking_call
+        self.calls = 0
+        self.is_paused = threading.Event()
+        self.resumed = threading.Event()
+
+    def pause(self) -> None:
+        self.calls += 1
+        if self.calls == self.blocking_call:
+            self.is_paused.set()
+            assert self.resumed.wait(60)
+
+    def resume(self) -> None:
+        self.resumed.set()
+
+
+async def train_two_steps(backend: LocalBackend, folder: Path) -> tuple[str, list[list[float]]]:
+    """Return a hash of the trained adapter, and all logprobs."""
+    logprobs: list[list[float]] = []
+    for _ in range(2):
+        result = await backend.forward_backward(make_tree_samples(), LossConfig())
+        await backend.optim_step(ADAM)
+        logprobs += [row.tolist() for row in (*result.logprobs, *await backend.forward(make_tree_samples()))]
+    await backend.publish(folder)
+    return hash_adapter(folder), logprobs
+
+
+@pytest.mark.parametrize("gradient_checkpointing", [False, True])
+async def test_pauses_in_every_pass_leave_the_result_bit_identical(
+    model_folder: Path, tmp_path: Path, gradient_checkpointing: bool
+) -> None:
+    config = LocalBackendConfig(
+        lora=LoraConfig(rank=4), micro_batch_tokens=60, gradient_checkpointing=gradient_checkpointing
+    )
+    plain = make_local(model_folder, config)
+    expected = await train_two_steps(plain, tmp_path / "expected")
+    await plain.close()
+    counter = PauseSwitch(0)
+    counted = make_local(model_folder, config)
+    counted.set_pause(counter.pause)
+    await counted.forward_backward(make_tree_samples(), LossConfig())
+    await counted.close()
+    # In the forward pass, in the backward pass, and in the second call.
+    for call in (2, counter.calls // 2 + 1, counter.calls - 1, counter.calls + 3):
+        switch = PauseSwitch(call)
+        backend = make_local(model_folder, config)
+        backend.set_pause(switch.pause)
+        training = asyncio.create_task(train_two_steps(backend, tmp_path / str(call)))
+        assert await asyncio.to_thread(switch.is_paused.wait, 60)
+        await asyncio.sleep(0.05)
+        assert switch.calls == call, "nothing may be computed during a pause"
+        switch.resume()
+        digest, logprobs = await training
+        assert digest == expected[0]
+        np.testing.assert_array_equal(np.concatenate(logprobs), np.concatenate(expected[1]))
+        await backend.close()
+
+
+async def test_backward_pass_can_pause_as_often_as_the_forward_pass(model_folder: Path) -> None:
+    switch = PauseSwitch(0)
+    backend = make_local(model_folder)
+    backend.set_pause(switch.pause)
+    await backend.forward(make_tree_samples())
+    forward_calls, switch.calls = switch.calls, 0
+    await backend.forward_backward(make_tree_samples(), LossConfig())
+    assert switch.calls > 1.5 * forward_calls
+    await backend.close()
+
+
+async def test_step_pauses_while_a_live_request_is_in_progress(model_folder: Path, tmp_path: Path) -> None:
+    plain = make_local(model_folder)
+    expected = await train_two_steps(plain, tmp_path / "expected")
+    await plain.close()
+    recorder = ActivityRecorder(tmp_path / ACTIVITY_FILE)
+    window = LearningWindow(RunConfig.model_validate({"dir": str(tmp_path), "live": {"window": {"idle": 0}}}))
+    calls = [0]
+
+    def pause() -> None:
+        calls[0] += 1
+        window.pause()
+
+    backend = make_local(model_folder)
+    backend.set_pause(pause)
+    with recorder.track_request():
+        training = asyncio.create_task(train_two_steps(backend, tmp_path / "paused"))
+        await asyncio.sleep(0.3)
+        assert calls[0] <= 1, "the first layer waits until the request has ended"
+    digest, logprobs = await training
+    assert digest == expected[0]
+    np.testing.assert_array_equal(np.concatenate(logprobs), np.concatenate(expected[1]))
+    await backend.close()

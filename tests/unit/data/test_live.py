@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -243,3 +244,17 @@ def test_kind_depends_on_the_system_prompt_and_the_tools_unless_declared() -> No
 
     assert kind("sort", "a") == kind("sort", "b") != kind("search", "a")
     assert kind("sort", "a", kind="sorting") == "sorting"
+
+
+async def test_next_batch_is_built_only_while_it_is_allowed(store: Store) -> None:
+    for name in ("a", "b"):
+        await add_live(store, name, 1.0)
+    batcher = Batcher(store, RUN, make_live_config())
+    assert await batcher.next_batch(1, 0, 0, may_run=lambda: False, timeout=0.0) is None
+    answers = iter([False, False, True])
+    batch = await batcher.next_batch(1, 0, 0, may_run=lambda: next(answers), timeout=60.0)
+    assert batch is not None
+    assert len(batch.claims) == 2
+    stop = asyncio.Event()
+    stop.set()
+    assert await batcher.next_batch(2, 0, 0, may_run=lambda: False, stop=stop) is None

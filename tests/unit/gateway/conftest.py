@@ -19,6 +19,7 @@ from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
 from instar.gateway.forgetting import RetentionPolicy
 from instar.gateway.serve import bind, serve
+from instar.live.activity import ActivityRecorder
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
 from instar.rollout.admission import Admission
@@ -81,6 +82,7 @@ async def run_gateway(
     config: GatewayConfig,
     store_class: type[SqliteStore] = SqliteStore,
     run_config: RunConfig | None = None,
+    activity: ActivityRecorder | None = None,
     **options: Any,
 ) -> AsyncGenerator[RunningGateway]:
     store = store_class(store_path)
@@ -99,6 +101,8 @@ async def run_gateway(
         groups=groups,
         **options,
     )
+    if activity is not None:
+        app.announce_requests(activity)
     listener = bind("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     stop = asyncio.Event()
@@ -127,6 +131,7 @@ async def start_gateway(
         store_class: type[SqliteStore] = SqliteStore,
         run_config: RunConfig | None = None,
         retention: RetentionPolicy | None = None,
+        activity: ActivityRecorder | None = None,
     ) -> RunningGateway:
         """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
@@ -139,6 +144,7 @@ async def start_gateway(
             train_sampling=sampling,
             run_config=run_config,
             retention=retention,
+            activity=activity,
         )
         contexts.append(context)
         return await context.__aenter__()
