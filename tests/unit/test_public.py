@@ -39,6 +39,7 @@ LIGHT_MODULES = [
     "instar.rollout.base",
     "instar.clouds.base",
     "instar.cluster.base",
+    "instar.live.base",
     "instar.protocol.base",
     "instar.curation.base",
     "instar.reference.base",

@@ -23,7 +23,7 @@ INVALID_CONFIGS = {
     "unknown section": (
         "trainr: {}",
         "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, agents, backend, cluster, "
-        "data, dir, engine, eval, gateway, groups, model, models, name, reward, rollout, scoring, seed, "
+        "data, dir, engine, eval, gateway, groups, live, model, models, name, reward, rollout, scoring, seed, "
         "simulate, store, sync, trainer, upstreams",
     ),
     "unknown key": (
