@@ -109,8 +109,7 @@ async def _export(
     run_dir: Path, to: Path | None, options: ExportOptions, name: str | None, as_json: bool
 ) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        if not (config.trains_on_live and config.live.gate.holds_out):
-            options = replace(options, exclude_held_out=False)
+        options = replace(options, exclude_held_out=options.exclude_held_out and config.has_gate)
         store_type = config.store.type
         combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.

@@ -40,11 +40,6 @@ class GateConfig(Section):
             )
         return self
 
-    @property
-    def holds_out(self) -> bool:
-        """True if some live sessions are used for evaluation and never for training."""
-        return self.mode != "off"
-
 
 class CanaryConfig(Section):
     """The share of live sessions that a candidate serves before it serves all."""

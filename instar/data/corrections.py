@@ -63,7 +63,7 @@ async def load_corrections(store: Store, config: RunConfig, step: int, epoch: in
 
 
 async def _is_held_out(store: Store, config: RunConfig, session_id: str) -> bool:
-    if not (config.trains_on_live and config.live.gate.holds_out):
+    if not config.has_gate:
         return False
     session = await store.session(session_id)
     if session is None or session.channel is not Channel.LIVE:

@@ -170,7 +170,7 @@ class LiveLoader:
 
 def is_session_held_out(config: RunConfig, calls: Sequence[Call]) -> bool:
     """Return True if the run evaluates candidates on the live session, and so never trains on it."""
-    return config.live.gate.holds_out and bool(calls) and is_held_out(calls[0].messages)
+    return config.has_gate and bool(calls) and is_held_out(calls[0].messages)
 
 
 def compute_kind(metadata: Mapping[str, object], calls: Sequence[Call]) -> str:

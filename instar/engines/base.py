@@ -101,8 +101,9 @@ class Engine(ABC):
         this loaded version replies to the end, whatever is loaded meanwhile. Raises PolicyNotFound if it is
         not loaded."""
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the served policy's logprobs of at most ``max_context`` tokens (NaN at index 0)."""
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        """Return the logprobs of at most ``max_context`` tokens (NaN at index 0) under the served policy, or
+        under the loaded version ``policy``. Raises PolicyNotFound if it is not loaded."""
         raise EngineError(f"The {self.info.kind} engine does not compute prompt logprobs.")
 
     def for_session(self, session: str) -> Engine:

@@ -170,13 +170,20 @@ class EnginePool(Engine):
                 if isinstance(error, PolicyNotFound):
                     not_found = error  # another engine may have the policy
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         tried: list[PoolMember] = []
+        not_found: PolicyNotFound | None = None
         while True:
-            member = self._pick(tried)
+            try:
+                member = self._pick(tried)
+            except EngineUnavailable as error:
+                raise (not_found or error) from None
             tried.append(member)
-            with contextlib.suppress(EngineUnavailable), member.track_request():
-                return await member.engine.logprobs(token_ids)
+            try:
+                with contextlib.suppress(EngineUnavailable), member.track_request():
+                    return await member.engine.logprobs(token_ids, policy)
+            except PolicyNotFound as error:
+                not_found = error  # another engine may have the policy
 
     async def load(self, policy: Policy) -> None:
         """Load the policy into every healthy engine. The others load it when they respond again. Raises the
@@ -366,8 +373,8 @@ class _SessionEngine(Engine):
     ) -> AsyncGenerator[TokenChunk, None]:
         return self._pool.generate_for_session(self._session, prompt_ids, params, policy)
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        return await self._pool.logprobs(token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        return await self._pool.logprobs(token_ids, policy)
 
     async def load(self, policy: Policy) -> None:
         await self._pool.load(policy)

@@ -96,9 +96,11 @@ class ScriptedEngine(Engine):
             if loaded is not None:
                 self._policies.release(loaded)
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = check_score_request(self.info, token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        ids = check_score_request(self.info, token_ids, policy)
         self._check_open()
+        if policy is not None:
+            self._policies.release(self._policies.acquire(policy))  # raises if it is not loaded
         state = _initial_state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)
         for position, token in enumerate(ids[1:].tolist(), 1):

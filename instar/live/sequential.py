@@ -33,7 +33,7 @@ class Bounds(NamedTuple):
     """The mean of paired differences with a lower and an upper bound, each of which is wrong at any time with
     a probability of at most ``alpha``."""
 
-    count: int
+    items: int
     mean: float
     lower: float
     upper: float

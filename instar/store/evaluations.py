@@ -53,9 +53,7 @@ def add_evaluation_item(db: Database, item: EvaluationItem) -> None:
     db.execute(EVALUATION_ITEMS.insert_sql + conflict, EVALUATION_ITEM_ROWS.encode(item))
 
 
-def get_evaluation_items(
-    db: Database, policy_id: str, version: int, incumbent: int
-) -> list[EvaluationItem]:
+def get_evaluation_items(db: Database, policy_id: str, version: int, incumbent: int) -> list[EvaluationItem]:
     return EVALUATION_ITEM_ROWS.select(
         db,
         "SELECT * FROM evaluation_items WHERE policy_id = ? AND version = ? AND incumbent = ? "

@@ -60,9 +60,7 @@ def get_rewarded_live_sessions(
     return RewardedSessions(sessions, last)
 
 
-def get_completed_live_sessions(
-    db: Database, run_id: str, agent_ids: Sequence[str], limit: int
-) -> list[str]:
+def get_completed_live_sessions(db: Database, run_id: str, agent_ids: Sequence[str], limit: int) -> list[str]:
     """Return the ids of the agents' newest completed live sessions, newest first."""
     rows = db.execute(
         "SELECT session_id FROM sessions WHERE run_id = ? AND channel = ? AND status = ? "

@@ -78,7 +78,7 @@ def test_bounds_agree_with_the_capital_and_contain_the_mean() -> None:
     for count in (10, 40, 120):
         bounds = compute_bounds(differences[:count].tolist(), ALPHA)
         assert bounds.lower < bounds.mean < bounds.upper
-        assert bounds.count == count
+        assert bounds.items == count
         assert bounds.upper - bounds.lower < previous_width
         previous_width = bounds.upper - bounds.lower
         share = (1 + bounds.lower) / 2
