@@ -77,16 +77,12 @@ def decide(
     if not sanity.remaining and not is_sane(sanity, config):
         text = f"the sanity set does not show that it is worse by less than {-margin:g}"
         return Decision("reject", f"{text} (at least {sanity.bounds.lower:+.3f})")
-    if (
-        held_out.items >= config.max_items
-        and prompts >= config.min_prompts
-        and not is_better(held_out, config)
-    ):
+    has_enough = prompts >= config.min_prompts
+    if has_enough and held_out.items >= config.max_items and not is_better(held_out, config):
         return Decision("reject", f"no improvement on {prompts} held-out prompts (live.gate.max_items)")
-    if is_overdue and prompts >= config.min_prompts:
-        return Decision(
-            "reject", f"no decision within {config.deadline_days:g} days (live.gate.deadline_days)"
-        )
+    if has_enough and is_overdue:
+        text = f"no decision within {config.deadline_days:g} days (live.gate.deadline_days)"
+        return Decision("reject", text)
     return Decision("more data", _explain_wait(held_out, sanity, config, method))
 
 

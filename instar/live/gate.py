@@ -78,10 +78,12 @@ class Gate:
         current = [evaluation for evaluation in evaluations if evaluation.incumbent == incumbent.version]
         if staged := [row for row in pending if row.stage is not PolicyStage.CANDIDATE]:
             return await self._follow_stage(staged[-1], current)
-        if not pending:
+        # A candidate older than an evaluated one is left to a person.
+        last_evaluated = max((evaluation.version for evaluation in evaluations), default=0)
+        versions = {r.policy.version: r.policy for r in pending if r.policy.version >= last_evaluated}
+        if not versions:
             self.activity = "no candidate"
             return False
-        versions = {row.policy.version: row.policy for row in pending}
         newest = max(versions)
         undecided = [e for e in current if e.version in versions and e.decision == "more data"]
         decided = next((e for e in current if e.version == newest and e.decision in DECIDED_STAGES), None)
@@ -176,8 +178,7 @@ class Gate:
         if not chunk:
             self.activity = f"version {evaluation.version}: {reason}"
             return False
-        await self._score(evaluation, pair, chunk)
-        return True
+        return await self._score(evaluation, pair, chunk)
 
     async def _list_remaining(
         self, name: str, items: Sequence[EvaluationItem], key: tuple[str, int, int]
@@ -194,9 +195,16 @@ class Gate:
         total = done + sum(result.remaining for result in results.values())
         self.activity = f"evaluating version {version}: {done} of {total} items"
 
-    async def _score(self, evaluation: Evaluation, pair: _Pair, chunk: Sequence[tuple[str, str]]) -> None:
-        for policy in (pair.incumbent, pair.candidate):
-            await self._sampler.load(policy)
+    async def _score(self, evaluation: Evaluation, pair: _Pair, chunk: Sequence[tuple[str, str]]) -> bool:
+        """Score the items with both versions. Return False if the engine cannot load the versions now."""
+        try:
+            for policy in (pair.incumbent, pair.candidate):
+                await self._sampler.load(policy)
+        except EngineUnavailable:
+            raise
+        except EngineError as error:  # the files may be gone, or all adapters that fit are in use
+            self.activity = f"version {evaluation.version} cannot be evaluated now: {error}"
+            return False
 
         async def score(name_and_key: tuple[str, str]) -> None:
             name, key = name_and_key
@@ -208,6 +216,7 @@ class Gate:
             )
 
         await map_concurrently(score, chunk, self._config.concurrency)
+        return True
 
     async def _try_score(self, name: str, key: str, policy: Policy) -> float | None:
         """Return None if this item cannot be evaluated. Raises EngineError if the engine cannot serve now."""

@@ -14,6 +14,7 @@ from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.engines.base import Engine
 from instar.errors import ConfigError
+from instar.live.base import StageCheck, skip_stage
 from instar.live.decision import HELD_OUT, SANITY
 from instar.live.gate import Gate
 from instar.live.runner import GateRunner
@@ -70,7 +71,13 @@ async def run_gate(context: RoleContext) -> None:
 
 
 def create_gates(
-    config: RunConfig, store: Store, engine: Engine, renderer: Renderer, scorers: Sequence[Scorer]
+    config: RunConfig,
+    store: Store,
+    engine: Engine,
+    renderer: Renderer,
+    scorers: Sequence[Scorer],
+    *,
+    check_stage: StageCheck = skip_stage,
 ) -> dict[str, Gate]:
     """Return the gate of each lineage, by its policy id. ``scorers`` are those of live sessions."""
     if not engine.info.serves_several_policies:
@@ -93,7 +100,9 @@ def create_gates(
         elif sampler.can_score:
             held_out, method = FeedbackPairs(sessions, sampler, _make_rater(config, store)), "feedback"
         sets = {HELD_OUT: held_out, SANITY: sanity}
-        gates[policy_id] = Gate(policy_id, section, store, sampler, sets, method=method)
+        gates[policy_id] = Gate(
+            policy_id, section, store, sampler, sets, method=method, check_stage=check_stage
+        )
     return gates
 
 

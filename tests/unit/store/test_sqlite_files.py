@@ -97,8 +97,7 @@ async def test_open_truncated_file_raises(path: Path) -> None:
 async def test_read_of_damaged_pages_raises(path: Path) -> None:
     """The damage is found when the pages are read, and the error names the file and says what to do."""
     await fill_store(path)
-    end = path.stat().st_size - 4 * 4096  # the calls are at the end of the file
-    overwrite(path, end - 30 * 4096, end, b"\xa5" * 30 * 4096)
+    overwrite(path, 95 * 4096, 125 * 4096, b"\xa5" * 30 * 4096)
     store = SqliteStore(path)
     with pytest.raises(StoreCorrupt, match=r"store\.db is damaged.*backup"):
         await store.calls("s")
