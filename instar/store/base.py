@@ -279,6 +279,7 @@ class Store:
     latest_policy = _read(policies.get_latest_policy)
     published_policies = _read(policies.get_published_policies)
     policy_versions = _read(lineage.get_policy_versions)
+    rejected_versions = _read_statement(lineage.get_rejected_versions)
     advance_version = _write(lineage.advance_version)
     promote_version = _write(lineage.promote_version)
     reject_version = _write(lineage.reject_version)

@@ -6,17 +6,17 @@ The rule wants the word "please" in replies to live prompts. Versions reply as `
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from instar.cluster.roles.gate import create_gates
 from instar.config import RunConfig
 from instar.engines.scripted import ScriptedEngine
-from instar.live.base import StageCheck, is_held_out, skip_stage
+from instar.live.base import StageCheck, skip_stage
 from instar.live.gate import Gate
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
@@ -29,7 +29,6 @@ from instar.types import (
     Channel,
     Claim,
     ClaimOutcome,
-    Message,
     Policy,
     Reward,
     RewardSource,
@@ -37,11 +36,11 @@ from instar.types import (
     StepState,
 )
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session, put_test_run
+from tests.unit.live.prompts import MARKER, list_prompts
 
 BEHAVIORS = {0: "plain", 1: "polite", 2: "plain", 3: "broken", 4: "rude", 5: "polite"}
 """How each version replies: `plain` ignores the rule, `polite` follows it, `broken` follows it but fails the
 sanity set, and `rude` follows it never, not even by chance."""
-MARKER = "live prompt"
 
 
 def reply(prompt: str, seed: int | None, version: int) -> str:
@@ -72,13 +71,6 @@ def make_config(model: Path, **gate: Any) -> RunConfig:
             "live": {"gate": {"concurrency": 16, **gate}},
         }
     )
-
-
-def list_prompts(*, held_out: bool = True) -> Iterator[list[Message]]:
-    for number in count():
-        messages = [Message(role="user", content=f"{MARKER} {number}")]
-        if is_held_out(messages) == held_out:
-            yield messages
 
 
 async def add_sessions(
