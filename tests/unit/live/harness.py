@@ -109,9 +109,15 @@ class GateHarness:
         await add_sessions(self.store, self.renderer, start, stop, **options)
 
     async def add_candidate(
-        self, version: int, *, is_committed: bool = True, artifact: ArtifactKind = "adapter"
+        self,
+        version: int,
+        *,
+        parent: int | None = None,
+        is_committed: bool = True,
+        artifact: ArtifactKind = "adapter",
     ) -> None:
-        assert await self.store.reserve_version(RUN, RUN, version, parent=version - 1, is_candidate=True)
+        parent = version - 1 if parent is None else parent
+        await self.store.reserve_version(RUN, RUN, version, parent=parent, is_candidate=True)
         claim = Claim(RUN, 0, f"t{version}/0", f"t{version}", None, ClaimOutcome.TRAINED)
         await self.store.claim_step(RUN, version, [claim])
         await self.store.publish(Policy(RUN, version, Artifact(artifact, f"/adapters/{version}")))
