@@ -44,7 +44,7 @@ def _normalize(text: object) -> str:
 
 
 class StageOutcome(NamedTuple):
-    """What becomes of a version in the stage `shadow` or `canary`."""
+    """The decision of a `StageCheck`."""
 
     action: Literal["advance", "wait", "reject"]
     reason: str = ""

@@ -26,7 +26,7 @@ class GateRunner:
 
     @property
     def activity(self) -> str:
-        """What the gates do, for the list of roles."""
+        """The activity that the role announces."""
         if self._is_paused:
             return "waiting for a time at which evaluation may run"
         if len(self._gates) == 1:
