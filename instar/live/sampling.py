@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -18,6 +19,9 @@ from instar.types import Call, FinishReason, Floats, Ids, Message, Policy, Polic
 
 _PARSER_PROMPT_TOKENS = 64
 IDLE_POLL_SECONDS = 0.2
+IDLE_TIMEOUT_SECONDS = 60.0
+"""After this time without an idle moment, the sampler gives up, and the gate reports what it waits for."""
+REPLY_TIMEOUT_SECONDS = 600.0
 
 
 class ReplySampler:
@@ -79,16 +83,26 @@ class ReplySampler:
         )
         ids: list[int] = []
         reason: FinishReason | None = None
-        async with aclosing(self._engine.generate(prompt, params, _get_ref(policy))) as chunks:
-            async for chunk in chunks:
-                ids += chunk.token_ids
-                reason = chunk.finish_reason
+        try:
+            async with (
+                asyncio.timeout(REPLY_TIMEOUT_SECONDS),
+                aclosing(self._engine.generate(prompt, params, _get_ref(policy))) as chunks,
+            ):
+                async for chunk in chunks:
+                    ids += chunk.token_ids
+                    reason = chunk.finish_reason
+        except TimeoutError as error:
+            message = f"the engine did not finish a reply within {REPLY_TIMEOUT_SECONDS:g} s"
+            raise EngineUnavailable(message) from error
         if reason is None or reason == "aborted":
             raise EngineUnavailable("the engine stopped before the end of a reply")
         return ids, reason
 
     async def _wait_until_idle(self) -> None:
-        while (await self._engine.status()).waiting:  # noqa: ASYNC110 - the engine is another process
+        deadline = time.monotonic() + IDLE_TIMEOUT_SECONDS
+        while (await self._engine.status()).waiting:
+            if time.monotonic() > deadline:
+                raise EngineUnavailable("the engine is busy with other requests")
             await asyncio.sleep(IDLE_POLL_SECONDS)
 
 
