@@ -71,7 +71,7 @@ CLIENTS := tests/integration/agents tests/integration/clients tests/integration/
 BACKENDS := tests/integration/backends tests/torture/test_services.py
 SCALE := $(wildcard tests/integration/vllm tests/integration/sync tests/integration/ray)
 REWARDS := $(wildcard $(addprefix tests/integration/,rewards rewards_sandbox datasets tasks))
-REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) tests/torture/test_crash.py $(REWARDS)
+REST := $(filter-out $(CLIENTS),$(wildcard tests/integration/test_*.py)) $(wildcard tests/torture/test_*crash.py) $(REWARDS)
 # Two files at a time, because tests often wait for a process to start; then the tests marked `alone`.
 define slow
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not alone" -n 2 --dist loadfile --timeout=300 $(DURATIONS) $(1)

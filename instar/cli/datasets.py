@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -64,6 +64,9 @@ async def export_sessions(
     include_open: Annotated[
         bool, typer.Option("--open", help="Also export sessions that are still open, as they are now.")
     ] = False,
+    held_out: Annotated[
+        bool, typer.Option("--held-out", help="Also export live sessions that evaluate candidates.")
+    ] = False,
     samples: Annotated[bool, typer.Option("--samples", help="Also write the training samples.")] = False,
     margin: Annotated[float, typer.Option(min=0, help="dpo: rewards must differ by more than this.")] = 0.0,
     as_json: AsJson = False,
@@ -80,6 +83,7 @@ async def export_sessions(
         include_open=include_open,
         include_samples=samples,
         min_reward=min_reward,
+        exclude_held_out=not held_out,
         margin=margin,
     )
     if include_open and format not in IMPORTABLE_FORMATS:
@@ -105,6 +109,7 @@ async def _export(
     run_dir: Path, to: Path | None, options: ExportOptions, name: str | None, as_json: bool
 ) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
+        options = replace(options, exclude_held_out=options.exclude_held_out and config.has_gate)
         store_type = config.store.type
         combine = RewardCombiner(config)
         # Data without logprobs can be trained on too.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 BARS = " ▁▂▃▄▅▆▇█"
 REFRESH_SECONDS = 0.5
-ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "teacher")
+ROLE_ORDER = ("gateway", "engine", "rollout", "rewards", "trainer", "gate", "teacher")
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:

@@ -47,6 +47,8 @@ class PlannedSession:
     """The session's claim in the planned step or, with the number of the step, in an earlier one."""
     reason: str
     """Why the session is, or is not, in the planned step."""
+    rejected_version: int | None = None
+    """The version of the earlier step, if it was rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +112,21 @@ async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> l
     rows = await store.sessions(config.name, channel=Channel.LIVE, limit=MAX_LIVE_SESSIONS)
     sessions = [row.session for row in reversed(rows)]
     planned = {claim.session_id: claim for claim in [*batch.drops, *batch.claims]}
+    rejected = {agent: await store.rejected_versions(config.get_policy_id(agent)) for agent in config.agents}
     described: list[PlannedSession] = []
     for live in await LiveLoader(store, config).describe(sessions):
         session_id = live.session.session_id
         stored = await store.claims(config.name, session_id=session_id)
         claims = [claim for claim in stored if not is_correction_key(claim.sample_key)]
+        rejected_version = None
         if claims:
             step = f"in step {claims[0].step}" if claims[0].step is not None else "without a step"
             reason = f"already {claims[0].outcome.value} {step}"
             reason += f": {claims[0].reason}" if claims[0].reason else ""
+            if claims[0].step is not None:
+                rejected_version = rejected.get(live.session.agent_id, {}).get(claims[0].step)
+            if rejected_version is not None:
+                reason += f"; version {rejected_version} was rejected"
         elif live.exclusion is not None:
             reason = f"excluded: {EXCLUSIONS[live.exclusion]}"
         elif session_id in planned:
@@ -127,7 +135,7 @@ async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> l
         else:
             reason = "waits for a later step, because sessions that ended earlier come first"
         claim = claims[0] if claims else planned.get(session_id)
-        described.append(PlannedSession(live.session, claim, reason))
+        described.append(PlannedSession(live.session, claim, reason, rejected_version))
     return described
 
 
@@ -168,7 +176,7 @@ def plan_json(plan: StepPlan) -> Json:
         "live_sessions": [
             {
                 **select_fields(live.session, "session_id", "agent_id", "status"),
-                "reason": live.reason,
+                **select_fields(live, "reason", "rejected_version"),
                 "reward": live.claim and live.claim.reward,
                 "advantage": live.claim and live.claim.advantage,
             }

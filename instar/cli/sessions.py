@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any
 
 import typer
@@ -149,6 +149,8 @@ class SessionDetails:
     """The sessions in the group's slots, including the session itself, or empty if there is no group."""
     live_exclusion: str | None = None
     """Why the live session is not trained on, or None if it waits for a step or is not a live session."""
+    rejected_versions: Mapping[int, int] = field(default_factory=dict[int, int])
+    """The rejected version of each step that made one."""
 
 
 @app.command()
@@ -200,6 +202,7 @@ async def _load_details(store: Store, config: RunConfig, session: Session) -> Se
         group=group,
         group_sessions=group_sessions,
         live_exclusion=await _find_live_exclusion(store, config, session),
+        rejected_versions=await store.rejected_versions(config.get_policy_id(session.agent_id)),
     )
 
 
@@ -220,7 +223,11 @@ def _details_json(details: SessionDetails) -> Json:
         "rewards": [
             select_fields(reward, "value", "source", "scorer", "call_id") for reward in details.rewards
         ],
-        "claims": [select_fields(claim, *claim_fields) for claim in details.claims],
+        "claims": [
+            select_fields(claim, *claim_fields)
+            | {"rejected_version": details.rejected_versions.get(claim.step or -1)}
+            for claim in details.claims
+        ],
         "group": _group_json(details),
     }
 
@@ -289,6 +296,8 @@ def _describe_outcome(details: SessionDetails) -> list[str]:
             if claim.outcome == "trained"
             else f"dropped: {claim.reason}"
         )
+        rejected = details.rejected_versions.get(claim.step or -1)
+        outcome += "" if rejected is None else f"; version {rejected} was rejected"
         lines.append(f"sample {claim.sample_key}: advantage {advantage} → {outcome}")
     return lines if details.claims else [*lines, _explain_unclaimed(details)]
 

@@ -13,11 +13,11 @@ from rich.text import Text
 
 from instar.backends.factory import get_known_capabilities
 from instar.cli.options import AsJson, RunDir, async_command, new_app
-from instar.cli.output import format_time, plain_table, print_json, print_result
+from instar.cli.output import format_time, plain_table, print_json, print_result, select_fields
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.errors import InstarError
-from instar.store.base import PolicyVersion, Store
+from instar.store.base import Evaluation, EvaluationItem, PolicyVersion, Store
 from instar.trainer.checkpoint import checkpoint_path, is_pruned
 from instar.trainer.lineage import INITIAL_STEP
 from instar.types import ClaimOutcome, Json, PolicyStage, StepState
@@ -32,6 +32,8 @@ class Lineage:
     rows: list[PolicyVersion]
     serving: int
     """The version that engines load."""
+    evaluations: dict[int, Evaluation]
+    """The last evaluation of each version that has one."""
 
     def find(self, version: int) -> PolicyVersion:
         for row in self.rows:
@@ -43,10 +45,12 @@ class Lineage:
 
 async def _read_lineage(store: Store, config: RunConfig) -> Lineage:
     head = await store.latest_policy(config.name)
-    return Lineage(await store.policy_versions(config.name), head.version)
+    evaluations = {row.version: row for row in await store.evaluations(config.name)}
+    return Lineage(await store.policy_versions(config.name), head.version, evaluations)
 
 
 def _version_json(lineage: Lineage, row: PolicyVersion) -> Json:
+    evaluation = lineage.evaluations.get(row.policy.version)
     return {
         "version": row.policy.version,
         "stage": row.stage,
@@ -57,26 +61,34 @@ def _version_json(lineage: Lineage, row: PolicyVersion) -> Json:
         "promoted_at": row.promoted_at,
         "updated_at": row.updated_at,
         "reason": row.reason,
+        "evaluation": None if evaluation is None else _evaluation_json(evaluation),
     }
+
+
+def _evaluation_json(evaluation: Evaluation) -> Json:
+    names = ("decision", "reason", "incumbent", "method", "number", "alpha", "started_at", "updated_at")
+    return {**select_fields(evaluation, *names), "sets": evaluation.results}
 
 
 @app.command("ls")
 @async_command
 async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """List versions with their parents and stages. Engines serve the newest one with the stage `serving`."""
+    """List versions with their parents, stages and evaluations. Engines serve the newest one with the stage
+    `serving`."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         lineage = await _read_lineage(store, config)
     if as_json:
         print_json([_version_json(lineage, row) for row in lineage.rows])
         return
     numbers = [Column(name, justify="right") for name in ("version", "parent", "step")]
-    table = plain_table(*numbers, "stage", Column("changed", no_wrap=True), "reason")
+    table = plain_table(*numbers, "stage", "evaluation", Column("changed", no_wrap=True), "reason")
     for row in lineage.rows:
         table.add_row(
             str(row.policy.version),
             "" if row.parent is None else str(row.parent),
             str(row.step),
             row.stage,
+            evaluation.decision if (evaluation := lineage.evaluations.get(row.policy.version)) else "",
             format_time(row.updated_at),
             Text(row.reason or ""),
         )
@@ -87,28 +99,55 @@ async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
 @app.command()
 @async_command
 async def show(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
-    """Show a version and the sessions that its step was trained on. Default: the newest version."""
+    """Show a version, its evaluation, and the sessions that its step was trained on. Default: the newest
+    version."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         lineage = await _read_lineage(store, config)
         if not lineage.rows:
             raise InstarError("The run has no versions yet, except version 0, the base model.")
         row = lineage.find(lineage.rows[-1].policy.version if version is None else version)
         claims = await store.claims(config.name, step=row.step)
+        items: list[EvaluationItem] = []
+        if (evaluation := lineage.evaluations.get(row.policy.version)) is not None:
+            key = (evaluation.policy_id, evaluation.version, evaluation.incumbent)
+            items = await store.evaluation_items(*key)
+    rejected = row.policy.version if row.stage is PolicyStage.REJECTED else None
     trained = [claim for claim in claims if claim.outcome is ClaimOutcome.TRAINED]
     claims_json = [
-        {"session_id": claim.session_id, "reward": claim.reward, "advantage": claim.advantage}
+        select_fields(claim, "session_id", "reward", "advantage") | {"rejected_version": rejected}
         for claim in trained
     ]
     details = _version_json(lineage, row)
     if as_json:
+        item_names = ("set_name", "item_key", "candidate_score", "incumbent_score")
+        details["evaluation_items"] = [select_fields(item, *item_names) for item in items]
         print_json({**details, "trained_on": claims_json})
         return
+    del details["evaluation"]
     for name, value in details.items():
         if value is not None:
             shown = format_time(value) if name.endswith("_at") else value
             Console().print(f"{name}: {shown}", highlight=False, markup=False)
     sessions = sorted({claim.session_id for claim in trained})
-    typer.echo(f"trained on {len(sessions)} session(s): {', '.join(sessions)}")
+    if evaluation is not None:
+        for line in _describe_evaluation(evaluation):
+            Console().print(line, highlight=False, markup=False)
+    note = "" if rejected is None else "; they stay claimed, and no version that is served contains them"
+    typer.echo(f"trained on {len(sessions)} session(s): {', '.join(sessions)}{note}")
+
+
+def _describe_evaluation(evaluation: Evaluation) -> list[str]:
+    lines = [
+        f"evaluation {evaluation.number}: {evaluation.decision} ({evaluation.reason})",
+        f"  against version {evaluation.incumbent} by {evaluation.method}, alpha {evaluation.alpha:.2g}, "
+        f"{format_time(evaluation.started_at)} to {format_time(evaluation.updated_at)}",
+    ]
+    for name, result in evaluation.results.items():
+        lines.append(
+            f"  {name}: {result['scored']} items, difference {result['difference']:+.3f} "
+            f"(at least {result['lower']:+.3f}, at most {result['upper']:+.3f})"
+        )
+    return lines
 
 
 @app.command()

@@ -22,9 +22,9 @@ EXIT_STOPPED = 75
 """Exit code of a role that exited after a signal to stop or drain."""
 DRAIN_SIGNAL = signal.SIGUSR1
 """Signal that makes a role finish its current work, accept no new work, and exit."""
-LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards"})
+LONG_RUNNING_ROLES = frozenset({"engine", "teacher", "gateway", "rewards", "gate"})
 """Roles that run until they are stopped. They are restarted even if they exit with code 0."""
-STOP_ORDER = (("rollout", "rewards", "trainer"), ("gateway",), ("engine", "teacher"))
+STOP_ORDER = (("rollout", "rewards", "gate", "trainer"), ("gateway",), ("engine", "teacher"))
 """The order in which groups of roles are stopped. Roles stop before the roles that they depend on."""
 KILL_TIMEOUT_SECONDS = 5.0
 """How long `stop` waits for a killed process to exit. A process blocked in a driver may take longer."""

@@ -273,6 +273,11 @@ async def start_trainer(run: LiveRun) -> None:
     await _start_with_secrets(run, "trainer", "trainer", run.config.backend.python, listen=None)
 
 
+async def start_gate(run: LiveRun) -> None:
+    withheld = run.secrets.withheld_variables - run.judge_key_variables
+    await start_role(run, "gate", env=run.env, exclude_env=withheld)
+
+
 async def start_rollout(run: LiveRun, *arguments: str) -> None:
     withheld = {*run.secrets.withheld_variables, *run.judge_key_variables}
     await start_role(run, "rollout", *arguments, env=run.env, exclude_env=withheld)

@@ -34,6 +34,7 @@ ROLES = {
     "trainer": "instar.cluster.roles.trainer:run_trainer",
     "rollout": "instar.cluster.roles.rollout:run_rollout",
     "rewards": "instar.cluster.roles.rewards:run_rewards",
+    "gate": "instar.cluster.roles.gate:run_gate",
 }
 
 

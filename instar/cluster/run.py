@@ -15,7 +15,15 @@ from instar.cluster.context import HEARTBEAT_INTERVAL_SECONDS
 from instar.cluster.data import import_data, pin_data
 from instar.cluster.interrupts import CLEANUP_TIMEOUT_SECONDS
 from instar.cluster.layout import RunFolder, engine_names
-from instar.cluster.live_run import REWARDS, LiveRun, serve_run, start_rollout, start_teacher, start_trainer
+from instar.cluster.live_run import (
+    REWARDS,
+    LiveRun,
+    serve_run,
+    start_gate,
+    start_rollout,
+    start_teacher,
+    start_trainer,
+)
 from instar.cluster.tasks import cancel_tasks
 from instar.config import (
     CloudConfig,
@@ -24,8 +32,10 @@ from instar.config import (
     DataConfig,
     EngineReferenceConfig,
     GroupsConfig,
+    MixedEngineConfig,
     RunConfig,
     UpstreamEngineConfig,
+    VllmEngineConfig,
 )
 from instar.errors import ConfigError, InstarError
 from instar.live.learning_window import check_window
@@ -119,6 +129,19 @@ def _check_live(config: RunConfig) -> None:
         )
     if config.trains_on_live:
         check_window(config)
+    if not config.has_gate:
+        return
+    problem = ""
+    parts = config.engine.parts if isinstance(config.engine, MixedEngineConfig) else [config.engine]
+    if any(isinstance(part, VllmEngineConfig) and part.policy == "merged" for part in parts):
+        problem = "engine.policy: 'merged' serves only one version"
+    if getattr(config.backend, "lora", True) is None:
+        problem = "backend.lora: without it, all weights are trained, of which an engine holds one version"
+    if problem:
+        raise ConfigError(
+            f"{problem}, but live.gate.mode {config.live.gate.mode!r} compares a candidate with the serving "
+            "version; use adapters, or set live.gate.mode to off"
+        )
 
 
 def _check_teacher(config: RunConfig) -> None:
@@ -178,6 +201,8 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     """Train until the trainer exits or ``stop`` is set, then stop the trainer and the rollout."""
     cluster = run.cluster
     starts = [start_trainer(run)]
+    if run.config.has_gate:
+        starts.append(start_gate(run))
     if run.config.accepts_groups:
         cluster.log(f"this run has no rollout; it trains on groups from POST {run.gateway_url}/groups")
     elif run.config.trains_on_groups:
@@ -196,7 +221,8 @@ async def run_training(run: LiveRun, stop: asyncio.Event) -> None:
     finally:
         run.control.retire("trainer")
         run.control.retire("rollout")
-        await asyncio.gather(cluster.stop("rollout"), cluster.stop("trainer"))
+        run.control.retire("gate")
+        await asyncio.gather(*map(cluster.stop, ("rollout", "gate", "trainer")))
 
 
 async def _stop_training(run: LiveRun) -> int:

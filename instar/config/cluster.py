@@ -8,7 +8,7 @@ from pydantic import Field
 
 from instar.config.base import NonNegativeFloat, PositiveInt, Seconds, Section, type_shorthand
 
-RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards"]
+RoleName = Literal["gateway", "engine", "teacher", "trainer", "rollout", "rewards", "gate"]
 
 
 class LocalClusterConfig(Section):

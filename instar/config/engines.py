@@ -54,8 +54,8 @@ class ScriptedEngineConfig(EngineProcessConfig):
     replies: list[str] = ["Hello from the scripted engine."]
     """The replies, one for each turn of a conversation. After the last reply, the list starts over."""
     function: str | None = None
-    """Function that takes (prompt text, seed) and returns a reply, as `package.module:function`. Replaces
-    `replies`."""
+    """Function that takes (prompt text, seed) and returns a reply, as `package.module:function`. If it has a
+    third parameter `version`, it also gets the policy version. Replaces `replies`."""
     delay: Annotated[float, Field(ge=0)] = 0.0
     """Seconds to wait before each token."""
     max_adapters: PositiveInt = DEFAULT_MAX_ADAPTERS

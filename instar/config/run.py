@@ -252,6 +252,11 @@ class RunConfig(Section):
         return any(source.is_live for source in self.data)
 
     @property
+    def has_gate(self) -> bool:
+        """True if the run evaluates its candidates, and holds live sessions out of training for it."""
+        return self.trains_on_live and self.live.gate.mode != "off"
+
+    @property
     def trains(self) -> bool:
         return self.trains_on_groups or any(not source.is_rollout for source in self.data)
 

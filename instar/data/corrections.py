@@ -13,8 +13,9 @@ import numpy as np
 
 from instar.config import RunConfig
 from instar.data.advantages import normalize
+from instar.live.base import is_held_out
 from instar.store.base import Store, make_feedback_reward_id
-from instar.types import NOT_SAMPLED, Call, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
+from instar.types import NOT_SAMPLED, Call, Channel, Claim, ClaimOutcome, Feedback, Floats, Ids, Sample, Span
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +30,9 @@ class CorrectionBatch:
 
 
 async def load_corrections(store: Store, config: RunConfig, step: int, epoch: int) -> CorrectionBatch:
-    """Load the corrections for a step, and the claims that the step must store. Corrections without tokens
-    are claimed as dropped. The batch is empty if `corrections.weight` is 0. Corrections of live replies are
-    used only if the run trains on the agent's live sessions."""
+    """Load the corrections for a step, and the claims that the step must store. Corrections without tokens,
+    and those of held-out sessions, are claimed as dropped. The batch is empty if `corrections.weight` is 0.
+    Corrections of live replies are used only if the run trains on the agent's live sessions."""
     section, run_id = config.trainer.corrections, config.name
     if section.weight == 0:
         return CorrectionBatch()
@@ -40,6 +41,9 @@ async def load_corrections(store: Store, config: RunConfig, step: int, epoch: in
     for feedback in await store.corrections(run_id, epoch, section.per_step, config.trained_agents):
         call = await store.call(feedback.call_id) if feedback.call_id is not None else None
         sample = None if call is None else _make_sample(feedback, call, section.weight)
+        reason = None if sample else "no_tokens"
+        if await _is_held_out(store, config, feedback.session_id):
+            sample, reason = None, "held_out"
         if sample is not None:
             samples.append(sample)
         claims.append(
@@ -51,11 +55,21 @@ async def load_corrections(store: Store, config: RunConfig, step: int, epoch: in
                 group_id=None,
                 outcome=ClaimOutcome.TRAINED if sample else ClaimOutcome.DROPPED,
                 step=step,
-                reason=None if sample else "no_tokens",
+                reason=reason,
                 advantage=section.weight if sample else None,
             )
         )
     return CorrectionBatch(normalize(samples, config.trainer.advantage.normalize), claims)
+
+
+async def _is_held_out(store: Store, config: RunConfig, session_id: str) -> bool:
+    if not config.has_gate:
+        return False
+    session = await store.session(session_id)
+    if session is None or session.channel is not Channel.LIVE:
+        return False
+    prompts = await store.first_prompts([session_id])
+    return is_held_out(prompts.get(session_id, ()))
 
 
 def _make_sample(feedback: Feedback, call: Call, weight: float) -> Sample | None:

@@ -18,6 +18,7 @@ from instar.datasets.files import WRITERS
 from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetManifest, Format
 from instar.datasets.records import encode_group, encode_record
 from instar.errors import ConfigError, DataError
+from instar.live.base import is_held_out
 from instar.store.base import SessionFilter, SessionRecord, Store
 from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, SessionStatus
 
@@ -49,6 +50,8 @@ class ExportOptions:
     """The minimum reward of a session in an `sft` export. None means any reward above 0."""
     include_open: bool = False
     """Also export open sessions, as they are now. They are exported too if `where.status` is open."""
+    exclude_held_out: bool = False
+    """Leave out the live sessions that evaluate candidates, so that nobody trains on them."""
     margin: float = 0.0
     """The rewards of the chosen and the rejected session of a `dpo` pair must differ by more than this."""
 
@@ -66,6 +69,8 @@ class ExportOptions:
         options = {name: value for name, value in asdict(self.where).items() if value != defaults[name]}
         if self.include_open:
             options["open"] = True
+        if self.exclude_held_out:
+            options["held_out"] = False
         if self.format == "sft" and self.min_reward is not None:
             options["sft_min_reward"] = self.min_reward
         if self.format == "dpo":
@@ -132,11 +137,17 @@ async def export_sessions(
 
 async def _select_sessions(store: Store, run_id: str, options: ExportOptions) -> dict[str, str | None]:
     """Return the group id of each matching session by session id, oldest session first. Imported training
-    data and, by default, open sessions are excluded. A live session gets None, even if it has a group id."""
+    data, by default open sessions, and with ``exclude_held_out`` held-out sessions are excluded. A live
+    session gets None, even if it has a group id."""
     group_by_session: dict[str, str | None] = {}
     last_seq = 0
     while rows := await store.sessions(run_id, where=options.where, after=last_seq, limit=SESSIONS_PER_PAGE):
         last_seq = rows[-1].seq
+        if options.exclude_held_out:
+            live_ids = [row.session.session_id for row in rows if row.session.channel is Channel.LIVE]
+            prompts = await store.first_prompts(live_ids)
+            held_out = {session_id for session_id, messages in prompts.items() if is_held_out(messages)}
+            rows = [row for row in rows if row.session.session_id not in held_out]
         for row in rows:
             session = row.session
             is_status_exported = options.exports_open or session.status is not SessionStatus.OPEN

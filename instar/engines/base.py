@@ -52,6 +52,19 @@ class EngineInfo(msgspec.Struct, frozen=True):
     routes: tuple[LiveRoute, ...] = ()
     """The weight transfer routes that ``stage`` supports."""
 
+    def intersect(self, other: EngineInfo) -> EngineInfo:
+        """Return the capabilities that both engines have."""
+        return msgspec.structs.replace(
+            self,
+            kind=self.kind if self.kind == other.kind else "mixed",
+            artifacts=tuple(kind for kind in self.artifacts if kind in other.artifacts),
+            streams=self.streams and other.streams,
+            versions_per_token=self.versions_per_token and other.versions_per_token,
+            can_score=self.can_score and other.can_score,
+            serves_several_policies=self.serves_several_policies and other.serves_several_policies,
+            routes=tuple(route for route in self.routes if route in other.routes),
+        )
+
 
 class EngineStatus(msgspec.Struct):
     version: int
@@ -101,8 +114,9 @@ class Engine(ABC):
         this loaded version replies to the end, whatever is loaded meanwhile. Raises PolicyNotFound if it is
         not loaded."""
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        """Return the served policy's logprobs of at most ``max_context`` tokens (NaN at index 0)."""
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        """Return the logprobs of at most ``max_context`` tokens (NaN at index 0) under the served policy, or
+        under the loaded version ``policy``. Raises PolicyNotFound if it is not loaded."""
         raise EngineError(f"The {self.info.kind} engine does not compute prompt logprobs.")
 
     def for_session(self, session: str) -> Engine:

@@ -52,8 +52,10 @@ def check_request(
     return prompt_ids
 
 
-def check_score_request(info: EngineInfo, prompt: Prompt) -> Ids:
+def check_score_request(info: EngineInfo, prompt: Prompt, policy: PolicyRef | None = None) -> Ids:
     token_ids = _check_ids(info, prompt)
+    if policy is not None and not info.serves_several_policies:
+        raise one_policy_error(info)
     if len(token_ids) > info.max_context:
         raise PromptTooLong(
             f"The prompt has {len(token_ids)} tokens; at most {info.max_context} can be scored."

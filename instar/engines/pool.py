@@ -16,8 +16,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from instar.async_utils import cancel_and_wait
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.connection import CONNECT_RETRY
@@ -147,11 +145,7 @@ class EnginePool(Engine):
         tried: list[PoolMember] = []
         not_found: PolicyNotFound | None = None
         while True:
-            try:
-                member = self._pick(tried, session)
-            except EngineUnavailable as error:
-                raise (not_found or error) from None
-            tried.append(member)
+            member = self._pick_untried(tried, not_found, session)
             member.total_requests += 1
             has_begun = False
             try:
@@ -170,13 +164,16 @@ class EnginePool(Engine):
                 if isinstance(error, PolicyNotFound):
                     not_found = error  # another engine may have the policy
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         tried: list[PoolMember] = []
+        not_found: PolicyNotFound | None = None
         while True:
-            member = self._pick(tried)
-            tried.append(member)
-            with contextlib.suppress(EngineUnavailable), member.track_request():
-                return await member.engine.logprobs(token_ids)
+            member = self._pick_untried(tried, not_found)
+            try:
+                with contextlib.suppress(EngineUnavailable), member.track_request():
+                    return await member.engine.logprobs(token_ids, policy)
+            except PolicyNotFound as error:
+                not_found = error  # another engine may have the policy
 
     async def load(self, policy: Policy) -> None:
         """Load the policy into every healthy engine. The others load it when they respond again. Raises the
@@ -241,6 +238,18 @@ class EnginePool(Engine):
         watchers, self._watchers = self._watchers or {}, None
         await cancel_and_wait(*watchers.values())
         await asyncio.gather(*(member.engine.close() for member in self.members))
+
+    def _pick_untried(
+        self, tried: list[PoolMember], not_found: PolicyNotFound | None, session: str | None = None
+    ) -> PoolMember:
+        """Return an engine that was not tried and add it to ``tried``. If there is none, raise the error that
+        the policy is not loaded, if an engine raised it."""
+        try:
+            member = self._pick(tried, session)
+        except EngineUnavailable as error:
+            raise (not_found or error) from None
+        tried.append(member)
+        return member
 
     def _pick(self, tried: Collection[PoolMember], session: str | None = None) -> PoolMember:
         candidates = [member for member in self.members if member.can_accept_requests and member not in tried]
@@ -328,7 +337,7 @@ class EnginePool(Engine):
         elif (model := _describe_model(info)) != (pool_model := _describe_model(self._info)):
             raise EngineError(f"serves {model}, but the other engines serve {pool_model}")
         else:
-            self._info = _combine_info(info, self._info)
+            self._info = info.intersect(self._info)
         while True:
             # Read the status first. Otherwise, a policy older than the served one could be loaded.
             status = await self._query_status(member)
@@ -366,8 +375,8 @@ class _SessionEngine(Engine):
     ) -> AsyncGenerator[TokenChunk, None]:
         return self._pool.generate_for_session(self._session, prompt_ids, params, policy)
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        return await self._pool.logprobs(token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        return await self._pool.logprobs(token_ids, policy)
 
     async def load(self, policy: Policy) -> None:
         await self._pool.load(policy)
@@ -381,16 +390,3 @@ class _SessionEngine(Engine):
 
 def _describe_model(info: EngineInfo) -> str:
     return f"{info.model} (a vocabulary of {info.vocab_size} tokens, a context of {info.max_context})"
-
-
-def _combine_info(info: EngineInfo, other: EngineInfo) -> EngineInfo:
-    return msgspec.structs.replace(
-        info,
-        kind=info.kind if info.kind == other.kind else "mixed",
-        artifacts=tuple(kind for kind in info.artifacts if kind in other.artifacts),
-        streams=info.streams and other.streams,
-        versions_per_token=info.versions_per_token and other.versions_per_token,
-        can_score=info.can_score and other.can_score,
-        serves_several_policies=info.serves_several_policies and other.serves_several_policies,
-        routes=tuple(route for route in info.routes if route in other.routes),
-    )

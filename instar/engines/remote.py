@@ -14,7 +14,7 @@ from instar.engines import uploads
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, WeightTransfer
 from instar.engines.checks import to_ids
 from instar.engines.connection import CONNECT_RETRY, STREAM_ERRORS, EngineConnection
-from instar.engines.wire import LEASE_HEADER, decode_line, join_chunks, pack_ids, pack_request, unpack_floats
+from instar.engines.wire import LEASE_HEADER, decode_line, join_chunks, pack_request, unpack_floats
 from instar.errors import EngineError, EngineUnavailable
 from instar.http.plain import PlainResponse
 from instar.types import Floats, Json, Policy, PolicyRef, SamplingParams, TokenChunk
@@ -84,9 +84,10 @@ class RemoteEngine(Engine):
         if not is_finished:
             raise EngineUnavailable(f"The engine at {self._url} closed the connection during a reply.")
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         ids = to_ids(token_ids)
-        body = await self._call("POST", "/logprobs", SCORE_TIMEOUT_SECONDS, pack_ids(ids))
+        request = pack_request(ids, SamplingParams(), policy)
+        body = await self._call("POST", "/logprobs", SCORE_TIMEOUT_SECONDS, request)
         return unpack_floats(body, len(ids))
 
     async def load(self, policy: Policy) -> None:

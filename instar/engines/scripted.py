@@ -7,6 +7,7 @@ the same values as ``generate``. Policies are not read; only their version is us
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -25,8 +26,9 @@ from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
 from instar.types import Floats, Ids, Policy, PolicyRef, SamplingParams, TokenChunk
 
-Script = Callable[[str, int | None], str]
-"""A function that returns the reply to a prompt. Its arguments are the prompt's text and the seed."""
+Script = Callable[..., str]
+"""A function that returns the reply to a prompt. Its arguments are the prompt's text and the seed, and the
+policy version if it has a parameter ``version``."""
 MAX_BURST_TOKENS = 64
 """Without a delay, this many tokens are sent before other tasks can run."""
 MAX_CACHED_REPLIES = 256
@@ -41,6 +43,9 @@ class ScriptedEngine(Engine):
             raise ConfigError("engine.replies: the list is empty; add a reply or set engine.function.")
         self._config = config
         self._script = cast(Script, load_object(config.function)) if config.function else None
+        self._takes_version = (
+            self._script is not None and "version" in inspect.signature(self._script).parameters
+        )
         self._eos: int = self._tokenizer.eos_token_id
         self._encode_cached = lru_cache(MAX_CACHED_REPLIES)(self._encode)
         self._reply_ids = [self._encode(reply) for reply in config.replies]
@@ -67,7 +72,8 @@ class ScriptedEngine(Engine):
         self._check_open()
         stop_rule = StopRule(params, self.info.max_context - len(prompt), [self._eos], self._tokenizer)
         prompt_bytes = prompt.tobytes()
-        reply = self._choose_reply(prompt, prompt_bytes, params.seed)
+        version = self._policies.head.ref.version if policy is None else policy.version
+        reply = self._choose_reply(prompt, prompt_bytes, params.seed, version)
         state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
         loaded = None if policy is None else self._policies.acquire(policy)
         self._status.prompt_tokens += len(prompt)
@@ -96,9 +102,11 @@ class ScriptedEngine(Engine):
             if loaded is not None:
                 self._policies.release(loaded)
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = check_score_request(self.info, token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        ids = check_score_request(self.info, token_ids, policy)
         self._check_open()
+        if policy is not None:
+            self._policies.release(self._policies.acquire(policy))  # raises if it is not loaded
         state = _initial_state(ids[:1].tobytes(), None)
         values = np.full(len(ids), np.nan, np.float32)
         for position, token in enumerate(ids[1:].tolist(), 1):
@@ -129,12 +137,13 @@ class ScriptedEngine(Engine):
         if self._is_closed:
             raise EngineUnavailable("The engine is closed.")
 
-    def _choose_reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None) -> list[int]:
+    def _choose_reply(self, prompt: Ids, prompt_bytes: bytes, seed: int | None, version: int) -> list[int]:
         """Return the tokens of the reply. Without a script function, the number of scripted replies in the
         prompt is the index of the next reply. After the last reply, the list starts again."""
         if self._script is not None:
             text: str = self._tokenizer.decode(prompt.tolist(), skip_special_tokens=False)
-            return self._encode_cached(self._script(text, seed))
+            arguments = {"version": version} if self._takes_version else {}
+            return self._encode_cached(self._script(text, seed, **arguments))
         return self._reply_ids[_count_turns(prompt_bytes, self._reply_bytes) % len(self._reply_ids)]
 
     def _encode(self, text: str) -> list[int]:

@@ -1,7 +1,7 @@
 """An HTTP server for any engine: token ids in, token ids out.
 
     POST /generate  header + prompt ids   → one JSON TokenChunk per line, as they are sampled
-    POST /logprobs  token ids             → their logprobs
+    POST /logprobs  header + token ids    → their logprobs
     POST /load      {policy}              → {}
     POST /keep      {policy}              → {}
     POST /unload    {policy: PolicyRef}   → {}
@@ -12,8 +12,8 @@
 
 Binary integers and floats are 4 bytes, little-endian. The body of /generate is the length of the header, the
 header as JSON (``params`` and optionally ``policy``, a PolicyRef), and the prompt ids. A line of the response
-contains all tokens that were ready when it was sent. A missing logprob is null. The body of /logprobs is the
-token ids, and the response is one float per token, with NaN for the first.
+contains all tokens that were ready when it was sent. A missing logprob is null. The body of /logprobs has the
+same format, its ``params`` are ignored, and the response is one float per token, with NaN for the first.
 
 An error is ``{"error": {"type": <class in instar.errors>, "message": ...}}``. It is the body of a failed
 response, or the last line of a reply that has begun. Closing the connection cancels the request.
@@ -44,7 +44,6 @@ from instar.engines.wire import (
     encode_line,
     join_chunks,
     pack_floats,
-    unpack_ids,
     unpack_request,
 )
 from instar.errors import EngineError, EngineUnavailable, InstarError, PolicyNotFound, PromptTooLong
@@ -280,11 +279,12 @@ class _Handlers:
 
     async def logprobs(self, request: Request) -> Response:
         try:
-            ids = check_score_request(self.engine.info, unpack_ids(await _read_body(request.receive)))
+            token_ids, _, policy = unpack_request(await _read_body(request.receive))
+            ids = check_score_request(self.engine.info, token_ids, policy)
         except EngineError as error:
             return _error_response(error, 400)
         with self.gate.admit():
-            values = await self.engine.logprobs(ids)
+            values = await self.engine.logprobs(ids, policy)
         return Response(pack_floats(values), media_type="application/octet-stream")
 
     async def info(self, request: Request) -> Response:

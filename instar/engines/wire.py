@@ -62,12 +62,6 @@ def pack_ids(ids: Ids) -> bytes:
     return ids.astype(ID_TYPE, copy=False).tobytes()
 
 
-def unpack_ids(body: bytes | bytearray) -> Ids:
-    if len(body) % ID_TYPE.itemsize:
-        raise EngineError(f"The body must consist of 4-byte token ids, but has {len(body)} bytes.")
-    return np.frombuffer(body, ID_TYPE).astype(np.int32)
-
-
 def pack_floats(values: Floats) -> bytes:
     return values.astype(FLOAT_TYPE, copy=False).tobytes()
 

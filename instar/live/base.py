@@ -3,19 +3,66 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+import re
+import unicodedata
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from instar.types import PolicyStage
+
 HELD_OUT_SHARE = 0.1
 """The share of live sessions that evaluate candidates and are never trained on."""
+_ESCAPED_SPACE = re.compile(r"\\[nrt]")
 
 
 def is_held_out(messages: Sequence[Mapping[str, Any]]) -> bool:
     """Return True if a live session whose first call has these messages is held out. The choice depends only
-    on a hash of the messages, without differences in case and white space, so that a prompt that an agent
-    repeats is always on the same side."""
-    content = msgspec.json.encode(messages, order="deterministic").decode()
-    digest = hashlib.sha256(" ".join(content.casefold().split()).encode()).digest()
-    return int.from_bytes(digest[:8], "big") < HELD_OUT_SHARE * 2**64
+    on `hash_prompt`, so that a prompt that an agent repeats is always on the same side. Prompts without
+    messages are never held out, because nothing distinguishes them."""
+    return bool(messages) and int.from_bytes(hash_prompt(messages)[:8], "big") < HELD_OUT_SHARE * 2**64
+
+
+def hash_prompt(messages: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return a hash of the roles, texts and tool calls of the messages, without differences in case, white
+    space (also in escaped text, such as code or JSON), Unicode forms and the ids of tool calls."""
+    parts = [
+        (
+            message["role"],
+            _normalize(message.get("content")),
+            [(_normalize(c["name"]), _normalize(c["arguments"])) for c in message.get("tool_calls") or ()],
+        )
+        for message in messages
+    ]
+    return hashlib.sha256(msgspec.json.encode(parts)).digest()
+
+
+def _normalize(text: object) -> str:
+    content = _ESCAPED_SPACE.sub(" ", unicodedata.normalize("NFKC", str(text or "")))
+    return " ".join(content.casefold().encode("utf-8", "replace").decode().split())
+
+
+class StageOutcome(NamedTuple):
+    """The decision of a `StageCheck`."""
+
+    action: Literal["advance", "wait", "reject"]
+    reason: str = ""
+
+
+StageCheck = Callable[[str, int, PolicyStage], Awaitable[StageOutcome]]
+"""Decides about a version by its policy id, its number and its stage, `shadow` or `canary`. It is called
+repeatedly until the version leaves the stage."""
+
+
+async def skip_stage(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+    """Advance every version at once, for runs without shadow and canary versions."""
+    return StageOutcome("advance")
+
+
+MayRun = Callable[[], Awaitable[bool]]
+"""Returns True if work in the background may run now."""
+
+
+async def run_always() -> bool:
+    return True

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from instar.errors import StoreError
 from instar.store import annotations, forgetting, lineage, listing, live, policies
 from instar.store import calls as call_queries
+from instar.store import evaluations as evaluation_queries
 from instar.store import sessions as session_queries
 from instar.store import shared_rows as shared_queries
 from instar.store import steps as step_queries
@@ -23,6 +24,9 @@ from instar.store.group_members import is_member
 from instar.store.models import JUDGED_TAG as JUDGED_TAG
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
+from instar.store.models import Evaluation as Evaluation
+from instar.store.models import EvaluationDecision as EvaluationDecision
+from instar.store.models import EvaluationItem as EvaluationItem
 from instar.store.models import ForgottenSession as ForgottenSession
 from instar.store.models import KeyKind as KeyKind
 from instar.store.models import KeyRow as KeyRow
@@ -137,6 +141,7 @@ class Store:
     seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
     rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
+    completed_live_sessions = _read_statement(live.get_completed_live_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
@@ -222,6 +227,7 @@ class Store:
         return await self._readers.submit(lambda: self._readers.read_snapshot(fetch).decode())
 
     first_messages = _read_statement(call_queries.get_first_messages)
+    first_prompts = _read_statement(call_queries.get_first_prompts)
     put_records = _write(call_queries.put_records)
 
     # rewards and other annotations
@@ -273,10 +279,20 @@ class Store:
     latest_policy = _read(policies.get_latest_policy)
     published_policies = _read(policies.get_published_policies)
     policy_versions = _read(lineage.get_policy_versions)
+    rejected_versions = _read_statement(lineage.get_rejected_versions)
     advance_version = _write(lineage.advance_version)
     promote_version = _write(lineage.promote_version)
     reject_version = _write(lineage.reject_version)
     roll_back = _write(lineage.roll_back)
+
+    # evaluations of candidates
+    promotable_versions = _read_statement(evaluation_queries.get_promotable_versions)
+    evaluations = _read_statement(evaluation_queries.get_evaluations)
+    begin_evaluation = _write(evaluation_queries.begin_evaluation)
+    evaluation_items = _read_statement(evaluation_queries.get_evaluation_items)
+    add_evaluation_item = _write(evaluation_queries.add_evaluation_item)
+    record_evaluation = _write(evaluation_queries.record_evaluation)
+    move_version = _write(evaluation_queries.move_version)
 
     # training steps
     claim_step = _write(step_queries.claim_step)

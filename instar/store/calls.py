@@ -24,7 +24,7 @@ from instar.store.forgetting import get_forgotten_sessions
 from instar.store.models import CallDelta, SessionRecord
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
-from instar.types import Call, Channel, Group, Session, SessionStatus, Tool
+from instar.types import Call, Channel, Group, Message, Session, SessionStatus, Tool
 
 # A call and all of its base calls, root first.
 _CHAIN_SQL = """
@@ -281,16 +281,20 @@ def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
 
 def get_first_messages(db: Database, session_ids: Sequence[str], role: str) -> dict[str, str]:
     """Return the text of the first message with this role in each session's first call, by session id."""
+    return {
+        session_id: next((message["content"] for message in messages if message["role"] == role), "")
+        for session_id, messages in get_first_prompts(db, session_ids).items()
+    }
+
+
+def get_first_prompts(db: Database, session_ids: Sequence[str]) -> dict[str, list[Message]]:
+    """Return the messages of each session's first call, by session id. Sessions without calls are omitted."""
     rows = db.execute(
         "SELECT session_id, messages FROM calls WHERE seq IN (SELECT MIN(seq) FROM calls "
         f"WHERE session_id IN ({db.json_array_sql.format('?')}) GROUP BY session_id)",
         (json.dumps(list(session_ids)),),
     )
-    messages_by_session = {row["session_id"]: load_message(row["messages"]) for row in rows}
-    return {
-        session_id: next((message["content"] for message in messages if message["role"] == role), "")
-        for session_id, messages in messages_by_session.items()
-    }
+    return {row["session_id"]: load_message(row["messages"]) for row in rows}
 
 
 def _fetch_tools(db: Database, rows: Iterable[DatabaseRow]) -> dict[str, str]:

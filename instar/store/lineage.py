@@ -40,6 +40,16 @@ def get_policy_versions(db: Database, policy_id: str) -> list[PolicyVersion]:
     ]
 
 
+def get_rejected_versions(db: Database, policy_id: str) -> dict[int, int]:
+    """Return the rejected version of each step that made one. Samples that these steps claimed are in no
+    version that was served."""
+    rows = db.execute(
+        "SELECT step, version FROM policies WHERE policy_id = ? AND stage = ? ORDER BY version",
+        (policy_id, PolicyStage.REJECTED.value),
+    )
+    return {row["step"]: row["version"] for row in rows}
+
+
 def advance_version(db: Database, policy_id: str, version: int, stage: PolicyStage, reason: str) -> None:
     """Move a candidate to the stage `shadow` or `canary`. Raises StoreError if the version is not a candidate
     in an earlier stage, or if a crash could still undo its training step."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from instar.store.database import Database
 from instar.store.models import FEEDBACK_ID_PREFIX
 from instar.store.rows import SESSION_ROWS
-from instar.types import Channel, RewardSource, Session
+from instar.types import Channel, RewardSource, Session, SessionStatus
 
 REWARD_OVERLAP = 256
 """So many earlier rewards are read again, because a PostgreSQL server may commit rewards out of order."""
@@ -58,3 +58,13 @@ def get_rewarded_live_sessions(
         },
     )
     return RewardedSessions(sessions, last)
+
+
+def get_completed_live_sessions(db: Database, run_id: str, agent_ids: Sequence[str], limit: int) -> list[str]:
+    """Return the ids of the agents' newest completed live sessions, newest first."""
+    rows = db.execute(
+        "SELECT session_id FROM sessions WHERE run_id = ? AND channel = ? AND status = ? "
+        f"AND agent_id IN ({db.json_array_sql.format('?')}) ORDER BY seq DESC LIMIT ?",
+        (run_id, Channel.LIVE.value, SessionStatus.COMPLETED.value, json.dumps(list(agent_ids)), limit),
+    )
+    return [row["session_id"] for row in rows]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from instar import types
 
@@ -50,6 +50,47 @@ class PolicyVersion:
     """The Unix time at which a person chose to serve the version, or None if nobody did."""
     updated_at: float
     reason: str | None = None
+
+
+EvaluationDecision = Literal["promote", "reject", "more data", "superseded"]
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The comparison of a candidate with the version that was served at that time."""
+
+    policy_id: str
+    version: int
+    incumbent: int
+    """The serving version that the candidate is compared with."""
+    number: int
+    """The number of this evaluation in the lineage, counted from 1. It determines `alpha`."""
+    alpha: float
+    """The part of the lineage's error budget that this evaluation spends."""
+    method: str
+    """How held-out prompts are compared: ``rewards``, ``feedback`` or ``none``."""
+    decision: EvaluationDecision = "more data"
+    reason: str = ""
+    results: types.Json = field(default_factory=dict[str, Any])
+    """The count, mean difference and bounds of each evaluation set, by its name."""
+    started_at: float = 0.0
+    updated_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationItem:
+    """The scores of both versions on an item of an evaluation set."""
+
+    policy_id: str
+    version: int
+    incumbent: int
+    set_name: str
+    item_key: str
+    """The key of a sanity item, or the id of the session whose prompt was replayed."""
+    candidate_score: float | None
+    """None if the item could not be scored. It then does not count."""
+    incumbent_score: float | None
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

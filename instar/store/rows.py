@@ -17,7 +17,15 @@ from instar.errors import StoreError
 from instar.store import codec
 from instar.store.codec import DatabaseRow, dump_json, sanitize_text
 from instar.store.database import Database, Values
-from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run, TrainedSession
+from instar.store.models import (
+    DatasetRow,
+    Evaluation,
+    EvaluationItem,
+    ForgottenSession,
+    KeyRow,
+    Run,
+    TrainedSession,
+)
 
 T = TypeVar("T")
 Converter = Callable[[Any], Any]
@@ -130,6 +138,8 @@ FORGOTTEN_ROWS = RowMapping(ForgottenSession)
 TRAINED_ROWS = RowMapping(TrainedSession)
 STEP_ROWS = RowMapping(types.Step, default_now="updated_at")
 CLAIM_ROWS = RowMapping(types.Claim, text=["reason"])
+EVALUATION_ROWS = RowMapping(Evaluation, text=["reason"])
+EVALUATION_ITEM_ROWS = RowMapping(EvaluationItem, default_now="created_at")
 ENDPOINT_ROWS = RowMapping(types.Endpoint, text=["doing"], default_now="heartbeat")
 KEY_ROWS = RowMapping(KeyRow, default_now="created_at")
 DATASET_ROWS = RowMapping(DatasetRow, default_now="created_at")

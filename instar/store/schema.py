@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from instar.column_types import ColumnType, get_field_types
-from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run
+from instar.store.models import DatasetRow, Evaluation, EvaluationItem, ForgottenSession, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
-VERSION = 5
+VERSION = 6
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -317,6 +317,21 @@ CLAIMS = Table(
     generated=("seq",),
 )
 
+EVALUATIONS = Table(
+    "evaluations",
+    _build_columns(Evaluation),
+    constraints=("PRIMARY KEY (policy_id, version, incumbent)",),
+    added_in=6,
+)
+
+# The rows contain no text of sessions.
+EVALUATION_ITEMS = Table(
+    "evaluation_items",
+    _build_columns(EvaluationItem),
+    constraints=("PRIMARY KEY (policy_id, version, incumbent, set_name, item_key)",),
+    added_in=6,
+)
+
 ENDPOINTS = Table("endpoints", _build_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
 
 KEYS = Table("keys", _build_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
@@ -362,6 +377,8 @@ TABLES = (
     POLICIES,
     STEPS,
     CLAIMS,
+    EVALUATIONS,
+    EVALUATION_ITEMS,
     ENDPOINTS,
     KEYS,
     SECRETS,

@@ -71,12 +71,21 @@ async def load_version(run_dir: Path, backend: Backend, policy: Policy, step: in
 
 
 async def list_kept_versions(store: Store, policy_id: str, count: int) -> list[PolicyVersion]:
-    """Return the serving version and the last ``count`` promoted ones. Engines that start load the files of
-    the serving version, and a rollback needs those of the others and their checkpoints."""
+    """Return the serving version, the last ``count`` promoted ones, and the candidates that may be promoted
+    next, because their evaluation has begun or decided so. Engines that start load the files of the serving
+    version, and a rollback needs those of the others and their checkpoints."""
     rows = await store.policy_versions(policy_id)
     serving = [row for row in rows if row.stage is PolicyStage.SERVING]
     promoted = [row for row in rows if row.promoted_at is not None]
-    return [*serving[-1:], *promoted[-count - 1 :]]
+    evaluations = await store.evaluations(policy_id)
+    evaluated = {e.version for e in evaluations if e.decision in ("more data", "promote")}
+    candidates = [
+        row
+        for row in rows
+        if row.stage in (PolicyStage.SHADOW, PolicyStage.CANARY)
+        or (row.stage is PolicyStage.CANDIDATE and row.policy.version in evaluated)
+    ]
+    return [*candidates, *serving[-1:], *promoted[-count - 1 :]]
 
 
 async def tombstone_abandoned_versions(store: Store, policy_id: str, saved_step: int) -> None:

@@ -38,7 +38,10 @@ MAX_MESSAGE_BYTES = 200_000
 MAX_FDS = 64
 MODULES = (
     "instar.cli.train",
-    *(f"instar.cluster.roles.{role}" for role in ("engine", "gateway", "rewards", "rollout", "trainer")),
+    *(
+        f"instar.cluster.roles.{role}"
+        for role in ("engine", "gate", "gateway", "rewards", "rollout", "trainer")
+    ),
     "tests.torture.lineage_backend",
     "tests.torture.workload",
 )

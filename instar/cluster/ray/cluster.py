@@ -110,7 +110,7 @@ class RayCluster(Cluster):
                     "store.type: sqlite only works on one machine, but the Ray cluster has "
                     f"{len(nodes)} nodes; use postgres"
                 )
-            for role in ("engine", "gateway", "trainer", "rollout", "rewards"):
+            for role in ("engine", "gateway", "trainer", "rollout", "rewards", "gate"):
                 check_capacity(role, plan_placement(role, config, nodes), nodes)
         except BaseException:  # Ray must be shut down after any error
             await cluster.close()

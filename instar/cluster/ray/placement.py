@@ -50,7 +50,8 @@ def plan_placement(role: str, config: RunConfig, nodes: Iterable[ClusterNode]) -
     nodes = list(nodes)
     has_rewards_role = any(section.type != "agent" for section in config.reward)
     engine_count, teacher_count = len(engine_names(config)), len(teacher_names(config))
-    process_count = engine_count + teacher_count + 3 + has_rewards_role  # 3: gateway, trainer and rollout
+    # 3: gateway, trainer and rollout
+    process_count = engine_count + teacher_count + 3 + has_rewards_role + config.has_gate
     total_cores = sum(node.resources.get("CPU", 0.0) for node in nodes)
     gpus = _count_gpus(role, config)
     total_gpus = sum(node.resources.get("GPU", 0.0) for node in nodes)

@@ -103,8 +103,8 @@ class CloudEngine(Engine):
             self._status.generated_tokens += len(ids)
             yield TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = check_score_request(self.info, token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        ids = check_score_request(self.info, token_ids, policy)
         if len(ids) < 2:
             return np.full(len(ids), np.nan, np.float32)
         async with self._acquire_slot():

@@ -98,12 +98,14 @@ class LocalEngine(Engine):
             )
         )
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = check_score_request(self.info, token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        ids = check_score_request(self.info, token_ids, policy)
         params = SamplingParams(max_tokens=1)
         stop_rule = StopRule(params, 1, (), self._tokenizer)
         scores = np.full(len(ids), np.nan, np.float32)
-        request = SchedulerRequest(ids, params, stop_rule, Random(0), length_limit=len(ids), scores=scores)
+        request = SchedulerRequest(
+            ids, params, stop_rule, Random(0), length_limit=len(ids), scores=scores, policy=policy
+        )
         async with aclosing(self._run_request(request)) as chunks:
             async for _ in chunks:
                 pass

@@ -300,8 +300,8 @@ class VllmEngine(Engine):
                 if reply.usage is not None and (details := reply.usage.prompt_tokens_details) is not None:
                     self._status.cached_tokens += details.cached_tokens or 0
 
-    async def logprobs(self, token_ids: Prompt) -> Floats:
-        ids = check_score_request(self.info, token_ids)
+    async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
+        ids = check_score_request(self.info, token_ids, policy)
         scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
             return scores
@@ -309,7 +309,7 @@ class VllmEngine(Engine):
         assert self._server is not None
         self._status.running += 1
         try:
-            with self._serving.lease() as lease:
+            with self._serving.lease(policy) as lease:
                 body = wire.encode_score_request(ids, lease.model)
                 response = wire.decode_scores(await self._server.client.post_bytes(wire.GENERATE_PATH, body))
         except msgspec.DecodeError as error:

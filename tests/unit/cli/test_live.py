@@ -14,6 +14,7 @@ from instar.types import Artifact, Claim, ClaimOutcome, Policy, SessionStatus, S
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
 from tests.unit.data.test_live import add_live, make_live_config
+from tests.unit.live.prompts import list_prompts
 
 
 @pytest.fixture
@@ -65,6 +66,27 @@ def test_plan_after_a_rejection_continues_from_the_serving_version(instar: Insta
     asyncio.run(reject_candidate())
     plan = instar("plan", config.run_dir, "--json").json
     assert (plan["step"], plan["version"]) == (3, 0), "step 2 loads the serving version"
+    reasons = {row["session_id"]: (row["reason"], row["rejected_version"]) for row in plan["live_sessions"]}
+    assert reasons["trained"] == ("already trained in step 1; version 1 was rejected", 1)
+    assert reasons["first"] == ("included", None)
+
+
+def test_held_out_session_is_neither_planned_nor_exported_by_default(
+    instar: Instar, config: RunConfig, tmp_path: Path
+) -> None:
+    async def add_held_out() -> None:
+        store = open_store(config)
+        await add_live(store, "held", call={"messages": tuple(next(list_prompts()))})
+        await store.close()
+
+    asyncio.run(add_held_out())
+    plan = instar("plan", config.run_dir, "--json").json
+    (reason,) = [row["reason"] for row in plan["live_sessions"] if row["session_id"] == "held"]
+    assert reason in ("dropped: held_out", "excluded: it is held out to evaluate candidates (live.gate)")
+    for options, expected in (((), False), (("--held-out",), True)):
+        folder = tmp_path / f"export-{expected}"
+        instar("sessions", "export", config.run_dir, "--to", folder, *options)
+        assert ('"held"' in (folder / "sessions.jsonl").read_text()) is expected
 
 
 @pytest.mark.parametrize(

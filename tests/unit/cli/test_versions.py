@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
+from instar.store.base import EvaluationItem
 from instar.store.factory import open_store
 from instar.trainer.checkpoint import checkpoint_path
-from instar.types import Artifact, Claim, ClaimOutcome, Policy, StepState
+from instar.types import Artifact, Claim, ClaimOutcome, Policy, PolicyStage, StepState
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
 from tests.unit.data.test_live import add_live, make_live_config
@@ -101,9 +103,44 @@ def test_rollback_to_removed_files_is_refused(instar: Instar, run_dir: Path) -> 
 def test_show_lists_the_sessions_that_a_version_was_trained_on(instar: Instar, run_dir: Path) -> None:
     shown = instar("versions", "show", run_dir, "2", "--json").json
     assert (shown["parent"], shown["stage"], shown["is_served"]) == (1, "candidate", False)
-    assert shown["trained_on"] == [{"session_id": "s2", "reward": 1.0, "advantage": None}]
+    assert shown["trained_on"] == [
+        {"session_id": "s2", "reward": 1.0, "advantage": None, "rejected_version": None}
+    ]
+    assert (shown["evaluation"], shown["evaluation_items"]) == (None, [])
     assert "trained on 1 session(s): s3" in instar("versions", "show", run_dir).out
     assert "Version 9 does not exist. Versions: 1, 2, 3" in instar("versions", "show", run_dir, "9").err
+
+
+def test_evaluation_of_a_version_is_listed_and_shown(instar: Instar, run_dir: Path) -> None:
+    async def evaluate() -> None:
+        store = open_store(RunFolder(run_dir).read_config())
+        evaluation = await store.begin_evaluation(RUN, 3, 1, "rewards", lambda number: 0.03 / number)
+        await store.add_evaluation_item(EvaluationItem(RUN, 3, 1, "held_out", "s1", 0.0, 1.0))
+        bounds = {"scored": 1, "difference": -1.0, "lower": -1.0, "upper": 0.9, "items": 1, "remaining": 0}
+        results = {"held_out": bounds}
+        evaluation = replace(evaluation, decision="reject", reason="worse", results=results)
+        assert await store.record_evaluation(evaluation, PolicyStage.REJECTED)
+        await store.close()
+
+    asyncio.run(evaluate())
+    listed = {row["version"]: row["evaluation"] for row in instar("versions", "ls", run_dir, "--json").json}
+    assert listed[2] is None
+    assert (listed[3]["decision"], listed[3]["alpha"], listed[3]["incumbent"]) == ("reject", 0.03, 1)
+    assert "reject" in instar("versions", "ls", run_dir).out
+    shown = instar("versions", "show", run_dir, "3", "--json").json
+    assert shown["stage"] == "rejected"
+    assert shown["trained_on"][0]["rejected_version"] == 3
+    item = {"set_name": "held_out", "item_key": "s1", "candidate_score": 0.0, "incumbent_score": 1.0}
+    assert shown["evaluation_items"] == [item]
+    text = instar("versions", "show", run_dir, "3").out
+    assert "evaluation 1: reject (worse)" in text
+    assert "held_out: 1 items, difference -1.000 (at least -1.000, at most +0.900)" in text
+    assert (
+        "trained in step 3, 0 step(s) stale; version 3 was rejected"
+        in instar("sessions", "show", run_dir, "s3").out
+    )
+    (claim,) = instar("sessions", "show", run_dir, "s3", "--json").json["claims"]
+    assert claim["rejected_version"] == 3
 
 
 def test_promote_in_a_run_without_live_data_is_refused(instar: Instar, run_dir: Path) -> None:

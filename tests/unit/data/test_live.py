@@ -31,6 +31,7 @@ from instar.types import (
     Tag,
 )
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session, put_test_run
+from tests.unit.live.prompts import list_prompts
 
 NOW = time.time()
 
@@ -143,6 +144,23 @@ async def test_sessions_that_can_never_be_trained_on_are_dropped_with_the_reason
     ]
     assert await take_batch(batcher) is None
     assert len(await store.claims(RUN)) == 2
+
+
+@pytest.mark.parametrize(
+    ("mode", "outcome"), [("auto", "dropped"), ("manual", "dropped"), ("off", "trained")]
+)
+async def test_held_out_session_is_never_trained_on_unless_the_gate_is_off(
+    store: Store, mode: str, outcome: str
+) -> None:
+    await add_live(store, "held", call={"messages": tuple(next(list_prompts()))}, ended=0)
+    for name in ("a", "b"):
+        await add_live(store, name, ended=1)
+    settings = make_live_config().model_dump(exclude_unset=True)
+    config = RunConfig.model_validate({**settings, "live": {"gate": {"mode": mode}}})
+    await take_batch(Batcher(store, RUN, config))
+    (claim,) = await store.claims(RUN, session_id="held")
+    assert claim.outcome.value == outcome
+    assert claim.reason == (None if mode == "off" else "held_out")
 
 
 async def test_greedy_calls_of_a_sampled_session_are_not_trained(store: Store) -> None:

@@ -318,6 +318,19 @@ class MultiPolicyConformance(EngineConformance):
         assert (status.version, status.policies) == (0, (PolicyRef("p", 1), PolicyRef("p", 2)))
         assert set(get_versions(await collect(engine, prompt, max_tokens=3, temperature=0))) == {0}
 
+    async def test_logprobs_can_name_a_loaded_policy(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        if not engine.info.can_score:
+            return
+        await engine.load(policies[0])
+        await engine.keep(policies[1])
+        served, named = [await engine.logprobs(prompt, ref) for ref in (None, policies[0].ref)]
+        np.testing.assert_allclose(named, served, atol=1e-5)
+        assert len(await engine.logprobs(prompt, policies[1].ref)) == len(prompt)
+        with pytest.raises(PolicyNotFound, match="does not have p@7"):
+            await engine.logprobs(prompt, PolicyRef("p", 7))
+
     async def test_generate_raises_policy_not_found_for_an_unknown_policy(
         self, engine: Engine, prompt: list[int], policies: list[Policy]
     ) -> None:

@@ -35,6 +35,7 @@ from tests.unit.engines.test_local import (
     make_adapter_policy,
     make_engine,
 )
+from tests.unit.engines.test_scoring import compute_expected_scores
 from tests.unit.engines.test_sharing import PROMPTS as SHARED_PREFIX_PROMPTS
 
 REFS = [PolicyRef("p", version) for version in range(3)]
@@ -74,6 +75,17 @@ async def test_logprobs_of_a_batch_with_several_adapters_match_peft(
     engine: LocalEngine, adapters: list[Path]
 ) -> None:
     await check_replies(engine, [PROMPT[:n] for n in (3, 17, 30)], [None, *adapters])
+
+
+async def test_scores_of_a_named_policy_match_peft(engine: LocalEngine, adapters: list[Path]) -> None:
+    tasks = [engine.logprobs(PROMPT[:30], ref) for ref in REFS]
+    scores = await asyncio.gather(*tasks, engine.logprobs(PROMPT[:30]))
+    folders = [None, *adapters, adapters[0]]
+    for values, folder in zip(scores, folders, strict=True):
+        model = load_reference_model(engine._model.folder, folder)
+        np.testing.assert_allclose(values, compute_expected_scores(model, PROMPT[:30]), atol=1e-4)
+    with pytest.raises(PolicyNotFound, match="does not have p@7"):
+        await engine.logprobs(PROMPT, PolicyRef("p", 7))
 
 
 async def test_shared_prefixes_are_attended_per_policy(engine: LocalEngine, adapters: list[Path]) -> None:

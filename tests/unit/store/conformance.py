@@ -25,6 +25,7 @@ from instar.types import (
 )
 
 from .conformance_annotations import AnnotationTests
+from .conformance_evaluations import EvaluationTests
 from .conformance_feedback import FeedbackTests
 from .conformance_forgetting import ForgettingTests
 from .conformance_gateway import GatewayTests
@@ -380,6 +381,7 @@ class StoreConformance(
     CallTests,
     GatewayTests,
     PolicyTests,
+    EvaluationTests,
     GroupAndStepTests,
     ProgressTests,
     LifecycleTests,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from instar.errors import ConfigError
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.trainer.monitor import read_steps
-from instar.types import UNTRAINABLE, Channel, Feedback, Sample, Tag
+from instar.types import UNTRAINABLE, Channel, Feedback, Message, Sample, Tag
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, add_group, make_call, make_session, put_test_run
+from tests.unit.live.prompts import list_prompts
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
 
 CORRECTED_IDS = [11, 12, 13, 9]
@@ -30,12 +32,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def add_corrected_session(
-    store: Store, session_id: str, corrected_ids: list[int] = CORRECTED_IDS, **fields: Any
+    store: Store,
+    session_id: str,
+    corrected_ids: list[int] = CORRECTED_IDS,
+    messages: Sequence[Message] = (Message(role="user", content="hi"),),
+    **fields: Any,
 ) -> None:
     """Add a session with one call and a correction of its reply."""
     call_id = f"{session_id}#0"
     await store.open_session(make_session(session_id, **{"channel": Channel.TRAIN, **fields}))
-    await store.add_calls([make_call(call_id, [1, 2, 3], [7, 9], session_id=session_id)])
+    await store.add_calls(
+        [make_call(call_id, [1, 2, 3], [7, 9], session_id=session_id, messages=tuple(messages))]
+    )
     ids = np.asarray(corrected_ids, np.int32)
     feedback = Feedback(session_id, session_id, call_id, correction="corrected", correction_ids=ids)
     await store.add_feedback(feedback)
@@ -119,6 +127,20 @@ async def test_live_correction_is_used_only_if_its_agent_is_learned_from(
     assert [sample.session_id for sample in await load_samples(store, config)] == expected
     rollout_config = RunConfig.model_validate({**settings, "agents": agents})
     assert await load_samples(store, rollout_config) == [], "its versions would be served unevaluated"
+
+
+async def test_correction_of_a_held_out_session_is_dropped(
+    store: SqliteStore, tmp_path: Path, model: Path
+) -> None:
+    await add_corrected_session(store, "held", channel=Channel.LIVE, messages=next(list_prompts()))
+    await add_corrected_session(store, "live", channel=Channel.LIVE)
+    settings = make_config(tmp_path, model, corrections={"per_step": 2}).model_dump(exclude_unset=True)
+    settings |= {"agents": {"default": {"mode": "learn"}}, "data": "live"}
+    batch = await load_corrections(store, RunConfig.model_validate(settings), 1, 0)
+    assert [sample.session_id for sample in batch.samples] == ["live"]
+    assert [(c.session_id, c.reason) for c in batch.claims] == [("held", "held_out"), ("live", None)]
+    config = RunConfig.model_validate({**settings, "live": {"gate": {"mode": "off"}}})
+    assert len(await load_samples(store, config)) == 2
 
 
 # --- training -----------------------------------------------------------------------------------
