@@ -17,7 +17,7 @@ from instar.errors import StoreError
 from instar.store import codec
 from instar.store.codec import DatabaseRow, dump_json, sanitize_text
 from instar.store.database import Database, Values
-from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run, TrainedSession
+from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run, ShadowReply, TrainedSession
 
 T = TypeVar("T")
 Converter = Callable[[Any], Any]
@@ -126,6 +126,7 @@ REWARD_ROWS = RowMapping(types.Reward, default_now="created_at")
 SCORE_ROWS = RowMapping(types.Score, text=["reason"], default_now="created_at")
 TAG_ROWS = RowMapping(types.Tag, text=["value", "reason", "author"], default_now="created_at")
 FEEDBACK_ROWS = RowMapping(types.Feedback, text=["text", "correction", "author"], default_now="created_at")
+SHADOW_ROWS = RowMapping(ShadowReply, default_now="created_at")
 FORGOTTEN_ROWS = RowMapping(ForgottenSession)
 TRAINED_ROWS = RowMapping(TrainedSession)
 STEP_ROWS = RowMapping(types.Step, default_now="updated_at")

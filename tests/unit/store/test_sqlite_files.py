@@ -97,7 +97,7 @@ async def test_open_truncated_file_raises(path: Path) -> None:
 async def test_read_of_damaged_pages_raises(path: Path) -> None:
     """The damage is found when the pages are read, and the error names the file and says what to do."""
     await fill_store(path)
-    overwrite(path, 80 * 4096, 110 * 4096, b"\xa5" * 30 * 4096)
+    overwrite(path, 90 * 4096, 120 * 4096, b"\xa5" * 30 * 4096)
     store = SqliteStore(path)
     with pytest.raises(StoreCorrupt, match=r"store\.db is damaged.*backup"):
         await store.calls("s")
