@@ -116,6 +116,11 @@ def _check_live(config: RunConfig) -> None:
             "the serving version expires and cannot be exported again while training continues; use local or "
             "verl"
         )
+    if config.trains_on_live and getattr(config.backend, "lora", "unknown") is None:
+        raise ConfigError(
+            "backend.lora: cannot be null with data 'live', because an engine serves only one version of full "
+            "weights at a time; remove the setting to train an adapter"
+        )
 
 
 def _check_teacher(config: RunConfig) -> None:

@@ -29,6 +29,7 @@ from instar.gateway.feedback import FeedbackService, explain_unused_corrections
 from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
+from instar.gateway.live_policies import LiveOptions, LivePolicies
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
 from instar.gateway.pipeline.pipeline import CallPipeline, RouteMatch
@@ -39,6 +40,7 @@ from instar.gateway.provider_source import ProviderSource
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
+from instar.gateway.shadow import ShadowSampler
 from instar.gateway.submissions import SubmissionService
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
@@ -59,9 +61,15 @@ HASH_KEY_NAME = "message-hashes"
 
 @asynccontextmanager
 async def open_gateway(
-    config: RunConfig, store: Store, engine: Engine | None, admin_key: str, admission: Admission
+    config: RunConfig,
+    store: Store,
+    engine: Engine | None,
+    admin_key: str,
+    admission: Admission,
+    live: LiveOptions | None = None,
 ) -> AsyncGenerator[GatewayApp]:
-    """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
+    """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine. If
+    ``live`` is None, the version that the engines serve replies to all agents."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -83,6 +91,8 @@ async def open_gateway(
             run_id=config.name,
             agent_id=config.agent_id,
             policy_id=config.name,
+            agent_policies={name: config.get_policy_id(name) for name in config.agents},
+            live=live,
             config=config.gateway,
             admin_key=admin_key,
             hash_key=await store.secret(HASH_KEY_NAME),
@@ -124,6 +134,8 @@ def create_app(
     unused_corrections_reason: str | None = None,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
+    agent_policies: Mapping[str, str] | None = None,
+    live: LiveOptions | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -131,24 +143,32 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``agent_policies`` maps
+    agents to policies of their own. If ``live`` is set, the versions that the store names reply.
     """
+    identity = RunIdentity(run_id, agent_id, policy_id, agent_policies or {})
+    live_policies = None
+    if live is not None and engine is not None:
+        live_policies = LivePolicies(store, engine, identity.policy_ids, live)
     context = GatewayContext(
         store,
-        RunIdentity(run_id, agent_id, policy_id),
+        identity,
         config,
         MessageHasher(hash_key),
         Redactor.from_config(config.redact),
         train_sampling or SamplingConfig(),
+        live_policies,
     )
     states = SessionStates(context)
     sessions, resolver = SessionService(context, states), SessionResolver(context, states)
     recorder = Recorder(context, resolver, renderer)
     max_cached_keys = KEYS_PER_SESSION_IN_MEMORY * config.max_sessions_in_memory
     reader = RequestReader(Authenticator(store, admin_key, run_id, max_cached_keys), config)
-    engine_source, submissions = None, None
+    engine_source, submissions, shadow = None, None, None
     if engine is not None and renderer is not None:
-        engine_source = EngineSource(context, engine, renderer)
+        if live is not None:
+            shadow = _create_shadow_sampler(context, engine, renderer, live)
+        engine_source = EngineSource(context, engine, renderer, shadow)
         submissions = SubmissionService(context, states, recorder, renderer)
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
     feedback = _create_feedback(
@@ -157,14 +177,29 @@ def create_app(
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
+
+    def drop_sessions(session_ids: Sequence[str]) -> None:
+        pipeline.drop_sessions(session_ids)
+        if shadow is not None:
+            shadow.drop_sessions(session_ids)
+
     tasks = [
         services.loop_lag.run,
         partial(_end_idle_sessions, sessions, config.idle_timeout),
-        partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
-        *([] if group_service is None else [group_service.run]),
+        partial(run_forgetting_tasks, store, run_id, drop_sessions, retention),
+        *(service.run for service in (group_service, live_policies, shadow) if service is not None),
     ]
     control = ControlApi(context, reader, router, states, services)
-    return GatewayApp(pipeline, control, partial(_run_background_tasks, tasks, recorder))
+    return GatewayApp(context, pipeline, control, partial(_run_background_tasks, tasks, recorder))
+
+
+def _create_shadow_sampler(
+    context: GatewayContext, engine: Engine, renderer: Renderer, live: LiveOptions
+) -> ShadowSampler:
+    assert context.live is not None
+    timeout = context.config.request_timeout
+    store, redactor = context.store, context.redactor
+    return ShadowSampler(store, engine, renderer, context.live, redactor, live.canary, timeout)
 
 
 def _create_router(
@@ -203,7 +238,13 @@ def _create_feedback(
 class GatewayApp(Starlette):
     """The gateway's ASGI app. Model calls skip Starlette's slow router and middleware."""
 
-    def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
+    def __init__(
+        self,
+        context: GatewayContext,
+        pipeline: CallPipeline,
+        control: ControlApi,
+        lifespan: Lifespan[Starlette],
+    ) -> None:
         # Starlette logs a traceback for errors that reach the Exception handler, so list the expected ones.
         error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
@@ -211,6 +252,7 @@ class GatewayApp(Starlette):
         routes = [*control.build_routes(), description_route]
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         self.router.redirect_slashes = False  # A redirect would use the Host header, which clients choose.
+        self._context = context
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self.description = describe_api(routes, dialects)
@@ -228,6 +270,11 @@ class GatewayApp(Starlette):
         path = find_post_path(data)
         route = self._match_route(path.decode()) if path else None
         return None if route is None else self._pipeline.reject_early(route.dialect)
+
+    @property
+    def problem(self) -> str:
+        """Why versions that should reply to agents cannot be loaded, or an empty string."""
+        return self._context.live.problem if self._context.live is not None else ""
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

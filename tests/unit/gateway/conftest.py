@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
 from instar.gateway.forgetting import RetentionPolicy
+from instar.gateway.live_policies import LiveOptions
 from instar.gateway.serve import bind, serve
 from instar.record.base import Renderer
 from instar.record.render import load_renderer
@@ -127,6 +128,8 @@ async def start_gateway(
         store_class: type[SqliteStore] = SqliteStore,
         run_config: RunConfig | None = None,
         retention: RetentionPolicy | None = None,
+        live: LiveOptions | None = None,
+        agent_policies: Mapping[str, str] | None = None,
     ) -> RunningGateway:
         """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
@@ -139,6 +142,8 @@ async def start_gateway(
             train_sampling=sampling,
             run_config=run_config,
             retention=retention,
+            live=live,
+            agent_policies=agent_policies,
         )
         contexts.append(context)
         return await context.__aenter__()
