@@ -149,14 +149,15 @@ class ShadowSampler:
             await self._policies.load(policy)  # for the next request
             return
         parser.finish()
-        if self._redactor.redact_message(parser.message) is not parser.message:
+        message = parser.message
+        if self._redactor.redact_message(message) is not message:
             return
         shadow = ShadowReply(
             session_id=call.session_id,
             call_id=call.call_id,
             policy_id=policy.policy_id,
             version=policy.version,
-            reply=parser.message,
+            reply=message,
             sampled_ids=np.asarray(reply.ids, np.int32),
             logprobs=np.asarray(reply.logprobs, np.float32),
             finish_reason=reply.finish_reason or "aborted",

@@ -34,6 +34,7 @@ from instar.store.models import Run as Run
 from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
+from instar.store.models import ShadowPair as ShadowPair
 from instar.store.models import ShadowReply as ShadowReply
 from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
@@ -278,7 +279,7 @@ class Store:
     policy_versions = _read(lineage.get_policy_versions)
     active_versions = _read_statement(live.get_active_versions)
     add_shadow_reply = _write(live.add_shadow_reply)
-    shadow_replies = _read_statement(live.get_shadow_replies)
+    shadow_pairs = _read_statement(live.get_shadow_pairs)
     advance_version = _write(lineage.advance_version)
     promote_version = _write(lineage.promote_version)
     reject_version = _write(lineage.reject_version)

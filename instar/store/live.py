@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from instar.store.codec import load_message
 from instar.store.database import Database
-from instar.store.models import FEEDBACK_ID_PREFIX, ActiveVersion, ShadowReply
+from instar.store.models import FEEDBACK_ID_PREFIX, ActiveVersion, ShadowPair, ShadowReply
 from instar.store.policies import decode_policy
 from instar.store.rows import SESSION_ROWS, SHADOW_ROWS
 from instar.store.schema import SHADOW_REPLIES
@@ -107,11 +108,17 @@ def add_shadow_reply(db: Database, reply: ShadowReply) -> None:
     insert_for_session(db, SHADOW_REPLIES.insert_for_session_sql, SHADOW_ROWS.encode(reply))
 
 
-def get_shadow_replies(db: Database, policy_id: str, version: int, limit: int = 1000) -> list[ShadowReply]:
-    """Return the newest ``limit`` shadow replies of a version, oldest first."""
-    replies = SHADOW_ROWS.select(
-        db,
-        "SELECT * FROM shadow_replies WHERE policy_id = ? AND version = ? ORDER BY seq DESC LIMIT ?",
+def get_shadow_pairs(db: Database, policy_id: str, version: int, limit: int = 1000) -> list[ShadowPair]:
+    """Return the newest ``limit`` shadow replies of a version with the replies that were served, oldest
+    first."""
+    rows = db.execute(
+        "SELECT s.*, c.reply AS served_reply, c.finish_reason AS served_finish_reason "
+        "FROM shadow_replies s JOIN calls c ON c.call_id = s.call_id "
+        "WHERE s.policy_id = ? AND s.version = ? ORDER BY s.seq DESC LIMIT ?",
         (policy_id, version, limit),
     )
-    return replies[::-1]
+    pairs = [
+        ShadowPair(SHADOW_ROWS.decode(row), load_message(row["served_reply"]), row["served_finish_reason"])
+        for row in rows
+    ]
+    return pairs[::-1]

@@ -77,6 +77,15 @@ class ShadowReply:
 
 
 @dataclass(frozen=True, slots=True)
+class ShadowPair:
+    """A shadow reply and the reply that was served to the same prompt."""
+
+    shadow: ShadowReply
+    served_reply: types.Message
+    served_finish_reason: types.FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Counts of groups and sessions in one channel of a run, for admission control and the progress display.
     Each group counts as open, ready or consumed. Groups that are being scored count as open."""

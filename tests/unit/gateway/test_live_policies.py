@@ -48,7 +48,7 @@ async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
 async def chat(
     gateway: RunningGateway, key: str = ADMIN_KEY, *, path: str = "", text: str = "hi", model: str = "m"
 ) -> httpx.Response:
-    body = {"model": model, "messages": [{"role": "user", "content": text}]}
+    body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 200}
     return await gateway.post_json(f"{path}/v1/chat/completions", body, key)
 
 
@@ -289,19 +289,20 @@ async def test_shadow_reply_is_stored_beside_the_call_and_never_shown(
 
     async def has_shadow_reply() -> bool:
         assert await get_versions(gateway, await chat(gateway, text="ping")) == {0}
-        return bool(await gateway.store.shadow_replies(POLICY, version))
+        return bool(await gateway.store.shadow_pairs(POLICY, version))
 
     await wait_until(has_shadow_reply)
-    shadow = (await gateway.store.shadow_replies(POLICY, version))[0]
-    call = await gateway.store.call(shadow.call_id)
+    pair = (await gateway.store.shadow_pairs(POLICY, version))[0]
+    shadow, call = pair.shadow, await gateway.store.call(pair.shadow.call_id)
     assert call is not None
+    assert (pair.served_reply, pair.served_finish_reason) == (call.reply, call.finish_reason)
     assert (shadow.session_id, shadow.reply) == (call.session_id, call.reply)  # the script ignores versions
     assert shadow.sampled_ids.tolist() == call.sampled_ids.tolist()
     assert len(shadow.logprobs) == len(shadow.sampled_ids)
     assert {v for c in await gateway.store.calls(call.session_id) for v in c.versions.tolist()} == {0}
     await gateway.store.forget_sessions("run", [call.session_id])
-    left = await gateway.store.shadow_replies(POLICY, version)
-    assert call.session_id not in {reply.session_id for reply in left}
+    left = await gateway.store.shadow_pairs(POLICY, version)
+    assert call.session_id not in {pair.shadow.session_id for pair in left}
 
 
 async def test_live_call_interrupts_shadow_replies(start_gateway: StartGateway, model: ModelConfig) -> None:
@@ -322,6 +323,6 @@ async def test_live_call_interrupts_shadow_replies(start_gateway: StartGateway, 
     assert await get_versions(gateway, await live_call) == {0}
 
     async def is_stored() -> bool:
-        return bool(await gateway.store.shadow_replies(POLICY, version))
+        return bool(await gateway.store.shadow_pairs(POLICY, version))
 
     await wait_until(is_stored)
