@@ -5,9 +5,11 @@ from __future__ import annotations
 from instar.store.base import Store
 from instar.types import Artifact, Policy, PolicyStage, StepState
 
+ARTIFACT = Artifact("adapter", "x")
+
 
 async def publish_candidate(
-    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = Artifact("adapter", "x")
+    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = ARTIFACT
 ) -> int:
     """Publish a candidate whose step is committed, and return its number."""
     parent = (await store.latest_policy(policy_id)).version
@@ -20,7 +22,7 @@ async def publish_candidate(
 
 
 async def publish_serving(
-    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = Artifact("adapter", "x")
+    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = ARTIFACT
 ) -> int:
     """Publish and promote a version, and return its number."""
     version = await publish_candidate(store, policy_id, run_id, artifact)
@@ -29,7 +31,7 @@ async def publish_serving(
 
 
 async def publish_canary(
-    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = Artifact("adapter", "x")
+    store: Store, policy_id: str, run_id: str = "run", artifact: Artifact = ARTIFACT
 ) -> int:
     """Publish a version in the stage `canary`, and return its number."""
     version = await publish_candidate(store, policy_id, run_id, artifact)

@@ -14,6 +14,7 @@ from rich.text import Text
 from instar.cli.options import AsJson, RunDir, async_command
 from instar.cli.output import print_json
 from instar.cli.run_store import open_run_store
+from instar.cli.version_warnings import list_version_warnings, print_warnings
 from instar.cluster.control import Action, ControlRequest, RoleStatus, send_control_request
 from instar.cluster.layout import RunFolder
 from instar.errors import InstarError
@@ -56,8 +57,13 @@ async def _list_or_control(
     else:
         console = Console()
         print_roles(rows, console)
-        for warning in read_warnings(folder.path)[-MAX_WARNINGS:]:
-            console.print(Text(f"warning: {warning}", style="yellow"))
+        print_warnings(read_warnings(folder.path)[-MAX_WARNINGS:], console)
+        print_warnings(await _read_version_warnings(run_dir), console)
+
+
+async def _read_version_warnings(run_dir: Path) -> list[str]:
+    async with open_run_store(run_dir, read_only=True) as (config, store):
+        return await list_version_warnings(store, config)
 
 
 async def fetch_roles(run_dir: Path, request: ControlRequest | None = None) -> list[RoleStatus]:

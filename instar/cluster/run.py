@@ -118,8 +118,8 @@ def _check_live(config: RunConfig) -> None:
         )
     if config.trains_on_live and getattr(config.backend, "lora", "unknown") is None:
         raise ConfigError(
-            "backend.lora: cannot be null with data 'live', because an engine serves only one version of full "
-            "weights at a time; remove the setting to train an adapter"
+            "backend.lora: cannot be null with data 'live', because an engine serves only one version of "
+            "full weights at a time; remove the setting to train an adapter"
         )
 
 

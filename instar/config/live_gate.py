@@ -19,8 +19,8 @@ class CanaryConfig(Section):
     """The share of live sessions that a candidate serves before it serves all."""
 
     share: Annotated[float, Field(gt=0, le=0.1)] = 0.1
-    """Share of an agent's new live sessions that a version in the stage `canary` serves, at most 0.1. Sessions
-    that were open before stay with the serving version."""
+    """Share of an agent's new live sessions that a version in the stage `canary` serves, at most 0.1.
+    Sessions that were open before stay with the serving version."""
     sessions: PositiveInt = 20
     """Number of rewarded sessions that a canary needs before it is promoted."""
     days: Days = 7
@@ -29,8 +29,8 @@ class CanaryConfig(Section):
     rollback_days: Days = 7
     """Days after a promotion in which falling live rewards cause a rollback to the version before."""
     shadow_share: UnitInterval = 0.25
-    """Share of live calls to which a version in the stage `shadow` also samples a reply, after the reply of the
-    serving version was sent. Nobody sees these replies."""
+    """Share of live calls to which a version in the stage `shadow` also samples a reply, after the reply of
+    the serving version was sent. Nobody sees these replies."""
     shadow_replies: PositiveInt = 20
     """Number of replies that a version in the stage `shadow` needs before it becomes a canary."""
     shadow_days: Days = 1

@@ -143,13 +143,10 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``agent_policies`` maps
-    agents to policies of their own. If ``live`` is set, the versions that the store names reply.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``agent_policies``
+    maps agents to policies of their own. If ``live`` is set, the versions that the store names reply.
     """
     identity = RunIdentity(run_id, agent_id, policy_id, agent_policies or {})
-    live_policies = None
-    if live is not None and engine is not None:
-        live_policies = LivePolicies(store, engine, identity.policy_ids, live)
     context = GatewayContext(
         store,
         identity,
@@ -157,18 +154,16 @@ def create_app(
         MessageHasher(hash_key),
         Redactor.from_config(config.redact),
         train_sampling or SamplingConfig(),
-        live_policies,
+        LivePolicies(store, engine, identity.policy_ids, live) if live and engine else None,
     )
     states = SessionStates(context)
     sessions, resolver = SessionService(context, states), SessionResolver(context, states)
     recorder = Recorder(context, resolver, renderer)
     max_cached_keys = KEYS_PER_SESSION_IN_MEMORY * config.max_sessions_in_memory
     reader = RequestReader(Authenticator(store, admin_key, run_id, max_cached_keys), config)
-    engine_source, submissions, shadow = None, None, None
+    engine_source, submissions = None, None
     if engine is not None and renderer is not None:
-        if live is not None:
-            shadow = _create_shadow_sampler(context, engine, renderer, live)
-        engine_source = EngineSource(context, engine, renderer, shadow)
+        engine_source = _create_engine_source(context, engine, renderer, live)
         submissions = SubmissionService(context, states, recorder, renderer)
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
     feedback = _create_feedback(
@@ -177,29 +172,37 @@ def create_app(
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
-
-    def drop_sessions(session_ids: Sequence[str]) -> None:
-        pipeline.drop_sessions(session_ids)
-        if shadow is not None:
-            shadow.drop_sessions(session_ids)
-
-    tasks = [
-        services.loop_lag.run,
-        partial(_end_idle_sessions, sessions, config.idle_timeout),
-        partial(run_forgetting_tasks, store, run_id, drop_sessions, retention),
-        *(service.run for service in (group_service, live_policies, shadow) if service is not None),
-    ]
+    tasks = _list_background_tasks(context, services, pipeline, engine_source, retention)
     control = ControlApi(context, reader, router, states, services)
     return GatewayApp(context, pipeline, control, partial(_run_background_tasks, tasks, recorder))
 
 
-def _create_shadow_sampler(
-    context: GatewayContext, engine: Engine, renderer: Renderer, live: LiveOptions
-) -> ShadowSampler:
-    assert context.live is not None
-    timeout = context.config.request_timeout
-    store, redactor = context.store, context.redactor
-    return ShadowSampler(store, engine, renderer, context.live, redactor, live.canary, timeout)
+def _create_engine_source(
+    context: GatewayContext, engine: Engine, renderer: Renderer, live: LiveOptions | None
+) -> EngineSource:
+    shadow = None
+    if context.live is not None and live is not None:
+        timeout = context.config.request_timeout
+        store, redactor = context.store, context.redactor
+        shadow = ShadowSampler(store, engine, renderer, context.live, redactor, live.canary, timeout)
+    return EngineSource(context, engine, renderer, shadow)
+
+
+def _list_background_tasks(
+    context: GatewayContext,
+    services: ControlServices,
+    pipeline: CallPipeline,
+    engine_source: EngineSource | None,
+    retention: RetentionPolicy | None,
+) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    shadow = engine_source.shadow if engine_source is not None else None
+    drops = [pipeline.drop_sessions, *([] if shadow is None else [shadow.drop_sessions])]
+    return [
+        services.loop_lag.run,
+        partial(_end_idle_sessions, services.sessions, context.config.idle_timeout),
+        partial(run_forgetting_tasks, context.store, context.identity.run_id, drops, retention),
+        *(service.run for service in (services.groups, context.live, shadow) if service is not None),
+    ]
 
 
 def _create_router(

@@ -42,7 +42,3 @@ class GatewayContext:
     """The sampling settings of every call on the `train` channel. A session's own settings override them."""
     live: LivePolicies | None = None
     """Chooses the versions that reply, or None if the version that the engines serve replies to everyone."""
-
-    def assign_canary(self, policy_id: str, session_id: str) -> int | None:
-        """Return the canary version that serves a new live session, or None."""
-        return None if self.live is None else self.live.assign_canary(policy_id, session_id)

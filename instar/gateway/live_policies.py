@@ -1,8 +1,8 @@
 """The versions of the agents' policies that answer live requests.
 
-The store says which versions serve. A version is loaded into the engines before a request names it, so that no
-request waits for it. A promotion or rollback applies to every request that starts after it was read from the
-store. A request ends under the version with which it started.
+The store says which versions serve. A version is loaded into the engines before a request names it, so that
+no request waits for it. A promotion or rollback applies to every request that starts after it was read from
+the store. A request ends under the version with which it started.
 """
 
 from __future__ import annotations
@@ -58,9 +58,7 @@ class ServedPolicy:
 class LivePolicies:
     """Chooses the version that answers a request. Run `run` in the background."""
 
-    def __init__(
-        self, store: Store, engine: Engine, policy_ids: Sequence[str], options: LiveOptions
-    ) -> None:
+    def __init__(self, store: Store, engine: Engine, policy_ids: Sequence[str], options: LiveOptions) -> None:
         self._store = store
         self._engine = engine
         self._options = options
@@ -75,8 +73,8 @@ class LivePolicies:
         return self._by_id[policy_id]
 
     def assign_canary(self, policy_id: str, session_id: str) -> int | None:
-        """Return the canary version that serves a new live session, or None. The share of the sessions that it
-        serves is chosen by a hash, so that it does not depend on their order."""
+        """Return the canary version that serves a new live session, or None. The share of the sessions that
+        it serves is chosen by a hash, so that it does not depend on their order."""
         canary = self._by_id[policy_id].canary
         if canary is None or not is_selected(self._options.canary.share, session_id, canary.version):
             return None

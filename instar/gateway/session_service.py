@@ -51,14 +51,14 @@ class SessionService:
         identity = self._context.identity
         agent_id = caller.agent_id or identity.default_agent_id
         session_id, policy_id = new_id("sess"), identity.get_policy_id(agent_id)
-        is_live = body.channel is Channel.LIVE
+        live = self._context.live if body.channel is Channel.LIVE else None
         session = Session(
             session_id=session_id,
             run_id=identity.run_id,
             agent_id=agent_id,
             policy_id=policy_id,
             created_at=time.time(),
-            canary_version=self._context.assign_canary(policy_id, session_id) if is_live else None,
+            canary_version=None if live is None else live.assign_canary(policy_id, session_id),
             **fields,
         )
         try:

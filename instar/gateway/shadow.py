@@ -1,7 +1,7 @@
 """Samples replies of versions in the stage `shadow` to live requests, after their replies were sent.
 
-Nobody sees these replies. They have the lowest priority: they wait until few live calls are in progress, a new
-live call interrupts them, and requests that cannot wait are dropped.
+Nobody sees these replies. They have the lowest priority: they wait until few live calls are in progress, a
+new live call interrupts them, and requests that cannot wait are dropped.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Collection, Generator
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -162,7 +162,5 @@ class ShadowSampler:
             logprobs=np.asarray(reply.logprobs, np.float32),
             finish_reason=reply.finish_reason or "aborted",
         )
-        try:
+        with suppress(SessionNotFound):  # its data was deleted
             await self._store.add_shadow_reply(shadow)
-        except SessionNotFound:
-            pass  # its data was deleted

@@ -1,10 +1,11 @@
 """Moves versions between shadow, canary and serving by their live replies and rewards.
 
-A canary serves randomly chosen sessions, so its rewards are compared with those of the serving version in the
-same period: the sessions of the canary since its last comparison with the other sessions of that time. Each
-comparison is a difference with a known range. The differences are tested with a bet on every one of them: under
-the hypothesis that the mean is not negative, the capital of the bets exceeds ``1 / ALPHA`` with a probability of at
-most ALPHA, however often it is looked at (Ville's inequality). A t-test would only be valid once.
+A canary serves randomly chosen sessions, so its rewards are compared with those of the serving version in
+the same period: the sessions of the canary since its last comparison with the other sessions of that time.
+Each comparison is a difference with a known range. The differences are tested with a bet on every one of
+them: under the hypothesis that the mean is not negative, the capital of the bets exceeds ``1 / ALPHA`` with a
+probability of at most ALPHA, however often it is looked at (Ville's inequality). A t-test would only be valid
+once.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ def compute_evidence(differences: Sequence[float], scale: float) -> float:
 
 
 def choose_range(earlier: Sequence[float], limits: tuple[float, float]) -> tuple[float, float]:
-    """Return the range in which rewards are compared; rewards outside it are moved to its ends. It is the range
-    of the earlier rewards, because a wider one makes comparisons weaker, or ``limits`` without earlier ones."""
+    """Return the range in which rewards are compared; rewards outside it are moved to its ends. It is the
+    range of the earlier rewards, because a wider one makes comparisons weaker, or ``limits`` without them."""
     low, high = (min(earlier), max(earlier)) if earlier else limits
     return (low, high) if high > low else limits
 
@@ -71,9 +72,9 @@ def clip(outcomes: Sequence[Outcome], limits: tuple[float, float]) -> list[Outco
 
 
 def compare_by_time(canary: Sequence[Outcome], others: Sequence[Outcome]) -> list[float]:
-    """Return the differences between the canary's rewards and the others of the same time. Each reward is part
-    of at most one difference. A canary's session waits for a session of the other version after the previous
-    difference, and several that wait are averaged."""
+    """Return the differences between the canary's rewards and the others of the same time. Each reward is
+    part of at most one difference. A canary's session waits for a session of the other version after the
+    previous difference, and several that wait are averaged."""
     remaining = sorted(others, key=lambda outcome: outcome.ended_at)
     differences: list[float] = []
     waiting: list[float] = []
@@ -156,7 +157,10 @@ class CanaryController:
                 await store.roll_back(policy_id, self._run_id, previous, decision.reason)
 
     async def _check_shadow(self, row: PolicyVersion) -> Decision | None:
-        version, pairs = row.policy.version, await self._store.shadow_pairs(self._policy_id, row.policy.version)
+        version, pairs = (
+            row.policy.version,
+            await self._store.shadow_pairs(self._policy_id, row.policy.version),
+        )
         served = [is_broken(pair.served_reply, pair.served_finish_reason) for pair in pairs]
         shadow = [is_broken(pair.shadow.reply, pair.shadow.finish_reason) for pair in pairs]
         differences = [float(a) - float(b) for a, b in zip(served, shadow, strict=True)]

@@ -245,8 +245,8 @@ FEEDBACK = Table(
     added_in=4,
 )
 
-# Replies of versions in the stage `shadow`, which nobody has seen. They are not calls of their session, so that
-# nothing trains on them, scores them or shows them as part of it.
+# Replies of versions in the stage `shadow`, which nobody has seen. They are not calls of their session, so
+# that nothing trains on them, scores them or shows them as part of it.
 SHADOW_REPLIES = Table(
     "shadow_replies",
     {

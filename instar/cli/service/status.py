@@ -22,6 +22,7 @@ from instar.cli.run_store import open_run_store
 from instar.cli.service.external import ExternalService, list_external_services
 from instar.cli.service.home import Home
 from instar.cli.service.lock import ServiceLock, ServiceState
+from instar.cli.version_warnings import list_version_warnings
 from instar.cluster.control import RoleStatus
 from instar.cluster.layout import RunFolder
 from instar.config import UpstreamEngineConfig
@@ -56,6 +57,8 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     """The number of live sessions by status."""
     rewards: dict[str, int] | None = None
     """The number of rewards by source."""
+    warnings: list[str] | None = None
+    """Why agents are not answered by the versions that were promoted last."""
     agents: dict[str, list[str]] | None = None
     """The names of each agent's valid keys."""
     external: list[ExternalService] | None = None
@@ -104,6 +107,7 @@ async def _add_run(report: ServiceReport, run_dir: Path) -> None:
         progress = await store.progress(config.name, Channel.LIVE)
         report.rewards = await store.reward_counts(config.name)
         keys = await store.keys()
+        report.warnings = await list_version_warnings(store, config)
     agents: dict[str, list[str]] = {config.agent_id: []}
     for key in keys:
         if key.kind == "agent" and key.revoked_at is None and key.agent_id is not None:
@@ -172,6 +176,7 @@ def _print_report(report: ServiceReport, console: Console) -> None:
         ]
         external = [f"{item.receives} → {item.address} ({item.setting})" for item in report.external or []]
         rows += [("external", text) for text in external or ["nothing leaves this machine"]]
+        rows += [("warning", text) for text in report.warnings or []]
     if report.log:
         rows.append(("log", report.log))
     table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)

@@ -72,9 +72,9 @@ def _make_live_options(config: RunConfig, engine: Engine) -> LiveOptions:
     if not engine.info.serves_several_policies:
         setting = "engine.policy: must be adapter" if engine.info.kind == "vllm" else "engine.type"
         raise ConfigError(
-            f"{setting}: the {engine.info.kind} engine serves only one version at a time, but with data 'live' "
-            "each agent has its own versions, and a candidate serves beside the version that it may replace; "
-            "use local, or vllm with engine.policy adapter"
+            f"{setting}: the {engine.info.kind} engine serves only one version at a time, but with data "
+            "'live' each agent has its own versions, and a canary serves beside the version that it may "
+            "replace; use local, or vllm with engine.policy adapter"
         )
     initial = make_initial_policy(config)
     return LiveOptions(config.live.canary, Artifact("base") if initial is None else initial.artifact)

@@ -41,7 +41,7 @@ def make_engine(model: ModelConfig, *, delay: float = 0.0, max_adapters: int = 4
 
 async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(DEADLINE_SECONDS):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 - the store is asked
             await asyncio.sleep(0.02)
 
 
@@ -111,7 +111,10 @@ async def test_rollback_applies_to_canary_sessions_and_sessions_in_progress(
     session_id = await open_canary_session(gateway, canary)
     pinned = await gateway.open_session()
     assert await get_versions(gateway, await chat(gateway, path=f"/s/{session_id}")) == {canary}
-    assert await get_versions(gateway, await chat(gateway, path=f"/s/{pinned.session_id}")) <= {second, canary}
+    assert await get_versions(gateway, await chat(gateway, path=f"/s/{pinned.session_id}")) <= {
+        second,
+        canary,
+    }
     third = await gateway.store.roll_back(POLICY, "run", first)
     await wait_for_version(gateway, third)
     for name in (session_id, pinned.session_id):
@@ -199,9 +202,7 @@ async def test_agents_only_get_and_name_versions_of_their_own_policy(
     assert await list_models(gateway, keys["a"]) == ["run/a", "run/a@1"]
     assert await list_models(gateway, keys["observed"]) == ["policy", "policy@0"]
     assert {"policy", "run/a@1", "run/b@1", "run/b@2"} <= set(await list_models(gateway, ADMIN_KEY))
-    response = await gateway.http.get(
-        "/v1/models/run/b@2", headers={"Authorization": f"Bearer {keys['a']}"}
-    )
+    response = await gateway.http.get("/v1/models/run/b@2", headers={"Authorization": f"Bearer {keys['a']}"})
     assert response.status_code == 404
 
 

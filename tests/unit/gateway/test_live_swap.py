@@ -88,7 +88,9 @@ async def test_swaps_under_32_streams_fail_no_request_and_every_token_has_its_ve
         stop.set()
     assert [problem for stream in streams for problem in stream.problems] == []
     calls = [
-        (await gateway.store.calls_by_request(call_id))[0] for stream in streams for call_id in stream.call_ids
+        (await gateway.store.calls_by_request(call_id))[0]
+        for stream in streams
+        for call_id in stream.call_ids
     ]
     assert all(len(set(call.versions.tolist())) == 1 for call in calls)
     assert all(len(call.versions) == len(call.sampled_ids) > 0 for call in calls)

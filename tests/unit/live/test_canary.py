@@ -223,7 +223,9 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     rows = await store.policy_versions(POLICY)
     assert rows[-1].parent == first
     assert rows[-1].reason is not None
-    assert rows[-1].reason.startswith("rollback to version 1: live rewards fell after the promotion of version 2")
+    assert rows[-1].reason.startswith(
+        "rollback to version 1: live rewards fell after the promotion of version 2"
+    )
     for _ in range(20):
         await add_session(store, 0.0)
     assert await controller.check() is None, "the version of a rollback is not rolled back"
