@@ -55,7 +55,7 @@ async def train(
     config, notes = check_run(config, os.environ)
     for note in notes:
         log(note)
-    _check_live(config)
+    check_live(config)
     _check_teacher(config)
     folder = RunFolder(config.run_dir.resolve())
     previous_data: Sequence[DataConfig] = ()
@@ -109,7 +109,7 @@ def _check_trainable(config: RunConfig) -> None:
         )
 
 
-def _check_live(config: RunConfig) -> None:
+def check_live(config: RunConfig) -> None:
     if config.trains_on_live and isinstance(config.backend, CloudSection):
         raise ConfigError(
             f"backend.type: {config.backend.type!r} cannot be used with data 'live', because the sampler of "

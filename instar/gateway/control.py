@@ -100,8 +100,7 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        """List the agent's own model and the versions of it that it can name. Provider models are not
-        listed."""
+        """List the agent's own model and the versions that it can name. Provider models are not listed."""
         caller = await self._authorize_models(http)
         source, identity = self._router.engine_source, self._context.identity
         names = [identity.get_policy_id(caller.agent_id)]

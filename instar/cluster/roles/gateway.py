@@ -15,7 +15,7 @@ from instar.cluster.layout import engine_names
 from instar.cluster.tasks import run_until_first
 from instar.config import RunConfig
 from instar.cpu import limit_fragmentation, release_freed_pages
-from instar.engines.base import Engine
+from instar.engines.base import EngineInfo
 from instar.errors import ConfigError
 from instar.gateway.app import open_gateway
 from instar.gateway.live_policies import LiveOptions
@@ -35,7 +35,7 @@ async def run_gateway(context: RoleContext) -> None:
     is_live = config.trains_on_live and not os.environ.get(VERSION_ENV)
     fetch_policy = None if is_live else partial(context.fetch_policy, store)
     engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=fetch_policy)
-    live = _make_live_options(config, engine) if engine is not None and is_live else None
+    live = make_live_options(config, engine.info) if engine is not None and is_live else None
     await context.announce(store, "loading the tokenizer")
     limits = config.gateway
     admission = Admission(config, store, context.run_id)
@@ -68,11 +68,12 @@ async def run_gateway(context: RoleContext) -> None:
     await store.close()
 
 
-def _make_live_options(config: RunConfig, engine: Engine) -> LiveOptions:
-    if not engine.info.serves_several_policies:
-        setting = "engine.policy: must be adapter" if engine.info.kind == "vllm" else "engine.type"
+def make_live_options(config: RunConfig, info: EngineInfo) -> LiveOptions:
+    """Raises ConfigError if the engine serves only one version at a time."""
+    if not info.serves_several_policies:
+        setting = "engine.policy: must be adapter" if info.kind == "vllm" else "engine.type"
         raise ConfigError(
-            f"{setting}: the {engine.info.kind} engine serves only one version at a time, but with data "
+            f"{setting}: the {info.kind} engine serves only one version at a time, but with data "
             "'live' each agent has its own versions, and a canary serves beside the version that it may "
             "replace; use local, or vllm with engine.policy adapter"
         )
