@@ -15,7 +15,8 @@ InstarError
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
 │   ├── PromptTooLong      the prompt does not fit into the model's context
-│   └── PolicyNotFound     the engine does not have the requested version of a policy
+│   ├── PolicyNotFound     the engine does not have the requested version of a policy
+│   └── PoliciesInUse      the engine has no room for another version until requests have finished: retry
 ├── GatewayError       the gateway rejected a request of `instar.client`
 │   └── RunFinished        the run has trained all its steps and accepts no more groups
 ├── BackendError       a training backend failed
@@ -93,6 +94,10 @@ class PromptTooLong(EngineError):
 
 
 class PolicyNotFound(EngineError):
+    pass
+
+
+class PoliciesInUse(EngineError):
     pass
 
 

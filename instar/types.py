@@ -40,8 +40,7 @@ _id_generator = random.Random(os.urandom(32))
 
 
 def new_id(prefix: str) -> str:
-    """Return a new id, such as ``sess-18e7…``. It starts with the time, because random ids would make inserts
-    into the store take twice as long."""
+    """Return a new id, such as ``sess-18e7…``. It starts with the time, which makes inserts twice as fast."""
     return f"{prefix}-{time.time_ns() >> 20:011x}{_id_generator.getrandbits(36):09x}"
 
 
@@ -120,8 +119,7 @@ class Session:
     status: SessionStatus = SessionStatus.OPEN
     group_id: str | None = None
     slot: int = 0
-    """The position within the group. A retry (after a transient error) or refill (after a failed session) is
-    a new session in the same slot."""
+    """The position within the group. A retry or refill is a new session in the same slot."""
     attempt: int = 0
     """Number of earlier sessions in the slot."""
     task_id: str | None = None
@@ -135,6 +133,8 @@ class Session:
     """The id that the agent itself uses for this session, if it sends one."""
     created_at: float = 0.0
     ended_at: float | None = None
+    canary_version: int | None = None
+    """The version of the policy that serves the session while it is a canary; None for other sessions."""
 
 
 class CallStatus(StrEnum):

@@ -10,6 +10,7 @@ from pathlib import Path
 from instar.config import RunConfig
 from instar.engines.base import Engine
 from instar.gateway.app import create_app, create_group_options
+from instar.gateway.live_policies import LiveOptions
 from instar.gateway.serve import bind, serve
 from instar.record.render import load_renderer
 from instar.rollout.admission import Admission
@@ -32,6 +33,8 @@ async def running_gateway(config: RunConfig, store: Store, engine: Engine) -> As
         train_sampling=config.group_settings.sampling,
         groups=create_group_options(config, Admission(config, store, config.name)),
         admin_key=ADMIN_KEY,
+        agent_policies={name: config.get_policy_id(name) for name in config.agents},
+        live=LiveOptions(config.live.canary) if config.trains_on_live else None,
     )
     listener = bind(config.gateway.host, config.gateway.port)
     stop = asyncio.Event()

@@ -15,6 +15,7 @@ from instar.cli.output import print_json
 from instar.cli.roles import fetch_roles, print_roles
 from instar.cli.run_store import open_run_store
 from instar.cli.service.external import NOTHING, ExternalService, list_external_services
+from instar.cli.version_warnings import list_version_warnings
 from instar.trainer.monitor import read_warnings
 
 MAX_WARNINGS = 4
@@ -27,7 +28,9 @@ async def show_run_status(run_dir: Path, *, as_json: bool) -> None:
     async with open_run_store(run_dir, read_only=True) as (config, store):
         roles = await fetch_roles(run_dir)
         learning = await make_learning_report(config, store, roles)
-    external, warnings = list_external_services(config), read_warnings(run_dir)[-MAX_WARNINGS:]
+        version_warnings = await list_version_warnings(store, config)
+    external = list_external_services(config)
+    warnings = [*read_warnings(run_dir)[-MAX_WARNINGS:], *version_warnings]
     if as_json:
         report = {"learning": learning, "external": external, "roles": roles, "warnings": warnings}
         print_json(msgspec.to_builtins(report, str_keys=True))

@@ -15,6 +15,7 @@ from instar.backends.factory import get_known_capabilities
 from instar.cli.options import AsJson, RunDir, async_command, new_app
 from instar.cli.output import format_time, plain_table, print_json, print_result, select_fields
 from instar.cli.run_store import open_run_store
+from instar.cli.version_warnings import list_version_warnings, print_warnings
 from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.store.base import Evaluation, EvaluationItem, PolicyVersion, Store
@@ -77,6 +78,7 @@ async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
     `serving`."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         lineage = await _read_lineage(store, config)
+        warnings = await list_version_warnings(store, config)
     if as_json:
         print_json([_version_json(lineage, row) for row in lineage.rows])
         return
@@ -94,6 +96,7 @@ async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
         )
     Console().print(table)
     typer.echo(f"serving: version {lineage.serving}" + ("" if lineage.serving else " (the base model)"))
+    print_warnings(warnings, Console())
 
 
 @app.command()

@@ -121,26 +121,25 @@ def _check_trainable(config: RunConfig) -> None:
 
 
 def _check_live(config: RunConfig) -> None:
-    if config.trains_on_live and isinstance(config.backend, CloudSection):
+    if not config.trains_on_live:
+        return
+    if isinstance(config.backend, CloudSection):
         raise ConfigError(
             f"backend.type: {config.backend.type!r} cannot be used with data 'live', because the sampler of "
             "the serving version expires and cannot be exported again while training continues; use local or "
             "verl"
         )
-    if config.trains_on_live:
-        check_window(config)
-    if not config.has_gate:
-        return
+    check_window(config)
     problem = ""
     parts = config.engine.parts if isinstance(config.engine, MixedEngineConfig) else [config.engine]
     if any(isinstance(part, VllmEngineConfig) and part.policy == "merged" for part in parts):
-        problem = "engine.policy: 'merged' serves only one version"
+        problem = "engine.policy: 'merged' serves only one version at a time"
     if getattr(config.backend, "lora", True) is None:
-        problem = "backend.lora: without it, all weights are trained, of which an engine holds one version"
+        problem = "backend.lora: null trains all weights, of which an engine serves one version at a time"
     if problem:
         raise ConfigError(
-            f"{problem}, but live.gate.mode {config.live.gate.mode!r} compares a candidate with the serving "
-            "version; use adapters, or set live.gate.mode to off"
+            f"{problem}, but with data 'live' each agent has versions of its own, and candidates are "
+            "compared with the serving version; use adapters"
         )
 
 

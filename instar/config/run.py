@@ -18,7 +18,13 @@ from instar.config.data import (
     normalize_data,
     rename_previous_source,
 )
-from instar.config.engines import EngineConfig, LocalEngineConfig, UpstreamEngineConfig
+from instar.config.engines import (
+    EngineConfig,
+    LocalEngineConfig,
+    MixedEngineConfig,
+    UpstreamEngineConfig,
+    VllmEngineConfig,
+)
 from instar.config.live import LiveAgentConfig, LiveConfig
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import (
@@ -162,6 +168,7 @@ class RunConfig(Section):
             "trainer.on_collapse: rewind": self.trainer.on_collapse == "rewind",
             f"sync.every: {self.sync.every}": self.sync.every > 1,
             "eval.every": self.eval is not None and self.eval.every is not None,
+            "engine.policy: merged": self._has_merged_engine,
         }
         for setting, is_set in conflicts.items():
             if is_set:
@@ -199,6 +206,12 @@ class RunConfig(Section):
                 "signal; set at least one of them above 0"
             )
         return self
+
+    @property
+    def _has_merged_engine(self) -> bool:
+        """True if a vLLM server serves only one version at a time."""
+        parts = self.engine.parts if isinstance(self.engine, MixedEngineConfig) else [self.engine]
+        return any(isinstance(part, VllmEngineConfig) and part.policy == "merged" for part in parts)
 
     @property
     def group_settings(self) -> GroupConfig:

@@ -37,7 +37,9 @@ def resolve_vllm_config(section: VllmEngineConfig, config: RunConfig) -> VllmEng
     """Fill in unset and `auto` settings that follow from the rest of the run's config."""
     changes: Json = {}
     lora = getattr(config.backend, "lora", None)
-    if section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
+    if section.policy == "auto" and config.trains_on_live:
+        changes["policy"] = "adapter"
+    elif section.policy == "auto" and (lora is None or config.sync.route not in ("auto", "files")):
         changes["policy"] = "merged"
     if section.lora_rank is None and lora is not None:
         changes["lora_rank"] = lora.rank

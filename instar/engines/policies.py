@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
-from instar.errors import EngineError, PolicyNotFound
+from instar.errors import EngineError, PoliciesInUse, PolicyNotFound
 from instar.types import PolicyRef
 
 T = TypeVar("T")
@@ -67,13 +67,13 @@ class PolicyTable(Generic[T]):
 
     def make_room(self, ref: PolicyRef) -> None:
         """At the limit, unload the least recently used policy that no request uses, so that ``ref`` can be
-        added. Raises EngineError if all are in use."""
+        added. Raises PoliciesInUse if requests use all of them."""
         if len(self._entries) < self._limit:
             return
         for entry in self._entries.values():
             if entry is not self.head and not entry.request_count:
                 return self._retire(self._entries.pop(entry.ref))
-        raise EngineError(
+        raise PoliciesInUse(
             f"{ref} cannot be loaded, because all loaded policies ({len(self._entries)}) are in use; wait "
             "until requests have finished, or increase engine.max_adapters."
         )

@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 from instar.async_utils import cancel_and_wait
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.connection import CONNECT_RETRY
+from instar.engines.pool_member import PoolMember
 from instar.errors import ConfigError, EngineError, EngineUnavailable, InstarError, PolicyNotFound
 from instar.types import Floats, Policy, PolicyRef, SamplingParams, TokenChunk
 
@@ -28,62 +28,12 @@ MAX_MISSED_CHECKS = 2
 """An engine becomes unhealthy after this many consecutive failed health checks."""
 MAX_SESSIONS = 2048
 """The maximum number of sessions whose engine is remembered. The least recently used ones are evicted."""
+MAX_KEPT_POLICIES = 64
+"""The maximum number of policies that are kept again in engines that lost them."""
 LOAD_FACTOR = 2
 LOAD_SLACK = 8
 """A session moves if its engine's load exceeds LOAD_FACTOR × the least busy engine's load + LOAD_SLACK."""
 SUMMED_FIELDS = ("running", "waiting", "generated_tokens", "prompt_tokens", "cached_tokens")
-
-
-@dataclass(eq=False, slots=True)
-class PoolMember:
-    engine: Engine
-    index: int
-    is_healthy: bool = False
-    unhealthy_reason: str = "no response yet"
-    missed_checks: int = 0
-    is_draining: bool = False
-    """True if the engine reported that it rejects new requests."""
-    in_flight: int = 0
-    other_requests: int = 0
-    """The number of requests from other clients at the latest health check."""
-    total_requests: int = 0
-    loaded_version: int | None = None
-    """The latest version that this pool loaded into the engine. Always None if ``newest_policy`` is set."""
-    check_requested: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set to start the next health check immediately, for example after a failed request."""
-    first_token_timeouts: set[asyncio.Timeout] = field(default_factory=set[asyncio.Timeout])
-    """The timeouts of the requests that are waiting for their first token."""
-
-    @property
-    def load(self) -> int:
-        """The number of requests, including those from other clients."""
-        return self.in_flight + self.other_requests
-
-    @property
-    def can_accept_requests(self) -> bool:
-        return self.is_healthy and not self.is_draining
-
-    def mark_unhealthy(self, reason: str) -> None:
-        self.is_healthy = False
-        self.unhealthy_reason = reason
-        self.check_requested.set()
-
-    def release_waiting_requests(self) -> None:
-        """Time out requests that have no first token yet, so that they are retried on other engines."""
-        while self.first_token_timeouts:
-            self.first_token_timeouts.pop().reschedule(asyncio.get_running_loop().time())
-
-    @contextlib.contextmanager
-    def track_request(self) -> Generator[None]:
-        """Count a request while the block runs. Mark the engine as unhealthy on EngineUnavailable."""
-        self.in_flight += 1
-        try:
-            yield
-        except EngineUnavailable as error:
-            self.mark_unhealthy(str(error))
-            raise
-        finally:
-            self.in_flight -= 1
 
 
 class EnginePool(Engine):
@@ -107,6 +57,8 @@ class EnginePool(Engine):
         self._newest_policy = newest_policy
         self._max_versions_behind = max_versions_behind
         self._policy: Policy | None = None
+        self._kept: OrderedDict[PolicyRef, Policy] = OrderedDict()
+        self._restorations: dict[PoolMember, asyncio.Task[None]] = {}
         self._sessions: OrderedDict[str, PoolMember] = OrderedDict()
         self._watchers: dict[PoolMember, asyncio.Task[None]] | None = None
 
@@ -143,6 +95,7 @@ class EnginePool(Engine):
         self, session: str | None, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None
     ) -> AsyncGenerator[TokenChunk, None]:
         tried: list[PoolMember] = []
+        lacking: list[PoolMember] = []
         not_found: PolicyNotFound | None = None
         while True:
             member = self._pick_untried(tried, not_found, session)
@@ -154,6 +107,8 @@ class EnginePool(Engine):
                         expected_version = member.loaded_version if policy is None else None
                         first = await self._await_first_chunk(member, chunks, expected_version)
                         has_begun = True
+                        if policy is not None and lacking:
+                            self._start_restoring(lacking, policy)
                         yield first
                         async for chunk in chunks:
                             yield chunk
@@ -163,6 +118,7 @@ class EnginePool(Engine):
                     raise
                 if isinstance(error, PolicyNotFound):
                     not_found = error  # another engine may have the policy
+                    lacking.append(member)
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         tried: list[PoolMember] = []
@@ -189,13 +145,24 @@ class EnginePool(Engine):
         self._pick(())  # raises if no engine accepts requests
 
     async def keep(self, policy: Policy) -> None:
-        """Keep the policy in every healthy engine. Requests that name it go to the engines that have it."""
+        """Keep the policy in every healthy engine. An engine that does not have it when a request names it,
+        while another engine has it, loads it then."""
         self._pick(())  # raises if no engine accepts requests
-        await asyncio.gather(*(member.engine.keep(policy) for member in self.members if member.is_healthy))
+        healthy = [member for member in self.members if member.is_healthy]
+        keeps = (self._keep(member, policy) for member in healthy)
+        for outcome in await asyncio.gather(*keeps, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, EngineUnavailable):
+                raise outcome
+        self._pick(())
+        self._kept[policy.ref] = policy
+        self._kept.move_to_end(policy.ref)
+        if len(self._kept) > MAX_KEPT_POLICIES:
+            self._kept.popitem(last=False)
 
     async def unload(self, policy: PolicyRef) -> None:
         """Unload the policy from the healthy engines. Raises PolicyNotFound if none of them has it."""
         self._pick(())  # raises if no engine accepts requests
+        self._kept.pop(policy, None)
         unloads = [member.engine.unload(policy) for member in self.members if member.is_healthy]
         errors = [e for e in await asyncio.gather(*unloads, return_exceptions=True) if e is not None]
         failures = [error for error in errors if not isinstance(error, PolicyNotFound)]
@@ -236,7 +203,7 @@ class EnginePool(Engine):
 
     async def close(self) -> None:
         watchers, self._watchers = self._watchers or {}, None
-        await cancel_and_wait(*watchers.values())
+        await cancel_and_wait(*watchers.values(), *self._restorations.values())
         await asyncio.gather(*(member.engine.close() for member in self.members))
 
     def _pick_untried(
@@ -350,6 +317,27 @@ class EnginePool(Engine):
                 raise EngineUnavailable(f"the trainer has not sent version {policy.version} yet")
             await self._load(member, policy)
         member.is_healthy = True
+
+    async def _keep(self, member: PoolMember, policy: Policy) -> None:
+        try:
+            await member.engine.keep(await member.engine.upload_files(policy))
+        except EngineUnavailable as error:
+            member.mark_unhealthy(str(error))
+            raise
+
+    def _start_restoring(self, members: Sequence[PoolMember], policy: PolicyRef) -> None:
+        """Keep a policy again in engines that have lost it, for example because they restarted."""
+
+        async def restore(member: PoolMember, kept: Policy) -> None:
+            with contextlib.suppress(EngineError):
+                await self._keep(member, kept)
+
+        if (kept := self._kept.get(policy)) is None:
+            return
+        for member in members:
+            if member not in self._restorations:
+                task = self._restorations[member] = asyncio.create_task(restore(member, kept))
+                task.add_done_callback(lambda _, member=member: self._restorations.pop(member, None))
 
     async def _load(self, member: PoolMember, policy: Policy) -> None:
         try:

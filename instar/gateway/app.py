@@ -29,6 +29,7 @@ from instar.gateway.feedback import FeedbackService, explain_unused_corrections
 from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
+from instar.gateway.live_policies import LiveOptions, LivePolicies
 from instar.gateway.openapi import ApiRoute, describe_api
 from instar.gateway.pipeline.parse import RequestReader
 from instar.gateway.pipeline.pipeline import CallPipeline, RouteMatch
@@ -39,6 +40,7 @@ from instar.gateway.provider_source import ProviderSource
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
+from instar.gateway.shadow import ShadowSampler
 from instar.gateway.submissions import SubmissionService
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
@@ -60,9 +62,15 @@ HASH_KEY_NAME = "message-hashes"
 
 @asynccontextmanager
 async def open_gateway(
-    config: RunConfig, store: Store, engine: Engine | None, admin_key: str, admission: Admission
+    config: RunConfig,
+    store: Store,
+    engine: Engine | None,
+    admin_key: str,
+    admission: Admission,
+    live: LiveOptions | None = None,
 ) -> AsyncGenerator[GatewayApp]:
-    """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine."""
+    """Yield the app for a run, and close its upstreams on exit. The caller closes the store and engine. If
+    ``live`` is None, the version that the engines serve replies to all agents."""
     from instar.gateway.upstream.http import HttpUpstream
 
     async with AsyncExitStack() as stack:
@@ -84,6 +92,8 @@ async def open_gateway(
             run_id=config.name,
             agent_id=config.agent_id,
             policy_id=config.name,
+            agent_policies={name: config.get_policy_id(name) for name in config.agents},
+            live=live,
             config=config.gateway,
             admin_key=admin_key,
             hash_key=await store.secret(HASH_KEY_NAME),
@@ -125,6 +135,8 @@ def create_app(
     unused_corrections_reason: str | None = None,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
+    agent_policies: Mapping[str, str] | None = None,
+    live: LiveOptions | None = None,
 ) -> GatewayApp:
     """Create the gateway's app. The caller closes the store, the engine and the upstreams.
 
@@ -132,15 +144,18 @@ def create_app(
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
     ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all.
+    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``agent_policies``
+    maps agents to policies of their own. If ``live`` is set, the versions that the store names reply.
     """
+    identity = RunIdentity(run_id, agent_id, policy_id, agent_policies or {})
     context = GatewayContext(
         store,
-        RunIdentity(run_id, agent_id, policy_id),
+        identity,
         config,
         MessageHasher(hash_key),
         Redactor.from_config(config.redact),
         train_sampling or SamplingConfig(),
+        LivePolicies(store, engine, identity.policy_ids, live) if live and engine else None,
     )
     states = SessionStates(context)
     sessions, resolver = SessionService(context, states), SessionResolver(context, states)
@@ -149,7 +164,7 @@ def create_app(
     reader = RequestReader(Authenticator(store, admin_key, run_id, max_cached_keys), config)
     engine_source, submissions = None, None
     if engine is not None and renderer is not None:
-        engine_source = EngineSource(context, engine, renderer)
+        engine_source = _create_engine_source(context, engine, renderer, live)
         submissions = SubmissionService(context, states, recorder, renderer)
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
     feedback = _create_feedback(
@@ -158,14 +173,37 @@ def create_app(
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
-    tasks = [
-        services.loop_lag.run,
-        partial(_end_idle_sessions, sessions, config.idle_timeout),
-        partial(run_forgetting_tasks, store, run_id, pipeline.drop_sessions, retention),
-        *([] if group_service is None else [group_service.run]),
-    ]
+    tasks = _list_background_tasks(context, services, pipeline, engine_source, retention)
     control = ControlApi(context, reader, router, states, services)
-    return GatewayApp(pipeline, control, partial(_run_background_tasks, tasks, recorder))
+    return GatewayApp(context, pipeline, control, partial(_run_background_tasks, tasks, recorder))
+
+
+def _create_engine_source(
+    context: GatewayContext, engine: Engine, renderer: Renderer, live: LiveOptions | None
+) -> EngineSource:
+    shadow = None
+    if context.live is not None and live is not None:
+        timeout = context.config.request_timeout
+        store, redactor = context.store, context.redactor
+        shadow = ShadowSampler(store, engine, renderer, context.live, redactor, live.canary, timeout)
+    return EngineSource(context, engine, renderer, shadow)
+
+
+def _list_background_tasks(
+    context: GatewayContext,
+    services: ControlServices,
+    pipeline: CallPipeline,
+    engine_source: EngineSource | None,
+    retention: RetentionPolicy | None,
+) -> list[Callable[[], Coroutine[Any, Any, None]]]:
+    shadow = engine_source.shadow if engine_source is not None else None
+    drops = [pipeline.drop_sessions, *([] if shadow is None else [shadow.drop_sessions])]
+    return [
+        services.loop_lag.run,
+        partial(_end_idle_sessions, services.sessions, context.config.idle_timeout),
+        partial(run_forgetting_tasks, context.store, context.identity.run_id, drops, retention),
+        *(service.run for service in (services.groups, context.live, shadow) if service is not None),
+    ]
 
 
 def _create_router(
@@ -204,7 +242,13 @@ def _create_feedback(
 class GatewayApp(Starlette):
     """The gateway's ASGI app. Model calls skip Starlette's slow router and middleware."""
 
-    def __init__(self, pipeline: CallPipeline, control: ControlApi, lifespan: Lifespan[Starlette]) -> None:
+    def __init__(
+        self,
+        context: GatewayContext,
+        pipeline: CallPipeline,
+        control: ControlApi,
+        lifespan: Lifespan[Starlette],
+    ) -> None:
         # Starlette logs a traceback for errors that reach the Exception handler, so list the expected ones.
         error_types = (ApiError, StoreError, HTTPException, RecursionError, Exception)
         handlers = dict.fromkeys(error_types, control.on_error)
@@ -212,6 +256,7 @@ class GatewayApp(Starlette):
         routes = [*control.build_routes(), description_route]
         super().__init__(routes=routes, lifespan=lifespan, exception_handlers=handlers)
         self.router.redirect_slashes = False  # A redirect would use the Host header, which clients choose.
+        self._context = context
         self._pipeline = pipeline
         dialects = [cast(Dialect, resolve("dialects", name)()) for name in list_names("dialects")]
         self.description = describe_api(routes, dialects)
@@ -233,6 +278,11 @@ class GatewayApp(Starlette):
     def announce_requests(self, activity: ActivityRecorder) -> None:
         """Announce live requests to a trainer on this machine, which then pauses."""
         self._pipeline.activity = activity
+
+    @property
+    def problem(self) -> str:
+        """Why versions that should reply to agents cannot be loaded, or an empty string."""
+        return self._context.live.problem if self._context.live is not None else ""
 
     async def _get_description(self, http: HttpRequest) -> Response:
         """Return this OpenAPI description."""

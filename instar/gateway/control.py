@@ -100,21 +100,23 @@ class ControlApi:
         ]
 
     async def list_models(self, http: HttpRequest) -> Response:
-        """List the run's own model and the versions that the engine has. Provider models are not listed."""
-        await self._authorize_models(http)
-        source = self._router.engine_source
-        names = [self._context.identity.policy_id] if source is None else await source.list_models()
+        """List the agent's own model and the versions that it can name. Provider models are not listed."""
+        caller = await self._authorize_models(http)
+        source, identity = self._router.engine_source, self._context.identity
+        names = [identity.get_policy_id(caller.agent_id)]
+        if source is not None:
+            names = await source.list_models(caller)
         if "anthropic-version" in http.headers:
             return Response(format_models(names), media_type=JSON)
         return _to_response(ModelList([ModelView(name) for name in names]))
 
     async def get_model(self, http: HttpRequest) -> Response:
         """Describe a model. Every name is accepted, except a version that the engine does not have."""
-        await self._authorize_models(http)
+        caller = await self._authorize_models(http)
         model = http.path_params["model"]
         source = self._router.engine_source
         if source is not None and self._router.select(model)[0] is source:
-            await source.check_version(model)
+            await source.check_version(model, caller)
         return _to_response(ModelView(model))
 
     async def get_health(self, http: HttpRequest) -> Response:
@@ -125,7 +127,8 @@ class ControlApi:
             status = await self._router.engine_source.get_status()
         except EngineError as error:
             return _to_response(base.HealthView("ok", "down", reason=str(error)))
-        return _to_response(base.HealthView("ok", "up", version=status.version))
+        version = self._router.engine_source.get_served_version(status)
+        return _to_response(base.HealthView("ok", "up", version=version))
 
     async def get_stats(self, http: HttpRequest) -> Response:
         """Report the gateway's load."""
@@ -222,10 +225,11 @@ class ControlApi:
         local_url = f"{http.url.scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         return self._context.config.public_url or local_url
 
-    async def _authorize_models(self, http: HttpRequest) -> None:
+    async def _authorize_models(self, http: HttpRequest) -> Caller:
         caller = await self._reader.authenticate(http.headers, Action.LIST_MODELS)
         if session_id := http.path_params.get("session"):
             await self._states.get(session_id, caller, Action.LIST_MODELS)
+        return caller
 
     async def _read_request(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._reader.authenticate(http.headers, action)

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from functools import partial
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -16,14 +16,15 @@ import msgspec.structs
 from instar.async_utils import gather_or_cancel
 from instar.config import SamplingConfig
 from instar.engines.base import Engine, EngineStatus
-from instar.errors import EngineError, EngineUnavailable, PromptTooLong
-from instar.gateway.auth import extract_key
+from instar.errors import EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
+from instar.gateway.auth import Caller, extract_key
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.common import check_token_ids
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
+from instar.gateway.shadow import ShadowSampler
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
@@ -42,9 +43,17 @@ _VERSION_PATTERN = re.compile("[0-9]{1,18}")
 class EngineSource(Source):
     name = "engine"
 
-    def __init__(self, context: GatewayContext, engine: Engine, renderer: Renderer) -> None:
+    def __init__(
+        self,
+        context: GatewayContext,
+        engine: Engine,
+        renderer: Renderer,
+        shadow: ShadowSampler | None = None,
+    ) -> None:
         self.engine = engine
-        self._policy_id = context.identity.policy_id
+        self.live = context.live
+        self.shadow = shadow
+        self._identity = context.identity
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
@@ -58,21 +67,31 @@ class EngineSource(Source):
         self._renderer.max_prompt_tokens = self.engine.info.max_context
         return await self._tokenizer_pool.run(extract_key(headers), function)
 
-    async def list_models(self) -> list[str]:
-        """Return the model's name and, if the engine responds, its name with each loaded version: NAME@3."""
+    async def list_models(self, caller: Caller) -> list[str]:
+        """Return the name of the caller's model and, if the engine responds, its name with each version that
+        the caller can name: NAME@3. The admin gets those of all agents."""
         try:
-            refs = self._list_versions(await self.get_status())
+            status = await self.get_status()
         except EngineError:
-            refs = []
-        return [self._policy_id, *map(str, refs)]
+            status = None
+        names: list[str] = []
+        for policy_id in self._list_policy_ids(caller):
+            refs = [] if status is None else self._list_versions(status, policy_id, caller)
+            names += [policy_id, *map(str, refs)]
+        return names
 
-    async def check_version(self, model: str) -> None:
-        """Raise ApiError (404) if the name is NAME@VERSION and the engine does not have this version."""
+    async def check_version(self, model: str, caller: Caller) -> None:
+        """Raise ApiError (404) if the name is NAME@VERSION and the engine does not have this version, or the
+        caller may not use it."""
         policy = self.parse_policy(model)
         if policy is None:
             return
-        refs = self._list_versions(await self.get_status())
-        initial = PolicyRef(self._policy_id, 0)
+        own_ids = self._list_policy_ids(caller)
+        if policy.policy_id not in own_ids:
+            message = f"{model!r} is not a model of this agent; its own versions are {own_ids[0]}@VERSION."
+            raise ApiError(404, message, code="model_not_found", param="model")
+        refs = self._list_versions(await self.get_status(), policy.policy_id, caller)
+        initial = PolicyRef(policy.policy_id, 0)
         if self.engine.info.serves_several_policies and initial not in refs:
             refs.insert(0, initial)
         if policy not in refs:
@@ -80,9 +99,33 @@ class EngineSource(Source):
             message = f"The engine does not have {policy}; it has {names}."
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    def _list_versions(self, status: EngineStatus) -> list[PolicyRef]:
-        versions = {ref.version for ref in status.policies if ref.policy_id == self._policy_id}
-        return [PolicyRef(self._policy_id, v) for v in sorted({status.version, *versions}) if v >= 0]
+    def get_served_version(self, status: EngineStatus) -> int:
+        """Return the version that replies to the default agent."""
+        if self.live is None:
+            return status.version
+        serving = self.live.get(self._identity.get_policy_id(None)).serving
+        return 0 if serving is None else serving.version
+
+    def _list_policy_ids(self, caller: Caller) -> list[str]:
+        is_admin = caller.kind == "admin"
+        return self._identity.policy_ids if is_admin else [self._identity.get_policy_id(caller.agent_id)]
+
+    def _list_versions(self, status: EngineStatus, policy_id: str, caller: Caller) -> list[PolicyRef]:
+        """Return the loaded versions that the caller may name. Only the admin may name versions that are not
+        promoted yet."""
+        versions = {ref.version for ref in status.policies if ref.policy_id == policy_id}
+        if self.live is None:
+            versions |= {status.version} if policy_id == self._identity.policy_id else set()
+        else:
+            served = self.live.get(policy_id)
+            versions |= {served.serving.version} if served.serving is not None else set()
+            if caller.kind != "admin":
+                pending = (served.canary, served.shadow)
+                versions -= {policy.version for policy in pending if policy not in (None, served.serving)}
+        return [PolicyRef(policy_id, version) for version in sorted(versions) if version >= 0]
+
+    def get_policy_id(self, agent_id: str) -> str:
+        return self._identity.get_policy_id(agent_id)
 
     async def get_status(self) -> EngineStatus:
         """Return the engine's status. Raise EngineUnavailable if it does not respond in time."""
@@ -99,11 +142,11 @@ class EngineSource(Source):
         self.parse_policy(request.model)
 
     def parse_policy(self, model: str) -> PolicyRef | None:
-        """Return the policy version that the model name NAME@VERSION selects, if NAME is the run's own model.
+        """Return the policy version that the model name NAME@VERSION selects, if NAME is a policy of the run.
         Return None for other names, which select the served version. Raise ApiError (404) if VERSION is not a
         number."""
         name, separator, version = model.rpartition("@")
-        if not separator or name != self._policy_id:
+        if not separator or name not in self._identity.policy_ids:
             return None
         if not _VERSION_PATTERN.fullmatch(version):
             message = f"The version in {model!r} must be a number, for example {name}@3."
@@ -126,6 +169,10 @@ class EngineSource(Source):
 
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
         return _EngineSamplingRun(self, call, placement, self._train_sampling)
+
+    def on_recorded(self, call: ModelCall, recorded: Sequence[Call]) -> None:
+        if self.shadow is not None and self.parse_policy(call.request.model) is None:
+            self.shadow.offer(call.state.session, call.request, recorded[0])
 
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]
@@ -184,10 +231,12 @@ class EngineSource(Source):
         if not self.engine.info.can_score:
             message = "The engine cannot return prompt logprobs; send the request without 'echo'."
             raise bad_request(message, "echo", "unsupported_value")
+        if self.live is not None:
+            message = "'echo' is not supported in a run with data 'live'; send the request without 'echo'."
+            raise bad_request(message, "echo", "unsupported_value")
         if self.parse_policy(request.model) is not None:
-            message = (
-                f"'echo' is only supported for the served version; request the model {self._policy_id!r}."
-            )
+            name = self._identity.policy_id
+            message = f"'echo' is only supported for the served version; request the model {name!r}."
             raise bad_request(message, "echo", "unsupported_value")
         prompt = request.prompt
         assert prompt is not None
@@ -224,8 +273,9 @@ class _EngineSamplingRun(SamplingRun):
         call, source = self._call, self._source
         self._prepare_replies(is_streamed=responder is not None and not call.dialect.is_token_level)
         samplings = [self._sample_reply(i, reply, responder) for i, reply in enumerate(self._replies)]
-        # The task of a single reply would only cost time.
-        await (samplings[0] if len(samplings) == 1 else gather_or_cancel(samplings))
+        with nullcontext() if source.shadow is None else source.shadow.track_live_call():
+            # The task of a single reply would only cost time.
+            await (samplings[0] if len(samplings) == 1 else gather_or_cancel(samplings))
         choices = [
             source.build_choice(call, reply, self.placement, len(reply.ids)) for reply in self._replies
         ]
@@ -291,13 +341,46 @@ class _EngineSamplingRun(SamplingRun):
         )
 
     async def _sample_reply(self, index: int, reply: SampledReply, responder: Responder | None) -> None:
+        parser = self._parsers[index]
+        delta_stream = None if self._call.dialect.is_token_level else responder
+        await self._generate(index, reply, responder)
+        reply.ended_at = time.time()
+        if reply.finish_reason is None or reply.finish_reason == "aborted":
+            raise EngineUnavailable("the engine stopped before the end of a reply")
+        deltas = parser.finish()
+        reply.message = parser.message
+        if delta_stream is not None and deltas:
+            await delta_stream.send_deltas(index, deltas, ())
+
+    async def _generate(self, index: int, reply: SampledReply, responder: Responder | None) -> None:
+        """Sample from the version that the request names, or else from the one that serves its session."""
+        source, session = self._source, self._call.state.session
+        # An engine with one version was checked to serve the named one.
+        can_name = source.engine.info.serves_several_policies
+        named = source.parse_policy(self._call.request.model) if can_name else None
+        if named is not None or source.live is None:
+            reply.policy_id = None if named is None else named.policy_id
+            return await self._stream(index, reply, responder, named)
+        policy_id = source.get_policy_id(session.agent_id)
+        policy = await source.live.choose(policy_id, session)
+        reply.policy_id = policy_id
+        try:
+            await self._stream(index, reply, responder, policy.ref)
+        except PolicyNotFound:
+            policy = await source.live.restore(policy)
+            try:
+                await self._stream(index, reply, responder, policy.ref)
+            except PolicyNotFound as error:  # not a mistake of the client, which named no version
+                raise EngineUnavailable(str(error)) from error
+
+    async def _stream(
+        self, index: int, reply: SampledReply, responder: Responder | None, policy: PolicyRef | None
+    ) -> None:
         call, source, parser = self._call, self._source, self._parsers[index]
         request = call.request
         token_stream = responder if call.dialect.is_token_level else None
         delta_stream = None if call.dialect.is_token_level else responder
         engine = source.engine.for_session(call.state.session.session_id)
-        # An engine with one version was checked to serve the named one.
-        policy = source.parse_policy(request.model) if engine.info.serves_several_policies else None
         async with aclosing(engine.generate(self.placement.prompt_ids, reply.params, policy)) as chunks:
             async for chunk in chunks:
                 reply.append(chunk)
@@ -307,13 +390,6 @@ class _EngineSamplingRun(SamplingRun):
                 if delta_stream is not None and (deltas or request.logprobs):
                     logprobs = source.build_token_logprobs(request, chunk.token_ids, chunk.logprobs)
                     await delta_stream.send_deltas(index, deltas, logprobs)
-        reply.ended_at = time.time()
-        if reply.finish_reason is None or reply.finish_reason == "aborted":
-            raise EngineUnavailable("the engine stopped before the end of a reply")
-        deltas = parser.finish()
-        reply.message = parser.message
-        if delta_stream is not None and deltas:
-            await delta_stream.send_deltas(index, deltas, ())
 
 
 def _derive_seed(*parts: int) -> int:

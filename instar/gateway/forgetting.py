@@ -40,21 +40,26 @@ class RetentionPolicy:
 
 
 async def run_forgetting_tasks(
-    store: Store, run_id: str, drop: Callable[[Sequence[str]], None], policy: RetentionPolicy | None
+    store: Store,
+    run_id: str,
+    drops: Sequence[Callable[[Sequence[str]], None]],
+    policy: RetentionPolicy | None,
 ) -> None:
     async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(drop_forgotten_sessions(store, run_id, drop))
+        tasks.create_task(drop_forgotten_sessions(store, run_id, drops))
         if policy is not None and policy.is_limited:
             tasks.create_task(delete_expired_sessions(store, run_id, policy))
 
 
-async def drop_forgotten_sessions(store: Store, run_id: str, drop: Callable[[Sequence[str]], None]) -> None:
-    """Call ``drop`` with the ids of sessions that were deleted from the store by any process."""
+async def drop_forgotten_sessions(
+    store: Store, run_id: str, drops: Sequence[Callable[[Sequence[str]], None]]
+) -> None:
+    """Call ``drops`` with the ids of sessions that were deleted from the store by any process."""
     position: int | None = None
     while True:
         try:
             position, session_ids = await store.forgotten_after(run_id, position)
-            if session_ids:
+            for drop in drops if session_ids else ():
                 drop(session_ids)
         except StoreError as error:
             logger.warning("Could not read the deleted sessions, will retry: %s", error)

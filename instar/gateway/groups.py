@@ -243,7 +243,7 @@ class GroupService:
             session_id=new_id("sess"),
             run_id=self._run_id,
             agent_id=self._context.identity.default_agent_id,
-            policy_id=self._context.identity.policy_id,
+            policy_id=self._context.identity.get_policy_id(None),
             channel=Channel.TRAIN,
             group_id=group.group_id,
             slot=slot,

@@ -18,7 +18,7 @@ from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, R
 from instar.gateway.context import GatewayContext
 from instar.gateway.session_states import SessionStates, session_not_found
 from instar.http.auth import hash_key
-from instar.types import Call, Reward, RewardSource, Score, Session, SessionStatus, new_id
+from instar.types import Call, Channel, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -48,12 +48,17 @@ class SessionService:
         if (task := fields.pop("task")) is not None:
             fields["metadata"] = {**body.metadata, "task": task}
         fields["metadata"] = self._context.redactor.redact_value(fields["metadata"])
+        identity = self._context.identity
+        agent_id = caller.agent_id or identity.default_agent_id
+        session_id, policy_id = new_id("sess"), identity.get_policy_id(agent_id)
+        live = self._context.live if body.channel is Channel.LIVE else None
         session = Session(
-            session_id=new_id("sess"),
-            run_id=self._context.identity.run_id,
-            agent_id=caller.agent_id or self._context.identity.default_agent_id,
-            policy_id=self._context.identity.policy_id,
+            session_id=session_id,
+            run_id=identity.run_id,
+            agent_id=agent_id,
+            policy_id=policy_id,
             created_at=time.time(),
+            canary_version=None if live is None else live.assign_canary(policy_id, session_id),
             **fields,
         )
         try:

@@ -82,6 +82,7 @@ def session_not_found(session_id: str) -> ApiError:
 
 class SessionStates:
     def __init__(self, context: GatewayContext) -> None:
+        self._live = context.live
         self._store = context.store
         self._identity = context.identity
         self._hasher = context.hasher
@@ -129,14 +130,17 @@ class SessionStates:
 
     def create(self, agent_id: str, external_id: str | None) -> SessionState:
         """Create a live session, which is stored together with its first call."""
+        session_id, identity, live = new_id("sess"), self._identity, self._live
+        policy_id = identity.agent_policies.get(agent_id, identity.policy_id)
         session = Session(
-            session_id=new_id("sess"),
-            run_id=self._identity.run_id,
+            session_id=session_id,
+            run_id=identity.run_id,
             agent_id=agent_id,
-            policy_id=self._identity.policy_id,
+            policy_id=policy_id,
             channel=Channel.LIVE,
             external_id=external_id,
             created_at=time.time(),
+            canary_version=None if live is None else live.assign_canary(policy_id, session_id),
         )
         return self._add(SessionState(session, unsaved_session=session, graph=MessageGraph(self._hasher)))
 

@@ -128,7 +128,8 @@ class SubmissionService:
             request = ModelRequest(body.model, call.messages or (), call.tools, prompt)
             meta = RequestMeta(new_id("sub"), request, chain, "tokens", body.client_key)
             recorded = replace(placement, parent_id=body.parent_id or placement.parent_id)
-            return await self._recorder.record(state, graph, meta, recorded, [reply])
+            calls = await self._recorder.record(state, graph, meta, recorded, [reply])
+            return [recorded_call.call_id for recorded_call in calls]
         finally:
             graph.release(placement)
 

@@ -60,7 +60,7 @@ class HeldOutSessions:
     async def list_ids(self, evaluated: Collection[str]) -> list[str]:
         """Return the sessions, newest first. Of several with the same prompt, one that is ``evaluated`` is
         returned, else the newest one."""
-        ids = await self.store.completed_live_sessions(
+        ids = await self.store.newest_live_sessions(
             self._run_id, self._agent_ids, self._limit * SESSIONS_PER_PROMPT
         )
         new_ids = [session_id for session_id in ids if session_id not in self._prompts]

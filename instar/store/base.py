@@ -22,6 +22,7 @@ from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.group_members import is_member
 from instar.store.models import JUDGED_TAG as JUDGED_TAG
+from instar.store.models import ActiveVersion as ActiveVersion
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import Evaluation as Evaluation
@@ -37,6 +38,8 @@ from instar.store.models import Run as Run
 from instar.store.models import SessionFilter as SessionFilter
 from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
+from instar.store.models import ShadowPair as ShadowPair
+from instar.store.models import ShadowReply as ShadowReply
 from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
 from instar.store.models import is_correction_key as is_correction_key
@@ -141,6 +144,7 @@ class Store:
     seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
     rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
+    newest_live_sessions = _read_statement(live.get_newest_live_sessions)
     completed_live_sessions = _read_statement(live.get_completed_live_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
@@ -280,6 +284,9 @@ class Store:
     published_policies = _read(policies.get_published_policies)
     policy_versions = _read(lineage.get_policy_versions)
     rejected_versions = _read_statement(lineage.get_rejected_versions)
+    active_versions = _read_statement(live.get_active_versions)
+    add_shadow_reply = _write(live.add_shadow_reply)
+    shadow_pairs = _read_statement(live.get_shadow_pairs)
     advance_version = _write(lineage.advance_version)
     promote_version = _write(lineage.promote_version)
     reject_version = _write(lineage.reject_version)

@@ -19,7 +19,7 @@ from instar.store.rows import FORGOTTEN_ROWS, TRAINED_ROWS
 from instar.store.schema import FORGOTTEN_SESSIONS
 from instar.types import Channel, ClaimOutcome, GroupStatus, SessionStatus, StepState
 
-_CHILD_TABLES = ("feedback", "tags", "scores", "rewards", "session_users", "calls")
+_CHILD_TABLES = ("feedback", "tags", "scores", "rewards", "shadow_replies", "session_users", "calls")
 """The tables whose rows refer to a session."""
 _JUDGMENT_KEY_BYTES = 16
 

@@ -102,10 +102,10 @@ def reject_version(db: Database, policy_id: str, version: int, reason: str) -> l
     return rejected
 
 
-def roll_back(db: Database, policy_id: str, run_id: str, version: int) -> int:
+def roll_back(db: Database, policy_id: str, run_id: str, version: int, cause: str = "") -> int:
     """Serve the weights of an earlier version again, under a new number, which is returned. The serving
-    version is retired, and all candidates are rejected, because they were trained from it. Raises StoreError
-    if the version was never served or is served now."""
+    version is retired, and all candidates are rejected, because they were trained from it. ``cause`` becomes
+    part of their reason. Raises StoreError if the version was never served or is served now."""
     lock_versions(db, policy_id)
     rows = get_policy_versions(db, policy_id)
     served = {row.policy.version: row for row in rows if _was_served(row)}
@@ -122,7 +122,7 @@ def roll_back(db: Database, policy_id: str, run_id: str, version: int) -> int:
     source = served.get(version)
     artifact = Artifact("base") if source is None else source.policy.artifact
     number: int = newest + 1
-    reason = f"rollback to version {version}"
+    reason = f"rollback to version {version}" + (f": {cause}" if cause else "")
     pending = [row.policy.version for row in rows if row.stage.is_pending]
     serving = [row.policy.version for row in rows if row.stage is PolicyStage.SERVING]
     _set_stage(db, policy_id, pending, PolicyStage.REJECTED, reason)
@@ -134,7 +134,7 @@ def roll_back(db: Database, policy_id: str, run_id: str, version: int) -> int:
         "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             *(policy_id, number, run_id, source.step if source else 0, PolicyState.PUBLISHED.value),
-            *(artifact.kind, artifact.path, artifact.expires_at, reason, now, version),
+            *(artifact.kind, artifact.path, artifact.expires_at, sanitize_text(reason), now, version),
             *(PolicyStage.SERVING.value, now),
         ),
     )

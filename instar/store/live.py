@@ -1,15 +1,20 @@
-"""Queries for the live sessions that a run may train on."""
+"""Queries for live sessions, and for the versions that serve them."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from instar.store.codec import load_message
 from instar.store.database import Database
-from instar.store.models import FEEDBACK_ID_PREFIX
-from instar.store.rows import SESSION_ROWS
-from instar.types import Channel, RewardSource, Session, SessionStatus
+from instar.store.models import FEEDBACK_ID_PREFIX, ActiveVersion, ShadowPair, ShadowReply
+from instar.store.policies import decode_policy
+from instar.store.rows import SESSION_ROWS, SHADOW_ROWS
+from instar.store.schema import SHADOW_REPLIES
+from instar.store.sessions import insert_for_session
+from instar.types import Channel, PolicyStage, PolicyState, RewardSource, Session, SessionStatus
 
 REWARD_OVERLAP = 256
 """So many earlier rewards are read again, because a PostgreSQL server may commit rewards out of order."""
@@ -60,7 +65,7 @@ def get_rewarded_live_sessions(
     return RewardedSessions(sessions, last)
 
 
-def get_completed_live_sessions(db: Database, run_id: str, agent_ids: Sequence[str], limit: int) -> list[str]:
+def get_newest_live_sessions(db: Database, run_id: str, agent_ids: Sequence[str], limit: int) -> list[str]:
     """Return the ids of the agents' newest completed live sessions, newest first."""
     rows = db.execute(
         "SELECT session_id FROM sessions WHERE run_id = ? AND channel = ? AND status = ? "
@@ -68,3 +73,62 @@ def get_completed_live_sessions(db: Database, run_id: str, agent_ids: Sequence[s
         (run_id, Channel.LIVE.value, SessionStatus.COMPLETED.value, json.dumps(list(agent_ids)), limit),
     )
     return [row["session_id"] for row in rows]
+
+
+# --- the versions that serve live sessions --------------------------------------------------------
+
+_ACTIVE_STAGES = (PolicyStage.SERVING, PolicyStage.CANARY, PolicyStage.SHADOW)
+
+
+def get_active_versions(db: Database, policy_ids: Sequence[str]) -> list[ActiveVersion]:
+    """Return the newest published version of each policy in each of the stages in which versions answer
+    requests."""
+    stages = ", ".join(f"'{stage.value}'" for stage in _ACTIVE_STAGES)
+    newest = (
+        "SELECT MAX(n.version) FROM policies n "
+        "WHERE n.policy_id = p.policy_id AND n.stage = p.stage AND n.state = ?"
+    )
+    rows = db.execute(
+        f"SELECT p.* FROM policies p WHERE p.policy_id IN ({db.json_array_sql.format('?')}) "
+        f"AND p.stage IN ({stages}) AND p.state = ? AND p.version = ({newest}) ORDER BY p.policy_id",
+        (json.dumps(list(policy_ids)), PolicyState.PUBLISHED.value, PolicyState.PUBLISHED.value),
+    )
+    return [ActiveVersion(decode_policy(row), PolicyStage(row["stage"])) for row in rows]
+
+
+def get_completed_live_sessions(
+    db: Database, run_id: str, policy_id: str, since: float, *, until: float | None = None, limit: int = 1000
+) -> list[Session]:
+    """Return the policy's completed live sessions that were opened from ``since`` until before ``until``, at
+    most the newest ``limit`` ones, in the order in which they were opened."""
+    sessions = SESSION_ROWS.select(
+        db,
+        "SELECT * FROM sessions WHERE run_id = ? AND created_at >= ? AND created_at < ? AND policy_id = ? "
+        "AND channel = ? AND status = ? ORDER BY created_at DESC, seq DESC LIMIT ?",
+        (
+            *(run_id, since, math.inf if until is None else until, policy_id),
+            *(Channel.LIVE.value, SessionStatus.COMPLETED.value, limit),
+        ),
+    )
+    return sessions[::-1]
+
+
+def add_shadow_reply(db: Database, reply: ShadowReply) -> None:
+    """Add the reply. Raises SessionNotFound if its session was deleted."""
+    insert_for_session(db, SHADOW_REPLIES.insert_for_session_sql, SHADOW_ROWS.encode(reply))
+
+
+def get_shadow_pairs(db: Database, policy_id: str, version: int, limit: int = 1000) -> list[ShadowPair]:
+    """Return the newest ``limit`` shadow replies of a version with the replies that were served, oldest
+    first."""
+    rows = db.execute(
+        "SELECT s.*, c.reply AS served_reply, c.finish_reason AS served_finish_reason "
+        "FROM shadow_replies s JOIN calls c ON c.call_id = s.call_id "
+        "WHERE s.policy_id = ? AND s.version = ? ORDER BY s.seq DESC LIMIT ?",
+        (policy_id, version, limit),
+    )
+    pairs = [
+        ShadowPair(SHADOW_ROWS.decode(row), load_message(row["served_reply"]), row["served_finish_reason"])
+        for row in rows
+    ]
+    return pairs[::-1]

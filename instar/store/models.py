@@ -94,6 +94,39 @@ class EvaluationItem:
 
 
 @dataclass(frozen=True, slots=True)
+class ActiveVersion:
+    """A published version that serves requests now: all, those of canary sessions, or none visibly."""
+
+    policy: types.Policy
+    stage: types.PolicyStage
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowReply:
+    """A reply that a version in the stage `shadow` sampled to a live request, and that nobody has seen."""
+
+    session_id: str
+    call_id: str
+    """The call with the prompt and the reply that was served."""
+    policy_id: str
+    version: int
+    reply: types.Message
+    sampled_ids: types.Ids
+    logprobs: types.Floats
+    finish_reason: types.FinishReason
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowPair:
+    """A shadow reply and the reply that was served to the same prompt."""
+
+    shadow: ShadowReply
+    served_reply: types.Message
+    served_finish_reason: types.FinishReason
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """Counts of groups and sessions in one channel of a run, for admission control and the progress display.
     Each group counts as open, ready or consumed. Groups that are being scored count as open."""

@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 
 from instar.column_types import ColumnType, get_field_types
-from instar.store.models import DatasetRow, Evaluation, EvaluationItem, ForgottenSession, KeyRow, Run
+from instar.store.models import (
+    DatasetRow,
+    Evaluation,
+    EvaluationItem,
+    ForgottenSession,
+    KeyRow,
+    Run,
+    ShadowReply,
+)
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
 VERSION = 6
@@ -155,9 +163,10 @@ SESSIONS = Table(
         **_build_columns(Session, "created_at", "ended_at", "external_id"),
         # The latest reward that is not for an individual call, copied from `rewards` to filter sessions.
         "reward": "REAL",
+        **_build_columns(Session, "canary_version"),
     },
     generated=("seq", "reward"),
-    later_columns={"external_id": 2, "reward": 4},
+    later_columns={"external_id": 2, "reward": 4, "canary_version": 6},
 )
 
 TOOLS = Table("tools", {"hash": "TEXT PRIMARY KEY", "body": TEXT})
@@ -242,6 +251,21 @@ FEEDBACK = Table(
     },
     generated=("seq",),
     added_in=4,
+)
+
+# Replies of versions in the stage `shadow`, which nobody has seen. They are not calls of their session, so
+# that nothing trains on them, scores them or shows them as part of it.
+SHADOW_REPLIES = Table(
+    "shadow_replies",
+    {
+        "seq": ROW_NUMBER,
+        "session_id": SESSION_ID,
+        "run_id": TEXT,
+        **_build_columns(ShadowReply, "policy_id", "version", "call_id", "finish_reason", "created_at"),
+        **_build_columns(ShadowReply, "reply", "sampled_ids", "logprobs"),
+    },
+    generated=("seq",),
+    added_in=6,
 )
 
 # The users whom the requests of a session named, so that the data of a user can be found and deleted.
@@ -357,7 +381,10 @@ SESSION_COUNTS = Table(
     constraints=("PRIMARY KEY (run_id, channel, status)",),
 )
 
-TABLES_WITH_TEXT = (GROUPS, SESSIONS, TOOLS, CALLS, REWARDS, SCORES, TAGS, FEEDBACK, SESSION_USERS, JUDGMENTS)
+TABLES_WITH_TEXT = (
+    *(GROUPS, SESSIONS, TOOLS, CALLS, REWARDS, SCORES, TAGS, FEEDBACK),
+    *(SHADOW_REPLIES, SESSION_USERS, JUDGMENTS),
+)
 """The tables with the data of sessions, from which `forgetting` deletes."""
 
 TABLES = (
@@ -370,6 +397,7 @@ TABLES = (
     SCORES,
     TAGS,
     FEEDBACK,
+    SHADOW_REPLIES,
     SESSION_USERS,
     FORGOTTEN_SESSIONS,
     JUDGMENTS,

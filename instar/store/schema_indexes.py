@@ -45,6 +45,12 @@ INDEXES_BY_VERSION = {
         # Also finds the calls that keep a row of `tools` from being deleted.
         "CREATE INDEX calls_by_tools ON calls (tools_hash) WHERE tools_hash IS NOT NULL",
     ),
+    6: (
+        # The gateway polls it for the versions that serve.
+        "CREATE INDEX policies_by_stage ON policies (policy_id, stage, version)",
+        "CREATE INDEX shadow_replies_by_version ON shadow_replies (policy_id, version)",
+        "CREATE INDEX shadow_replies_by_session ON shadow_replies (session_id)",
+    ),
 }
 """The indexes, by the schema version that added or last redefined them."""
 INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)

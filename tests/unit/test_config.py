@@ -192,6 +192,15 @@ def test_preset_sets_only_settings_that_are_not_given() -> None:
             "trainer.on_collapse: rewind cannot be used",
         ),
         ({"sync": {"every": 2}}, "sync.every: 2 cannot be used with data 'live'"),
+        (
+            {"engine": {"type": "vllm", "policy": "merged"}},
+            "engine.policy: merged cannot be used with data 'live'",
+        ),
+        (
+            {"engine": {"type": "mixed", "parts": ["local", {"type": "vllm", "policy": "merged"}]}},
+            "engine.policy: merged cannot be used with data 'live'",
+        ),
+        ({"live": {"canary": {"share": 0.2}}}, "less than or equal to 0.1"),
     ],
 )
 def test_live_data_with_settings_that_cannot_be_honoured_is_rejected(

@@ -22,6 +22,7 @@ from instar.cli.run_store import open_run_store
 from instar.cli.service.external import ExternalService, list_external_services
 from instar.cli.service.home import Home
 from instar.cli.service.lock import ServiceLock, ServiceState
+from instar.cli.version_warnings import list_version_warnings
 from instar.cluster.control import RoleStatus
 from instar.cluster.layout import RunFolder
 from instar.config import UpstreamEngineConfig
@@ -55,6 +56,8 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     """The number of live sessions by status."""
     rewards: dict[str, int] | None = None
     """The number of rewards by source."""
+    warnings: list[str] | None = None
+    """Why agents are not answered by the versions that were promoted last."""
     agents: dict[str, list[str]] | None = None
     """The names of each agent's valid keys."""
     learning: LearningReport | None = None
@@ -106,6 +109,7 @@ async def _add_run(report: ServiceReport, run_dir: Path) -> None:
         keys = await store.keys()
         report.roles = await fetch_roles(run_dir)
         report.learning = await make_learning_report(config, store, report.roles)
+        report.warnings = await list_version_warnings(store, config)
     agents: dict[str, list[str]] = {config.agent_id: []}
     for key in keys:
         if key.kind == "agent" and key.revoked_at is None and key.agent_id is not None:
@@ -169,6 +173,7 @@ def _print_report(report: ServiceReport, console: Console) -> None:
             ("agent", f"{agent} (keys: {', '.join(names) or 'none'})")
             for agent, names in (report.agents or {}).items()
         ]
+        rows += [("warning", text) for text in report.warnings or []]
         rows += list_external_rows(report.external)
     if report.log:
         rows.append(("log", report.log))

@@ -8,16 +8,22 @@ import os
 import time
 from functools import partial
 
-from instar.cluster.context import ADMIN_KEY_ENV, RoleContext
+from instar.cluster.adapter import make_initial_policy
+from instar.cluster.context import ADMIN_KEY_ENV, VERSION_ENV, RoleContext
 from instar.cluster.endpoints import connect_to_engines
 from instar.cluster.layout import engine_names
 from instar.cluster.tasks import run_until_first
+from instar.config import RunConfig
 from instar.cpu import limit_fragmentation, release_freed_pages
+from instar.engines.base import EngineInfo
+from instar.errors import ConfigError
 from instar.gateway.app import open_gateway
+from instar.gateway.live_policies import LiveOptions
 from instar.gateway.serve import serve
 from instar.live.activity import ACTIVITY_FILE, ActivityRecorder
 from instar.live.learning_window import yields_to_requests
 from instar.rollout.admission import Admission
+from instar.types import Artifact
 
 MEMORY_RELEASE_INTERVAL_SECONDS = 30.0
 
@@ -26,16 +32,26 @@ async def run_gateway(context: RoleContext) -> None:
     limit_fragmentation()
     store = await context.open_store()
     await context.announce(store, "waiting for the engine" if engine_names(context.config) else "starting")
-    fetch_policy = partial(context.fetch_policy, store)
+    config = context.config
+    # A chosen version replies to all agents. Otherwise, the gateway itself loads the versions of live agents.
+    is_live = config.trains_on_live and not os.environ.get(VERSION_ENV)
+    fetch_policy = None if is_live else partial(context.fetch_policy, store)
     engine, watch_endpoints = await connect_to_engines(context, store, "engine", newest_policy=fetch_policy)
+    live = make_live_options(config, engine.info) if engine is not None and is_live else None
     await context.announce(store, "loading the tokenizer")
-    limits = context.config.gateway
-    admission = Admission(context.config, store, context.run_id)
-    async with open_gateway(context.config, store, engine, os.environ[ADMIN_KEY_ENV], admission) as app:
+    limits = config.gateway
+    admission = Admission(config, store, context.run_id)
+    admin_key = os.environ[ADMIN_KEY_ENV]
+    async with open_gateway(config, store, engine, admin_key, admission, live) as app:
         activity = None
-        if yields_to_requests(context.config):
+        if yields_to_requests(config):
             activity = ActivityRecorder(context.folder.path / ACTIVITY_FILE)
             app.announce_requests(activity)
+
+        def describe_activity() -> str:
+            state = "draining" if context.drain.is_set() else "serving"
+            return f"{state}; {app.problem}" if app.problem else state
+
         tune_gc()
         context.is_started = True
         await run_until_first(
@@ -49,7 +65,7 @@ async def run_gateway(context: RoleContext) -> None:
                 head_timeout=limits.read_timeout,
                 reject_early=app.reject_early,
             ),
-            context.heartbeat(store, lambda: "draining" if context.drain.is_set() else "serving"),
+            context.heartbeat(store, describe_activity),
             watch_endpoints(),
             _release_memory(),
             *([] if activity is None else [activity.run()]),
@@ -57,6 +73,19 @@ async def run_gateway(context: RoleContext) -> None:
     if engine is not None:
         await engine.close()
     await store.close()
+
+
+def make_live_options(config: RunConfig, info: EngineInfo) -> LiveOptions:
+    """Raises ConfigError if the engine serves only one version at a time."""
+    if not info.serves_several_policies:
+        setting = "engine.policy: must be adapter" if info.kind == "vllm" else "engine.type"
+        raise ConfigError(
+            f"{setting}: the {info.kind} engine serves only one version at a time, but with data "
+            "'live' each agent has its own versions, and a canary serves beside the version that it may "
+            "replace; use local, or vllm with engine.policy adapter"
+        )
+    initial = make_initial_policy(config)
+    return LiveOptions(config.live.canary, Artifact("base") if initial is None else initial.artifact)
 
 
 async def _release_memory() -> None:

@@ -130,7 +130,7 @@ class CallPipeline:
         source, is_trainable = select_source(request.model)
         is_engine = isinstance(source, EngineSource)
         if is_engine:
-            await source.check_version(request.model)
+            await source.check_version(request.model, caller)
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)
             tokens = await source.score_prompt(request, headers)
@@ -214,8 +214,11 @@ class CallPipeline:
             with Deadline(self._timeout):
                 result = await sampling_run.run(responder if call.request.stream else None)
             is_committing = True
-            await self._recorder.record(call.state, graph, call.meta, sampling_run.placement, result.replies)
+            recorded = await self._recorder.record(
+                call.state, graph, call.meta, sampling_run.placement, result.replies
+            )
             await responder.finish(result)
+            call.source.on_recorded(call, recorded)
         except asyncio.CancelledError:
             if is_committing:
                 # The replies are complete. Finish recording them, so that a retry can replay them.

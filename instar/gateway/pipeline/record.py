@@ -56,6 +56,8 @@ class SampledReply:
     ended_at: float = 0.0
     source_untrainable_reason: str | None = None
     """Why the source excludes the reply from training. `untrainable_reason` also checks the logprobs."""
+    policy_id: str | None = None
+    """The policy that sampled the reply, or None if it is the session's."""
 
     def append(self, chunk: TokenChunk) -> None:
         if chunk.token_ids and self.first_token_at is None:
@@ -143,8 +145,8 @@ class Recorder:
         replies: Sequence[SampledReply],
         *,
         abort_reason: str | None = None,
-    ) -> list[str]:
-        """Record the replies, and return their call ids once they are stored. Cancellation does not stop the
+    ) -> list[Call]:
+        """Record the replies, and return their calls once they are stored. Cancellation does not stop the
         commit. ``abort_reason`` says why the replies are incomplete; it is None for complete replies."""
         rows: list[_CallRow] = []
         for reply in replies:
@@ -154,7 +156,7 @@ class Recorder:
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
         await asyncio.shield(task)
-        return [row.call.call_id for row in rows]
+        return [row.call for row in rows]
 
     async def drain(self) -> None:
         """Wait for all commits in progress. `record` raises their errors."""
@@ -222,7 +224,7 @@ class Recorder:
             session_id=session.session_id,
             run_id=session.run_id,
             agent_id=session.agent_id,
-            policy_id=session.policy_id,
+            policy_id=reply.policy_id or session.policy_id,
             request_id=meta.request_id,
             prompt_ids=placement.prompt_ids if has_tokens else _NO_IDS,
             sampled_ids=sampled_ids if has_tokens else _NO_IDS,

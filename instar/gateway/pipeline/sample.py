@@ -96,6 +96,9 @@ class Source(ABC):
     @abstractmethod
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun: ...
 
+    def on_recorded(self, call: ModelCall, recorded: Sequence[Call]) -> None:  # noqa: B027 - optional
+        """Called after the replies of a call were recorded and sent. It must not wait or fail."""
+
     @abstractmethod
     def replay(
         self, call: ModelCall, graph: MessageGraph, placement: Placement, recorded: Sequence[Call]

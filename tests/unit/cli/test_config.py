@@ -23,8 +23,8 @@ INVALID_CONFIGS = {
     "unknown section": (
         "trainr: {}",
         "trainr: unknown setting (did you mean 'trainer'?). Available: agent_id, agents, backend, cluster, "
-        "data, dir, engine, eval, gateway, groups, live, model, models, name, reward, rollout, scoring, seed, "
-        "simulate, store, sync, trainer, upstreams",
+        "data, dir, engine, eval, gateway, groups, live, model, models, name, reward, rollout, scoring, "
+        "seed, simulate, store, sync, trainer, upstreams",
     ),
     "unknown key": (
         "trainer: {adam: {learning_rate: 1}}",

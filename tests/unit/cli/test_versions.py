@@ -90,6 +90,24 @@ def test_promote_without_a_checkpoint_needs_a_backend_that_loads_adapters(
     assert "its step has no checkpoint" in instar("versions", "promote", run_dir, "3").err
 
 
+def test_automatic_rollback_is_reported_until_the_next_promotion(instar: Instar, run_dir: Path) -> None:
+    async def roll_back() -> None:
+        store = open_store(RunFolder(run_dir).read_config())
+        await store.promote_version(RUN, 2)
+        await store.roll_back(RUN, RUN, 1, "live rewards fell after the promotion of version 2")
+        await store.close()
+
+    asyncio.run(roll_back())
+    warning = (
+        f"warning: {RUN}@4 serves after an automatic rollback to version 1: live rewards fell after the "
+        "promotion of version 2"
+    )
+    assert warning in " ".join(instar("versions", "ls", run_dir).out.split())
+    assert warning in " ".join(instar("status", run_dir).out.split())
+    instar("versions", "rollback", run_dir, "2")
+    assert "warning" not in instar("versions", "ls", run_dir).out
+
+
 def test_rollback_to_removed_files_is_refused(instar: Instar, run_dir: Path) -> None:
     instar("versions", "promote", run_dir, "2")
     (run_dir / "v1").rmdir()

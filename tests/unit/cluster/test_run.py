@@ -7,6 +7,7 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Unpack
 
+import msgspec
 import pytest
 
 from instar.backends.resolve import RunSecrets
@@ -14,6 +15,7 @@ from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
 from instar.cluster.live_run import LiveRun, describe_agents_without_key
+from instar.cluster.roles.gateway import make_live_options
 from instar.cluster.run import (
     describe_changes,
     evaluate,
@@ -24,7 +26,8 @@ from instar.cluster.run import (
 )
 from instar.cluster.supervisor import ChildProcess, Supervisor
 from instar.config import RunConfig
-from instar.errors import InstarError, StoreFull
+from instar.engines.base import EngineInfo
+from instar.errors import ConfigError, InstarError, StoreFull
 from instar.store.base import KeyRow, Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Artifact, Endpoint, Policy
@@ -167,3 +170,15 @@ async def test_record_failure_with_a_full_store_does_not_raise(run: LiveRun) -> 
     await record_failure(run, InstarError("another error"))
     await run.store.close()
     run.store = store
+
+
+def test_gateway_rejects_an_engine_with_one_version_for_live_data(tmp_path: Path) -> None:
+    live = {"data": "live", "agents": {"support": {"mode": "learn"}}, "dir": tmp_path}
+    config = RunConfig.model_validate(live)
+    info = EngineInfo("vllm", "m", 10, 10, ("adapter",))
+    with pytest.raises(
+        ConfigError, match=r"engine\.policy: must be adapter: the vllm engine serves only one"
+    ):
+        make_live_options(config, info)
+    options = make_live_options(config, msgspec.structs.replace(info, serves_several_policies=True))
+    assert options.initial == Artifact("base")

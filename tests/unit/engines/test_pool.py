@@ -74,6 +74,11 @@ class FlakyEngine(ScriptedEngine):
         self.chunks_before_failure = 0
         self.request_count = 0
 
+    async def keep(self, policy: Policy) -> None:
+        if not self.is_reachable:
+            raise EngineUnavailable("not reachable")
+        await super().keep(policy)
+
     async def generate(
         self, prompt_ids: Prompt, params: SamplingParams, policy: PolicyRef | None = None
     ) -> AsyncGenerator[TokenChunk, None]:
@@ -570,3 +575,23 @@ async def test_pool_accepts_named_policies_older_than_the_loaded_one(create_pool
     await pool.load(Policy("p", 4, Artifact("base")))
     await pool.load(Policy("p", 5, Artifact("base")))
     assert set(get_versions(await collect(pool, PROMPT, policy=PolicyRef("p", 4)))) == {4}
+
+
+async def test_pool_keeps_a_policy_again_in_an_engine_that_lost_it(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
+    policy = Policy("p", 3, Artifact("base"))
+    await pool.keep(policy)
+    await engines[0].unload(policy.ref)
+    async with asyncio.timeout(10):
+        while policy.ref not in (await engines[0].status()).policies:
+            assert set(get_versions(await collect(pool, PROMPT, policy=policy.ref))) == {3}
+    engines[1].is_reachable = False
+    assert set(get_versions(await collect(pool, PROMPT, policy=policy.ref))) == {3}
+
+
+async def test_pool_keep_skips_an_engine_that_is_unreachable(create_pool: CreatePool) -> None:
+    pool, engines = await create_pool(2)
+    engines[0].is_reachable = False
+    policy = Policy("p", 3, Artifact("base"))
+    await pool.keep(policy)
+    assert policy.ref in (await pool.status()).policies

@@ -324,6 +324,8 @@ def test_resolve_vllm_config_fills_defaults_from_the_run_config() -> None:
     assert resolve(backend={"type": "local", "lora": {"rank": 8}}).lora_rank == 8
     assert resolve(backend={"type": "local", "lora": None}).policy == "merged"
     assert resolve(sync={"route": "ipc"}).policy == "merged"
+    live = {"data": "live", "agents": {"support": {"mode": "learn"}}}
+    assert resolve(**live).policy == "adapter"
     assert resolve().gpu_memory == 0.9
 
 

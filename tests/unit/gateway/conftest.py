@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from instar.engines.scripted import ScriptedEngine
 from instar.gateway.app import create_app, create_group_options
 from instar.gateway.base import OpenedSession
 from instar.gateway.forgetting import RetentionPolicy
+from instar.gateway.live_policies import LiveOptions
 from instar.gateway.serve import bind, serve
 from instar.live.activity import ActivityRecorder
 from instar.record.base import Renderer
@@ -132,6 +133,8 @@ async def start_gateway(
         run_config: RunConfig | None = None,
         retention: RetentionPolicy | None = None,
         activity: ActivityRecorder | None = None,
+        live: LiveOptions | None = None,
+        agent_policies: Mapping[str, str] | None = None,
     ) -> RunningGateway:
         """Start a gateway. With ``run_config``, it accepts groups from outside if that config allows it."""
         script = ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply", delay=delay)
@@ -145,6 +148,8 @@ async def start_gateway(
             run_config=run_config,
             retention=retention,
             activity=activity,
+            live=live,
+            agent_policies=agent_policies,
         )
         contexts.append(context)
         return await context.__aenter__()

@@ -20,7 +20,7 @@ LIVE = {"data": "live", "agents": {"a": {"mode": "learn"}}}
     ("settings", "message"),
     [
         ({"engine": {"type": "vllm", "policy": "merged"}}, "engine.policy: 'merged' serves only one version"),
-        ({"backend": {"type": "local", "lora": None}}, "backend.lora: without it, all weights are trained"),
+        ({"backend": {"type": "local", "lora": None}}, "backend.lora: null trains all weights"),
     ],
 )
 async def test_training_is_refused_if_engines_cannot_serve_two_versions(
@@ -28,7 +28,7 @@ async def test_training_is_refused_if_engines_cannot_serve_two_versions(
 ) -> None:
     model = {"name": str(make_tiny_model(tmp_path / "model")), "device": "cpu"}
     config = RunConfig.model_validate({**LIVE, "dir": tmp_path / "run", "model": model, **settings})
-    with pytest.raises(ConfigError, match=f"{message}.*set live.gate.mode to off"):
+    with pytest.raises(ConfigError, match=f"{message}.*use adapters"):
         await train(config)
     assert not (tmp_path / "run").exists()
 

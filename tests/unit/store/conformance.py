@@ -30,6 +30,7 @@ from .conformance_feedback import FeedbackTests
 from .conformance_forgetting import ForgettingTests
 from .conformance_gateway import GatewayTests
 from .conformance_listing import ListingTests
+from .conformance_live import ServingVersionTests
 from .conformance_records import RecordTests
 from .conformance_sharing import SeveralStoresTests
 from .conformance_training import GroupAndStepTests, PolicyTests, ProgressTests
@@ -387,6 +388,7 @@ class StoreConformance(
     LifecycleTests,
     SeveralStoresTests,
     ListingTests,
+    ServingVersionTests,
     FeedbackTests,
     ForgettingTests,
     AnnotationTests,

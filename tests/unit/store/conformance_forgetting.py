@@ -26,6 +26,7 @@ from instar.types import (
     Task,
 )
 
+from .conformance_live import make_shadow_reply
 from .factories import (
     AGENT_ID,
     CALCULATOR,
@@ -74,6 +75,7 @@ async def add_live_session(store: Store, session_id: str, text: str, **overrides
     await store.record_scores([score], [reward])
     answer = {"answer": text, "session": session_id}
     await store.put_judgment(session_id.encode(), RUN_ID, answer, 0.25, session_id)
+    await store.add_shadow_reply(make_shadow_reply(session_id, text))
     await store.end_session(session_id, SessionStatus.COMPLETED, text)
 
 
