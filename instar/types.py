@@ -357,7 +357,7 @@ class ClaimOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Records that a sample was trained on, or dropped and why. There is one per sample, run and epoch."""
+    """Records that a sample was trained on, or dropped and why. There is one per sample, policy and epoch."""
 
     run_id: str
     epoch: int
@@ -371,11 +371,14 @@ class Claim:
     advantage: float | None = None
     staleness: int | None = None
     """Number of training steps since the policy that sampled the oldest trained token."""
+    policy_id: str = ""
+    """The policy that the claim is for. If it is empty, the store fills in the policy of the step or, for a
+    drop without a step, the one with the run's id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    run_id: str
+    policy_id: str
     step: int
     state: StepState
     state_path: str | None = None
@@ -384,6 +387,7 @@ class Step:
     """The policy version that this step published; None until then."""
     metrics: Json = field(default_factory=dict[str, Any])
     updated_at: float = 0.0
+    run_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

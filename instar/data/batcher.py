@@ -94,6 +94,7 @@ class Batcher:
         self.store = store
         self.run_id = run_id
         self.config = config
+        self.policy_id = config.policy_id
         self.estimator = AdvantageEstimator(config.trainer.advantage, config.gateway.reward_range)
         self.loader = GroupLoader(store, config)
         self.live_loader = LiveLoader(store, config)
@@ -176,7 +177,7 @@ class Batcher:
         fresh, drops = await self._load_ready(step, epoch, staleness)
         live_count = self.mixture.count_groups_in_step(step, LIVE)
         ready, excluded = await self.live_loader.load_ready(epoch, live_count)
-        builder = ClaimBuilder(self.run_id, epoch, staleness)
+        builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
         for group in excluded:
             drops += builder.build_group_drops(group, group.group.reason or "no_tokens")
         return [*fresh, *ready], drops
@@ -198,7 +199,7 @@ class Batcher:
         self._loaded = {
             group.group_id: self._loaded[group.group_id] for group in groups if group.group_id in self._loaded
         }
-        builder = ClaimBuilder(self.run_id, epoch, staleness)
+        builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
         fresh: list[LoadedGroup] = []
         drops: list[Claim] = []
         while groups and len(fresh) < needed:
@@ -217,7 +218,7 @@ class Batcher:
     async def _build_late_and_rollout_drops(self, epoch: int) -> list[Claim]:
         """Return drops for late sessions and for groups that the rollout dropped."""
         drops = await self._consumed.build_late_drops(epoch)
-        builder = ClaimBuilder(self.run_id, epoch)
+        builder = ClaimBuilder(self.run_id, epoch, policy_id=self.policy_id)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.DROPPED, unclaimed_in_epoch=epoch
         )
@@ -235,9 +236,9 @@ class Batcher:
         claims: list[Claim] = []
         zero_signal_groups = 0
         for group in groups:
-            builder = ClaimBuilder(self.run_id, epoch, staleness)
+            builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
             if group.epoch is not None:
-                builder = ClaimBuilder(self.run_id, group.epoch)
+                builder = ClaimBuilder(self.run_id, group.epoch, policy_id=self.policy_id)
             group, advantages = self._estimate(group)
             for session in group.untrainable:
                 claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)

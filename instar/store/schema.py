@@ -15,7 +15,7 @@ from instar.column_types import ColumnType, get_field_types
 from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
-VERSION = 5
+VERSION = 6
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -308,13 +308,24 @@ POLICIES = Table(
     later_columns={"parent": 5, "stage": 5, "promoted_at": 5},
 )
 
-STEPS = Table("steps", _build_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
+STEPS = Table(
+    "steps",
+    _build_columns(Step) | {"run_id": "TEXT NOT NULL DEFAULT ''"},
+    constraints=("PRIMARY KEY (policy_id, step)",),
+    later_columns={"run_id": 6},
+)
 
 CLAIMS = Table(
     "claims",
-    {"seq": ROW_NUMBER, **_build_columns(Claim)},
-    constraints=("UNIQUE (run_id, epoch, sample_key)",),
+    {
+        "seq": ROW_NUMBER,
+        "policy_id": TEXT,
+        **{name: sql for name, sql in _build_columns(Claim).items() if name != "run_id"},
+        "run_id": "TEXT NOT NULL DEFAULT ''",
+    },
+    constraints=("UNIQUE (policy_id, epoch, sample_key)",),
     generated=("seq",),
+    later_columns={"run_id": 6},
 )
 
 ENDPOINTS = Table("endpoints", _build_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))

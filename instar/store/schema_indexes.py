@@ -8,10 +8,7 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
         "CREATE INDEX sessions_by_group ON sessions (group_id)",
         "CREATE INDEX rewards_by_session ON rewards (session_id)",
-        "CREATE INDEX claims_by_step ON claims (run_id, step)",
-        "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
         "CREATE INDEX claims_by_session ON claims (session_id)",
-        "CREATE INDEX steps_by_state ON steps (run_id, state)",
     ),
     2: (
         "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
@@ -44,6 +41,11 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX judgments_by_session ON judgments (session_id) WHERE session_id IS NOT NULL",
         # Also finds the calls that keep a row of `tools` from being deleted.
         "CREATE INDEX calls_by_tools ON calls (tools_hash) WHERE tools_hash IS NOT NULL",
+    ),
+    6: (
+        "CREATE INDEX claims_by_step ON claims (policy_id, step)",
+        "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
+        "CREATE INDEX steps_by_state ON steps (run_id, state)",
     ),
 }
 """The indexes, by the schema version that added or last redefined them."""

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
+from typing import TypeVar
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, ROLLOUT_FINISHED, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.tasks import background_tasks, call_when_set
-from instar.config import LocalClusterConfig
+from instar.config import LocalClusterConfig, RunConfig
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
+from instar.trainer.live import LineageTrainer, LiveTrainer
 from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
@@ -23,6 +25,8 @@ from instar.types import Channel, GroupStatus
 from instar.umask import PRIVATE_UMASK
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Trainer)
 
 
 async def run_trainer(context: RoleContext) -> None:
@@ -47,23 +51,36 @@ async def run_trainer(context: RoleContext) -> None:
             if penalty is not None:
                 resources.push_async_callback(penalty.close)
                 await penalty.start()
-            monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
-            resources.callback(monitor.close)
+            monitors = {
+                agent: resources.enter_context(
+                    closing(Monitor(config.run_dir, tensorboard=config.trainer.tensorboard, agent=agent))
+                )
+                for agent in config.trained_agents or [None]
+            }
             for warning in warnings:
                 logger.warning(warning)
-                monitor.record("warning", 0, {"text": warning})
+                next(iter(monitors.values())).record("warning", 0, {"text": warning})
             sync = await create_sync_route(config, backend, connected)
             resources.push_async_callback(sync.close)
             logger.info("sync route: %s", sync.description)
-            trainer = Trainer(
-                config,
-                store=store,
-                backend=backend,
-                publisher=PolicyPublisher(sync, engines.refresh, every=config.sync.every),
-                monitor=monitor,
-                penalty=penalty,
-            )
-            trainer.is_rollout_finished = not (config.trains_on_groups or config.trains_on_live)
+            publisher = PolicyPublisher(sync, engines.refresh, every=config.sync.every)
+
+            def create(trainer_class: type[T], config: RunConfig, agent: str | None) -> T:
+                return trainer_class(
+                    config,
+                    store=store,
+                    backend=backend,
+                    publisher=publisher,
+                    monitor=monitors[agent],
+                    penalty=penalty,
+                )
+
+            if config.trains_on_live:
+                lineages = [create(LineageTrainer, config.select_agent(a), a) for a in config.trained_agents]
+                trainer = LiveTrainer(config, backend, lineages)
+            else:
+                trainer = create(Trainer, config, None)
+                trainer.is_rollout_finished = not config.trains_on_groups
             context.is_started = True
             async with background_tasks(
                 call_when_set(trainer.stop, context.stop, context.drain),
@@ -76,9 +93,9 @@ async def run_trainer(context: RoleContext) -> None:
     await store.close()
 
 
-async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
+async def _watch_rollout(store: Store, run_id: str, trainer: Trainer | LiveTrainer) -> None:
     """Make the trainer stop after the remaining groups once the rollout has finished and all are scored."""
-    while trainer.config.trains_on_groups and not trainer.is_rollout_finished:
+    while isinstance(trainer, Trainer) and not trainer.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
             trainer.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)

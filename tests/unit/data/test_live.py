@@ -32,6 +32,7 @@ from instar.types import (
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session, put_test_run
 
 NOW = time.time()
+POLICY = f"{RUN}/default"
 
 
 @pytest.fixture
@@ -84,7 +85,7 @@ async def take_batch(batcher: Batcher, step: int = 1, version: int = 0) -> StepB
     batch = await batcher.next_batch(step, 0, version, timeout=0.0)
     if batch is not None:
         await batcher.store.drop_samples(batch.drops)
-        await batcher.store.claim_step(RUN, step, batch.claims)
+        await batcher.store.claim_step(POLICY, step, batch.claims, run_id=RUN)
     return batch
 
 
@@ -159,8 +160,8 @@ async def test_released_step_makes_its_live_sessions_available_again(store: Stor
         await add_live(store, name)
     batcher = Batcher(store, RUN, make_live_config())
     first = await take_batch(batcher)
-    await store.advance_step(RUN, 1, StepState.SUBMITTED)
-    await store.release_steps(RUN, after=0)
+    await store.advance_step(POLICY, 1, StepState.SUBMITTED)
+    await store.release_steps(POLICY, after=0)
     batcher.reset()
     again = await take_batch(batcher)
     assert first is not None
@@ -173,7 +174,7 @@ async def test_correction_claim_does_not_hide_the_session(store: Store) -> None:
     ids = np.array([5], np.int32)
     await store.add_feedback(Feedback("f", "s", "s#0", correction="x", correction_ids=ids))
     correction = Claim(RUN, 0, "feedback:f", "s", None, ClaimOutcome.TRAINED, step=7)
-    await store.claim_step(RUN, 7, [correction])
+    await store.claim_step(POLICY, 7, [correction], run_id=RUN)
     assert await take_batch(Batcher(store, RUN, make_live_config(groups_per_step=1))) is not None
 
 

@@ -51,12 +51,12 @@ class PolicyTests:
     async def test_latest_policy_ignores_candidates_until_one_is_promoted(self, store: Store) -> None:
         for step in (1, 2, 3):
             await store.reserve_version(POLICY_ID, RUN_ID, step, parent=step - 1, is_candidate=True)
-            await store.claim_step(RUN_ID, step, [])
+            await store.claim_step(POLICY_ID, step, [], run_id=RUN_ID)
             await store.publish(Policy(POLICY_ID, step, Artifact("adapter", f"/policies/{step}")))
         assert (await store.latest_policy(POLICY_ID)).version == 0
         with pytest.raises(StoreError, match="before step 2 is committed"):
             await store.promote_version(POLICY_ID, 2)
-        await store.advance_step(RUN_ID, 2, StepState.COMMITTED, version=2)
+        await store.advance_step(POLICY_ID, 2, StepState.COMMITTED, version=2)
         await store.promote_version(POLICY_ID, 2)
         assert (await store.latest_policy(POLICY_ID)).artifact.path == "/policies/2"
         with pytest.raises(StoreError, match=r"version 2 is serving, but must be a candidate. Candidates: 3"):
@@ -67,11 +67,11 @@ class PolicyTests:
 
     async def test_advance_version_moves_a_committed_candidate_only_forward(self, store: Store) -> None:
         await store.reserve_version(POLICY_ID, RUN_ID, 1, parent=0, is_candidate=True)
-        await store.claim_step(RUN_ID, 1, [])
+        await store.claim_step(POLICY_ID, 1, [], run_id=RUN_ID)
         await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "/policies/1")))
         with pytest.raises(StoreError, match="before step 1 is committed"):
             await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
-        await store.advance_step(RUN_ID, 1, StepState.COMMITTED, version=1)
+        await store.advance_step(POLICY_ID, 1, StepState.COMMITTED, version=1)
         await store.advance_version(POLICY_ID, 1, PolicyStage.CANARY, "better")
         with pytest.raises(StoreError, match="cannot move from the stage canary to shadow"):
             await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
