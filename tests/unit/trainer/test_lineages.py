@@ -258,18 +258,18 @@ async def test_rejection_of_a_version_changes_only_the_policy_of_its_agent(
 ) -> None:
     config = make_live_config(tmp_path, model)
     await add_sessions(config, A, "a1", "a2")
-    await add_sessions(config, B, "b1", "b2")
+    await add_sessions(config, B, "b1", "b2", "b3")
     await train(config, steps=1)
     async with open_live_trainer(config) as harness:
         assert await harness.store.reject_version(POLICIES[A], 1, "worse") == [1]
         await harness.store.promote_version(POLICIES[B], 1)
-    await train(config, steps=3)
+    await train(config, steps=3)  # one step of the first policy restores the initial weights
     async with open_live_trainer(config) as harness:
         parents = {
             agent: {r.policy.version: r.parent for r in await harness.store.policy_versions(policy)}
             for agent, policy in POLICIES.items()
         }
-        assert parents == {A: {1: 0, 2: 0}, B: {1: 0, 2: 1}}
+        assert parents == {A: {1: 0, 2: 0}, B: {1: 0, 2: 1, 3: 2}}
         assert (await harness.store.latest_policy(POLICIES[A])).version == 0
         assert (await harness.store.latest_policy(POLICIES[B])).version == 1
 
