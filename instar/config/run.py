@@ -243,8 +243,8 @@ class RunConfig(Section):
 
     @property
     def policy_ids(self) -> list[str]:
-        """The policies that the run trains, each with steps and versions of its own. If the run trains on live
-        traffic, every learning agent has one."""
+        """The policies that the run trains, each with steps and versions of its own. In a run that trains on
+        live traffic, every learning agent has one."""
         return [self.get_policy_id(agent_id) for agent_id in self.trained_agents] or [self.name]
 
     @property

@@ -21,9 +21,7 @@ class Monitor:
     returns its last record. If ``tensorboard`` is None, TensorBoard is used if it is installed. If ``agent``
     is set, the records are those of the agent's policy and have its name."""
 
-    def __init__(
-        self, run_dir: Path, *, tensorboard: bool | None = False, agent: str | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, *, tensorboard: bool | None = False, agent: str | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
         self._agent = agent

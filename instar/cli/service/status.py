@@ -52,6 +52,8 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     model: str | None = None
     policy_version: int | None = None
     """The version that the engine samples with or, if the service is not running, the newest one."""
+    policies: dict[str, int] | None = None
+    """The serving version of each learning agent's policy, if the run trains on live traffic."""
     sessions: dict[str, int] | None = None
     """The number of live sessions by status."""
     rewards: dict[str, int] | None = None
@@ -104,6 +106,11 @@ async def _add_run(report: ServiceReport, run_dir: Path) -> None:
         progress = await store.progress(config.name, Channel.LIVE)
         report.rewards = await store.reward_counts(config.name)
         keys = await store.keys()
+        if config.trained_agents:
+            report.policies = {
+                agent: (await store.latest_policy(config.get_policy_id(agent))).version
+                for agent in config.trained_agents
+            }
     agents: dict[str, list[str]] = {config.agent_id: []}
     for key in keys:
         if key.kind == "agent" and key.revoked_at is None and key.agent_id is not None:
@@ -165,6 +172,9 @@ def _print_report(report: ServiceReport, console: Console) -> None:
             ("run", report.run_dir or ""),
             ("sessions", _join_counts(report.sessions)),
             ("rewards", _join_counts(report.rewards)),
+        ]
+        rows += [
+            ("policy", f"{agent}: version {version}") for agent, version in (report.policies or {}).items()
         ]
         rows += [
             ("agent", f"{agent} (keys: {', '.join(names) or 'none'})")
