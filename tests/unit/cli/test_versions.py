@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.store.factory import open_store
-from instar.trainer.checkpoint import checkpoint_path
+from instar.trainer.checkpoint import TrainerState, checkpoint_path
 from instar.types import Artifact, Claim, ClaimOutcome, Policy, StepState
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
@@ -170,6 +171,10 @@ def test_versions_of_several_agents_are_listed_together_and_changed_one_by_one(
 def test_plan_of_several_agents_shows_the_next_step_of_each(
     instar: Instar, run_dir: Path, other_policy: str
 ) -> None:
+    config = RunFolder(run_dir).read_config()
+    for policy_id, step in ((POLICY, 3), (other_policy, 1)):
+        checkpoint = checkpoint_path(config.get_policy_dir(policy_id), step)
+        (checkpoint / "trainer.json").write_bytes(msgspec.json.encode(TrainerState(step, 0.0)))
     plans = instar("plan", run_dir, "--json").json
     assert [(plan["policy_id"], plan["step"], plan["version"]) for plan in plans] == [
         (POLICY, 4, 3),
