@@ -137,9 +137,7 @@ async def serve_run(
         if not resume:
             await _check_name(config, store)
         if live and engine_names(config):
-            served = PolicyRef(config.name, 0) if version is None else version
-            # Raises ConfigError if it cannot be served.
-            await find_policy(store, served.policy_id, None if version is None else version.version)
+            await _check_version(config, store, version)
         config = await _create_run(config, folder, store, resume, log)
         if live and not keep_sessions:
             # Called after the gateway has stopped and before the store is closed.
@@ -206,6 +204,14 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
         )
     if resume and not exists:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
+
+
+async def _check_version(config: RunConfig, store: Store, version: PolicyRef | None) -> None:
+    """Raise ConfigError if the version, by default the newest one, cannot be served."""
+    if version is None:
+        await find_policy(store, config.name)
+    else:
+        await find_policy(store, version.policy_id, version.version)
 
 
 async def _check_name(config: RunConfig, store: Store) -> None:

@@ -62,21 +62,12 @@ def get_expired_sessions(
     progress.
     """
     now = time.time()
-    ended_before = 0.0 if max_age is None else now - max_age
-    opened_before = 0.0
+    ended_before, opened_before = 0.0 if max_age is None else now - max_age, 0.0
     if max_sessions is not None:
         sql = "SELECT created_at FROM sessions WHERE run_id = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?"
         oldest_kept = db.execute(sql, (run_id, max_sessions - 1)).fetchone()
         opened_before = 0.0 if oldest_kept is None else oldest_kept["created_at"]
-    saved_steps = _get_last_steps_in_checkpoints(db, run_id, keep_checkpoints)
-    # A claim belongs to a step of its run, unless it is by another run that uses exported data of this one.
-    conditions = [
-        f"(c.policy_id = :policy{number} AND c.step > :saved{number})" for number in range(len(saved_steps))
-    ]
-    saved_values: dict[str, object] = {}
-    for number, (policy_id, step) in enumerate(saved_steps.items()):
-        saved_values |= {f"policy{number}": policy_id, f"saved{number}": step}
-    is_unsaved = " OR ".join(conditions) or "1 = 0"
+    is_unsaved, saved_values = _build_unsaved_condition(db, run_id, keep_checkpoints)
     rows = db.execute(
         f"""
         SELECT s.session_id FROM sessions s
@@ -94,13 +85,13 @@ def get_expired_sessions(
             SELECT 1 FROM groups v
             WHERE v.run_id = s.run_id AND v.channel = :val AND v.status IN (:group_open, :scoring)))
         ORDER BY s.created_at, s.seq LIMIT :limit""",
-        {
+        saved_values
+        | {
             "run_id": run_id,
             "last_opened": max(ended_before, opened_before),
             "ended_before": ended_before,
             "opened_before": opened_before,
             "last_ended": now - min_age,
-            **saved_values,
             "open": SessionStatus.OPEN.value,
             "data": Channel.DATA.value,
             "val": Channel.VAL.value,
@@ -112,6 +103,19 @@ def get_expired_sessions(
         },
     )
     return [row["session_id"] for row in rows]
+
+
+def _build_unsaved_condition(
+    db: Database, run_id: str, keep_checkpoints: int
+) -> tuple[str, dict[str, object]]:
+    """Return a condition with its values that is true if the claim ``c`` belongs to a step of the run that is
+    not in all of the last checkpoints of its policy."""
+    saved_steps = _get_last_steps_in_checkpoints(db, run_id, keep_checkpoints)
+    values: dict[str, object] = {}
+    for number, (policy_id, step) in enumerate(saved_steps.items()):
+        values |= {f"policy{number}": policy_id, f"saved{number}": step}
+    conditions = [f"(c.policy_id = :policy{n} AND c.step > :saved{n})" for n in range(len(saved_steps))]
+    return " OR ".join(conditions) or "1 = 0", values
 
 
 def _get_last_steps_in_checkpoints(db: Database, run_id: str, keep_checkpoints: int) -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from contextlib import AsyncExitStack, closing
+from contextlib import AsyncExitStack
 from typing import TypeVar
 
 from instar.backends.factory import apply_capabilities, create_backend
@@ -51,12 +51,7 @@ async def run_trainer(context: RoleContext) -> None:
             if penalty is not None:
                 resources.push_async_callback(penalty.close)
                 await penalty.start()
-            monitors = {
-                agent: resources.enter_context(
-                    closing(Monitor(config.run_dir, tensorboard=config.trainer.tensorboard, agent=agent))
-                )
-                for agent in config.trained_agents or [None]
-            }
+            monitors = _open_monitors(config, resources)
             for warning in warnings:
                 logger.warning(warning)
                 next(iter(monitors.values())).record("warning", 0, {"text": warning})
@@ -91,6 +86,18 @@ async def run_trainer(context: RoleContext) -> None:
                 await trainer.run()
     await context.announce(store, trainer.activity)
     await store.close()
+
+
+def _open_monitors(config: RunConfig, resources: AsyncExitStack) -> dict[str | None, Monitor]:
+    """Return a monitor for each policy, by agent. The agent is None if there is one policy for all agents."""
+    setting = config.trainer.tensorboard
+    monitors = {
+        agent: Monitor(config.run_dir, tensorboard=setting, agent=agent)
+        for agent in config.trained_agents or [None]
+    }
+    for monitor in monitors.values():
+        resources.callback(monitor.close)
+    return monitors
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer | LiveTrainer) -> None:
