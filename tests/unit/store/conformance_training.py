@@ -236,6 +236,32 @@ class GroupAndStepTests:
         with pytest.raises(ConflictError, match="step 2"):
             await store.claim_step(RUN_ID, 2, [make_claim("z")])
 
+    async def test_steps_and_claims_of_the_policies_of_a_run_are_independent(self, store: Store) -> None:
+        policies = [f"{RUN_ID}/a", f"{RUN_ID}/b"]
+        for policy_id in policies:
+            await store.claim_step(policy_id, 1, [make_claim("x", policy_id="")], run_id=RUN_ID)
+        with pytest.raises(StoreError, match=f"must be for step 2 of {RUN_ID}/a"):
+            await store.claim_step(policies[0], 2, [make_claim("y", policy_id=policies[1])], run_id=RUN_ID)
+        with pytest.raises(ConflictError, match=f"in epoch 0 of {RUN_ID}/b"):
+            await store.claim_step(policies[1], 2, [make_claim("x", policy_id="")], run_id=RUN_ID)
+        assert [claim.policy_id for claim in await store.claims(RUN_ID, step=1)] == policies
+        await store.advance_step(policies[0], 1, StepState.COMMITTED, version=1)
+        assert await store.release_steps(policies[1], after=0) == [1]
+        assert [claim.policy_id for claim in await store.claims(RUN_ID)] == policies[:1]
+        assert [step.state for step in await store.steps(policies[0])] == [StepState.COMMITTED]
+        assert await store.steps(policies[1]) == await store.steps(RUN_ID) == []
+        assert (await store.progress(RUN_ID)).committed_steps == 1
+
+    async def test_groups_unclaimed_by_a_policy_include_those_that_another_one_claimed(
+        self, store: Store
+    ) -> None:
+        await store.open_group(make_group("g0", 0, status=GroupStatus.READY))
+        claim = make_claim("x", group_id="g0", policy_id="")
+        await store.claim_step(f"{RUN_ID}/a", 1, [claim], run_id=RUN_ID)
+        for policy_id, expected in ((f"{RUN_ID}/a", []), (f"{RUN_ID}/b", ["g0"])):
+            groups = await store.groups(RUN_ID, Channel.TRAIN, unclaimed_in_epoch=0, unclaimed_by=policy_id)
+            assert [group.group_id for group in groups] == expected
+
     async def test_claim_step_called_concurrently_succeeds_once(self, store: Store) -> None:
         attempts = (
             store.claim_step(RUN_ID, step, [make_claim("a"), make_claim(f"x{step}")]) for step in range(8)
