@@ -32,6 +32,11 @@ from instar.model_types import SamplingParams as SamplingParams
 from instar.model_types import TokenChunk as TokenChunk
 from instar.model_types import Tool as Tool
 from instar.model_types import ToolCall as ToolCall
+from instar.step_types import SINGLE_EPOCH as SINGLE_EPOCH
+from instar.step_types import Claim as Claim
+from instar.step_types import ClaimOutcome as ClaimOutcome
+from instar.step_types import Step as Step
+from instar.step_types import StepState as StepState
 
 NOT_SAMPLED = -1
 
@@ -334,56 +339,6 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
-
-
-class StepState(StrEnum):
-    """The states of a training step, in order. Recovery releases the claims of unsaved steps."""
-
-    CLAIMED = "claimed"
-    SUBMITTED = "submitted"
-    SAVED = "saved"
-    COMMITTED = "committed"
-    RELEASED = "released"
-
-
-SINGLE_EPOCH = 0
-"""The epoch of claims on rollouts and corrections. Only exported data is used in several epochs."""
-
-
-class ClaimOutcome(StrEnum):
-    TRAINED = "trained"
-    DROPPED = "dropped"
-
-
-@dataclass(frozen=True, slots=True)
-class Claim:
-    """Records that a sample was trained on, or dropped and why. There is one per sample, run and epoch."""
-
-    run_id: str
-    epoch: int
-    sample_key: str
-    session_id: str
-    group_id: str | None
-    outcome: ClaimOutcome
-    step: int | None = None
-    reason: str | None = None
-    reward: float | None = None
-    advantage: float | None = None
-    staleness: int | None = None
-    """Number of training steps since the policy that sampled the oldest trained token."""
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    run_id: str
-    step: int
-    state: StepState
-    state_path: str | None = None
-    """The path of the step's checkpoint; None until the step is saved."""
-    version: int | None = None
-    """The policy version that this step published; None until then."""
-    metrics: Json = field(default_factory=dict[str, Any])
-    updated_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class PlantedBug:
 class StoreWithoutRelease(SimulatedStore):
     """Recovery keeps the claims of steps that were not saved."""
 
-    async def release_steps(self, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
+    async def release_steps(self, policy_id: str, after: int, *, include_saved: bool = False) -> list[int]:
         return []
 
 

@@ -16,11 +16,11 @@ from rich.console import Console
 from instar.backends.resolve import resolve_run
 from instar.cli.config_file import load_run_config
 from instar.cli.model import fetch_model
-from instar.cli.options import AsJson, Overrides, RunDir
+from instar.cli.options import Agent, AsJson, Overrides, RunDir
 from instar.cli.output import print_json
 from instar.cli.run_store import open_run_store
 from instar.cluster.layout import RunFolder, engine_names, engine_process_config
-from instar.cluster.versions import find_policy
+from instar.cluster.versions import choose_policy_id, find_policy
 from instar.config import LocalEngineConfig, RunConfig, VllmEngineConfig
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
@@ -38,6 +38,7 @@ def chat(
     version: Annotated[
         int | None, typer.Option(min=0, help="Version to talk to instead of the newest; 0 is the first one.")
     ] = None,
+    agent: Agent = None,
     compare: Annotated[
         Literal["base"] | None, typer.Option(help="base: also show the answers of version 0.")
     ] = None,
@@ -55,7 +56,7 @@ def chat(
     config = _prepare_config(load_run_config(run_dir, overrides or ()), console)
     is_interactive = sys.stdin.isatty() and not as_json
     with asyncio.Runner() as runner:
-        policies = runner.run(_find_policies(config, version, compare == "base"))
+        policies = runner.run(_find_policies(config, agent, version, compare == "base"))
         with console.status("Loading the model ...") if is_interactive else nullcontext():
             renderer = Renderer.load(resolve_tokenizer(config.model.name), config.model)
             engine = runner.run(_start_engine(config))
@@ -100,11 +101,14 @@ def _prepare_config(config: RunConfig, console: Console) -> RunConfig:
     return config
 
 
-async def _find_policies(config: RunConfig, version: int | None, with_base: bool) -> list[Policy]:
+async def _find_policies(
+    config: RunConfig, agent: str | None, version: int | None, with_base: bool
+) -> list[Policy]:
     """Return the policies to talk to: the chosen version and, if ``with_base`` is True, version 0."""
+    policy_id = choose_policy_id(config, agent)
     async with open_run_store(config.run_dir, read_only=True) as (_, store):
-        chosen = await find_policy(store, config.name, version)
-        base = await find_policy(store, config.name, 0)
+        chosen = await find_policy(store, policy_id, version)
+        base = await find_policy(store, policy_id, 0)
     if with_base and chosen.version == 0:
         raise ConfigError(
             "--compare base: the chosen version is version 0 itself; train the run first, or choose another "

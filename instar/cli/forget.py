@@ -149,16 +149,16 @@ def _print_outcome(outcome: Outcome) -> None:
 def _print_versions(rows: Sequence[TrainedSession]) -> None:
     steps: dict[tuple[str, int], list[TrainedSession]] = {}
     for row in rows:
-        steps.setdefault((row.run_id, row.step), []).append(row)
+        steps.setdefault((row.policy_id, row.step), []).append(row)
     numbers = [Column(name, justify="right") for name in ("version", "step")]
     table = plain_table(
-        "run", *numbers, "state", *(Column(n, justify="right") for n in ("sessions", "samples"))
+        "policy", *numbers, "state", *(Column(n, justify="right") for n in ("sessions", "samples"))
     )
-    for (run_id, step), sessions in steps.items():
+    for (policy_id, step), sessions in steps.items():
         version, state = sessions[0].version, sessions[0].state
         samples = sum(row.samples for row in sessions)
         table.add_row(
-            run_id,
+            policy_id,
             "" if version is None else str(version),
             str(step),
             state,

@@ -18,6 +18,13 @@ def find_run(path: Path) -> Path:
     return folder if not path.exists() and (folder / "config.json").is_file() else path
 
 
+Agent = Annotated[
+    str | None,
+    typer.Option(
+        "--agent",
+        help="The learning agent whose policy is meant. Needed if the run trains several.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print machine-readable JSON.")]
 ConfigFile = Annotated[Path, typer.Argument(help="The YAML file that describes the run.")]
 HomeFolder = Annotated[

@@ -10,15 +10,16 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from instar.cli.options import AsJson, RunDir, async_command
+from instar.cli.options import Agent, AsJson, RunDir, async_command
 from instar.cli.output import format_number, plain_table, print_json, select_fields
 from instar.cli.run_store import open_run_store
+from instar.cluster.versions import choose_policy_id
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
-from instar.store.base import Store, is_correction_key
+from instar.store.base import SessionFilter, Store, is_correction_key
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.trainer.lineage import find_replacement
 from instar.types import (
@@ -53,6 +54,7 @@ class PlannedSession:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
+    policy_id: str
     step: int
     version: int
     """The policy version that the step would start from."""
@@ -68,48 +70,61 @@ class StepPlan:
 
 
 @async_command
-async def plan(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Nothing is trained or written."""
+async def plan(run_dir: RunDir, agent: Agent = None, as_json: AsJson = False) -> None:
+    """If the run trains a policy for each agent, the next step of each is shown, or with --agent that of one.
+    Nothing is trained or written."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        next_step = await make_plan(store, config)
+        if agent is not None:
+            choose_policy_id(config, agent)  # raises ConfigError if the agent does not learn
+        if len(config.policy_ids) == 1:
+            plans = [await make_plan(store, config)]
+        else:
+            agents = config.trained_agents if agent is None else [agent]
+            plans = [await make_plan(store, config.select_agent(name), name) for name in agents]
     if as_json:
-        print_json(plan_json(next_step))
-    else:
+        plans_json = [plan_json(next_step) for next_step in plans]
+        print_json(plans_json if len(plans) > 1 else plans_json[0])
+        return
+    for next_step in plans:
         _print(Console(), next_step)
 
 
-async def make_plan(store: Store, config: RunConfig) -> StepPlan:
-    """Return the step that the trainer would run now. Nothing is written."""
-    run = await store.run(config.name)
-    if run is None:
+async def make_plan(store: Store, config: RunConfig, agent_id: str | None = None) -> StepPlan:
+    """Return the step that the trainer of the config's only policy would run now, and the newest live
+    sessions, optionally of one agent. Nothing is written."""
+    if await store.run(config.name) is None:
         raise InstarError(f"Run {config.name} has not started; start it with `instar train`.")
-    steps = await store.steps(config.name)
+    policy_id = config.policy_id
+    steps = await store.steps(policy_id)
     step = max((row.step for row in steps), default=0) + 1
-    version = (await store.latest_policy(run.policy_id)).version
+    version = (await store.latest_policy(policy_id)).version
     if config.trains_on_live:  # training continues from the newest version, even if no engine serves it yet
         newest = next((row.version for row in reversed(steps) if row.version is not None), version)
-        if (replacement := await find_replacement(store, run.policy_id, newest)) is None:
+        if (replacement := await find_replacement(store, policy_id, newest)) is None:
             version = newest
         else:  # a step of its own loads the serving version first
             version, step = replacement[0].version, step + 1
     batcher = Batcher(store, config.name, config)
     saved_steps = [row.step for row in steps if row.state in (StepState.SAVED, StepState.COMMITTED)]
     if saved_steps and (config.trains_on_live or config.trainer.advantage.estimator == "running"):
-        state = read_trainer_state(checkpoint_path(config.run_dir, saved_steps[-1]))
+        state = read_trainer_state(checkpoint_path(config.get_policy_dir(policy_id), saved_steps[-1]))
         batcher.estimator.load_json(state.baseline)
-    step_by_version = await store.steps_by_version(run.policy_id)
+    step_by_version = await store.steps_by_version(policy_id)
     batch = await batcher.preview(step, SINGLE_EPOCH, version, step_by_version)
     corrections = await load_corrections(store, config, step, SINGLE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
-    live = await _describe_live(store, config, batch)
-    return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting, live)
+    live = await _describe_live(store, config, batch, agent_id)
+    return StepPlan(policy_id, step, version, groups_needed, groups, batch, corrections, waiting, live)
 
 
-async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> list[PlannedSession]:
+async def _describe_live(
+    store: Store, config: RunConfig, batch: StepBatch, agent_id: str | None
+) -> list[PlannedSession]:
     if not config.trains_on_live:
         return []
-    rows = await store.sessions(config.name, channel=Channel.LIVE, limit=MAX_LIVE_SESSIONS)
+    where = SessionFilter(channel=Channel.LIVE, agent=agent_id)
+    rows = await store.sessions(config.name, where=where, limit=MAX_LIVE_SESSIONS)
     sessions = [row.session for row in reversed(rows)]
     planned = {claim.session_id: claim for claim in [*batch.drops, *batch.claims]}
     rejected = {agent: await store.rejected_versions(config.get_policy_id(agent)) for agent in config.agents}
@@ -157,7 +172,7 @@ async def _load_groups(
 def plan_json(plan: StepPlan) -> Json:
     tokens = _tokens_by_sample(plan)
     return {
-        **select_fields(plan, "step", "version"),
+        **select_fields(plan, "policy_id", "step", "version"),
         "ready": plan.batch.is_full,
         "groups_needed": plan.groups_needed,
         "groups_waiting": plan.waiting,
@@ -220,8 +235,10 @@ def _print(console: Console, plan: StepPlan) -> None:
     ready_count = len(plan.groups) + len({c.session_id for c in plan.batch.claims if c.group_id is None})
     ready = f"{ready_count} of {plan.groups_needed} groups are ready"
     status = "would train on" if plan.batch.is_full else f"is waiting ({ready}); it would train on"
+    _, _, agent_id = plan.policy_id.partition("/")
+    agent = f"{agent_id}: " if agent_id else ""
     console.print(
-        f"step {plan.step} (from version {plan.version}) {status} {report['samples']} samples "
+        f"{agent}step {plan.step} (from version {plan.version}) {status} {report['samples']} samples "
         f"({report['tokens']} of their {report['sequence_tokens']} tokens)",
         highlight=False,
     )

@@ -24,6 +24,7 @@ from instar.types import Call, Channel, Json
 from instar.umask import PRIVATE_UMASK, use_umask
 
 BLUE, ORANGE, GREY = "#2f6fde", "#e07b39", "#8a8f98"
+COLORS = (GREY, BLUE, ORANGE, "#4c9f70", "#9467bd")
 
 
 class ReportExample(NamedTuple):
@@ -72,29 +73,33 @@ def _draw_chart(path: Path, steps: list[Json], evaluations: list[Json]) -> None:
 
     figure, (curve, bars) = plt.subplots(1, 2, figsize=(11, 4), width_ratios=[3, 2], dpi=130)
     rewarded = [step for step in steps if step.get("reward_mean") is not None]
-    minutes = [step["elapsed"] / 60 for step in rewarded]
     rewards = [step["reward_mean"] for step in rewarded]
-    curve.plot(minutes, rewards, color=GREY, linewidth=1, marker="o", markersize=3, label="each step")
-    curve.plot(minutes, _moving_average(rewards), color=BLUE, linewidth=2.5, label="moving average")
+    for number, agent in enumerate(dict.fromkeys(step.get("agent") for step in rewarded)):
+        own = [step for step in rewarded if step.get("agent") == agent]
+        minutes, values = [step["elapsed"] / 60 for step in own], [step["reward_mean"] for step in own]
+        label = "each step" if number == 0 else None
+        curve.plot(minutes, values, color=GREY, linewidth=1, marker="o", markersize=3, label=label)
+        label = "moving average" if agent is None else f"{agent}, moving average"
+        color = COLORS[1 + number % (len(COLORS) - 1)]
+        curve.plot(minutes, _moving_average(values), color=color, linewidth=2.5, label=label)
     curve.set(xlabel="minutes of training", ylabel="mean reward", title="Training reward")
     curve.set_ylim(min([-0.02, *rewards]), max([1.02, *rewards]))
     curve.legend(frameon=False, loc="best")
     modes = list(dict.fromkeys(record["mode"] for record in evaluations))
     labels = list(dict.fromkeys(record["label"] for record in evaluations))
-    values = {(record["label"], record["mode"]): record["accuracy"] for record in evaluations}
+    accuracies = {(record["label"], record["mode"]): record["accuracy"] for record in evaluations}
     width = 0.8 / max(1, len(labels))
-    colors = [GREY, BLUE, ORANGE, "#4c9f70", "#9467bd"]
     for offset, label in enumerate(labels):
         positions = [index + offset * width for index in range(len(modes))]
-        heights = [values.get((label, mode), 0.0) for mode in modes]
+        heights = [accuracies.get((label, mode), 0.0) for mode in modes]
         container = bars.bar(
-            positions, heights, width * 0.92, color=colors[offset % len(colors)], label=label
+            positions, heights, width * 0.92, color=COLORS[offset % len(COLORS)], label=label
         )
         bars.bar_label(container, fmt="%.2f", fontsize=9)
     center = width * (len(labels) - 1) / 2
     bars.set_xticks([index + center for index in range(len(modes))], modes)
     bars.set(title="Held-out tasks", ylabel="mean reward")
-    bars.set_ylim(min([0.0, *values.values()]), 1.1 * max([1.0, *values.values()]))
+    bars.set_ylim(min([0.0, *accuracies.values()]), 1.1 * max([1.0, *accuracies.values()]))
     if labels:
         bars.legend(frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=len(labels))
     for axes in (curve, bars):
@@ -168,7 +173,7 @@ def _render_page(
     warnings: list[str],
 ) -> str:
     image = base64.b64encode(chart.read_bytes()).decode()
-    elapsed = steps[-1]["elapsed"] if steps else 0.0
+    elapsed = max((step["elapsed"] for step in steps), default=0.0)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8>",
         "<meta name=viewport content='width=device-width,initial-scale=1'>",
@@ -212,6 +217,8 @@ def _render_evaluations(evaluations: list[Json]) -> str:
 def _render_steps(steps: list[Json]) -> str:
     columns = ("step", "reward_mean", "version", "staleness_mean", "zero_signal", "grad_norm", "ratio_mean")
     columns += ("clipped", "importance_p99", "ess", "step_seconds")
+    if any("agent" in step for step in steps):
+        columns = ("agent", *columns)
     rows = [tuple(_format_cell(step.get(name)) for name in columns) for step in steps]
     return _render_table([name.replace("_", " ") for name in columns], rows)
 

@@ -20,11 +20,11 @@ from instar.cli.output import print_json
 from instar.cli.service.home import Home, ServiceSettings
 from instar.cli.service.process import make_launch, prepare_service, run_service, serve_until_stopped
 from instar.cluster.live_run import LiveRun
-from instar.cluster.versions import find_policy
+from instar.cluster.versions import choose_policy_id, find_policy
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError
 from instar.gateway.auth import create_key
-from instar.types import Json
+from instar.types import Json, PolicyRef
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,12 @@ def serve(
     version: Annotated[
         int | None, typer.Option(min=0, help="Version to serve instead of the newest; 0 is the first one.")
     ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            help="The learning agent that the printed keys belong to, and whose --version to serve."
+        ),
+    ] = None,
     home_folder: HomeFolder = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
@@ -63,10 +69,11 @@ def serve(
     if file is not None:
         is_run = (run_dir := find_run(file)).is_dir()
         config = load_run_config(run_dir, overrides or ()) if is_run else load_config(file, overrides or ())
-        _serve_run(config, version, console, as_json=as_json)
+        _serve_run(config, agent, version, console, as_json=as_json)
         return
-    if version is not None:
-        raise ConfigError(f"--version {version}: name the run whose version to serve: instar serve RUN")
+    for option, value in (("--version", version), ("--agent", agent)):
+        if value is not None:
+            raise ConfigError(f"{option} {value}: name the run to serve: instar serve RUN")
     home, launch = Home.locate(home_folder, os.environ), make_launch(None, overrides or ())
     config = prepare_service(home, launch, console)
 
@@ -77,25 +84,32 @@ def serve(
     asyncio.run(run_service(home, launch, config, log=_make_log(console), on_ready=show))
 
 
-def _serve_run(config: RunConfig, version: int | None, console: Console, *, as_json: bool) -> None:
+def _serve_run(
+    config: RunConfig, agent: str | None, version: int | None, console: Console, *, as_json: bool
+) -> None:
     is_upstream = isinstance(config.engine, UpstreamEngineConfig)
     if version is not None and is_upstream:
         raise ConfigError(f"--version {version}: a provider serves this run's model; leave --version out")
+    # Without --agent, each agent of a run with several policies is served by its own.
+    has_choice = agent is not None or version is not None or len(config.policy_ids) == 1
+    policy_id = choose_policy_id(config, agent) if has_choice else config.name
     fetch_served_model(config, console)
 
     async def show(run: LiveRun) -> None:
+        agent_id = agent or config.agent_id
         name = f"serve-{secrets.token_hex(4)}"
         connection = Connection(
             url=run.gateway_url,
-            api_key=await create_key(run.store, "agent", config.agent_id, name),
-            feedback_key=await create_key(run.store, "feedback", config.agent_id, f"{name}-feedback"),
+            api_key=await create_key(run.store, "agent", agent_id, name),
+            feedback_key=await create_key(run.store, "feedback", agent_id, f"{name}-feedback"),
             admin_key=run.admin_key,
             run_dir=run.folder.path,
         )
-        served_version = 0 if is_upstream else (await find_policy(run.store, run.run_id, version)).version
+        served_version = 0 if is_upstream else (await find_policy(run.store, policy_id, version)).version
         _show(run.config, connection, console, served_version, as_json=as_json)
 
-    asyncio.run(serve_until_stopped(config, _make_log(console), show, version=version))
+    served = None if version is None else PolicyRef(policy_id, version)
+    asyncio.run(serve_until_stopped(config, _make_log(console), show, version=served))
 
 
 def _make_log(console: Console) -> Callable[[str], None]:

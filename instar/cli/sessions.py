@@ -216,7 +216,8 @@ async def _find_live_exclusion(store: Store, config: RunConfig, session: Session
 
 
 def _details_json(details: SessionDetails) -> Json:
-    claim_fields = ("sample_key", "outcome", "step", "reason", "reward", "advantage", "staleness")
+    claim_fields = ("sample_key", "policy_id", "outcome", "step", "reason")
+    claim_fields += ("reward", "advantage", "staleness")
     return {
         **_session_json(details.session),
         "calls": [_call_json(call) for call in details.calls],

@@ -115,13 +115,15 @@ def summarize(run: LiveRun) -> Json:
     summary: Json = {
         "name": run.run_id,
         "steps": len(steps),
-        "seconds": round(float(steps[-1]["elapsed"]), 1) if steps else 0.0,
+        "seconds": round(max((float(step["elapsed"]) for step in steps), default=0.0), 1),
         "version": steps[-1]["version"] if steps else 0,
         "run_dir": str(run.folder.path),
         "report": str(run.folder.report / "index.html"),
         "stopped": run.is_stopped_by_user,
         "warnings": read_warnings(run.folder.path),
     }
+    if run.config.trained_agents:
+        summary["version"] = {step["agent"]: step["version"] for step in steps}
     for record in read_metrics(run.folder.path):
         if record["kind"] == "eval":
             summary[f"{record['mode']}_{record['label']}"] = record["accuracy"]

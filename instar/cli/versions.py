@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,15 +11,16 @@ from rich.table import Column
 from rich.text import Text
 
 from instar.backends.factory import get_known_capabilities
-from instar.cli.options import AsJson, RunDir, async_command, new_app
+from instar.cli.options import Agent, AsJson, RunDir, async_command, new_app
 from instar.cli.output import format_time, plain_table, print_json, print_result, select_fields
 from instar.cli.run_store import open_run_store
 from instar.cli.version_warnings import list_version_warnings, print_warnings
+from instar.cluster.versions import choose_policy_id
 from instar.config import RunConfig
 from instar.errors import InstarError
 from instar.store.base import Evaluation, EvaluationItem, PolicyVersion, Store
-from instar.trainer.checkpoint import checkpoint_path, is_pruned
-from instar.trainer.lineage import INITIAL_STEP
+from instar.trainer.checkpoint import is_pruned
+from instar.trainer.lineage import INITIAL_STEP, get_checkpoint_path
 from instar.types import ClaimOutcome, Json, PolicyStage, StepState
 
 app = new_app()
@@ -30,6 +30,7 @@ VersionNumber = Annotated[int | None, typer.Argument(metavar="[VERSION]", help="
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
+    policy_id: str
     rows: list[PolicyVersion]
     serving: int
     """The version that engines load."""
@@ -44,15 +45,16 @@ class Lineage:
         raise InstarError(f"Version {version} does not exist. Versions: {known}")
 
 
-async def _read_lineage(store: Store, config: RunConfig) -> Lineage:
-    head = await store.latest_policy(config.name)
-    evaluations = {row.version: row for row in await store.evaluations(config.name)}
-    return Lineage(await store.policy_versions(config.name), head.version, evaluations)
+async def _read_lineage(store: Store, policy_id: str) -> Lineage:
+    head = await store.latest_policy(policy_id)
+    evaluations = {row.version: row for row in await store.evaluations(policy_id)}
+    return Lineage(policy_id, await store.policy_versions(policy_id), head.version, evaluations)
 
 
 def _version_json(lineage: Lineage, row: PolicyVersion) -> Json:
     evaluation = lineage.evaluations.get(row.policy.version)
     return {
+        "policy": lineage.policy_id,
         "version": row.policy.version,
         "stage": row.stage,
         "is_served": row.policy.version == lineage.serving,
@@ -73,15 +75,24 @@ def _evaluation_json(evaluation: Evaluation) -> Json:
 
 @app.command("ls")
 @async_command
-async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """List versions with their parents, stages and evaluations. Engines serve the newest one with the stage
-    `serving`."""
+async def list_versions(run_dir: RunDir, agent: Agent = None, as_json: AsJson = False) -> None:
+    """List versions with their parents, stages and evaluations. The newest one with the stage `serving`
+    answers the agent. Without --agent, list the versions of all agents' policies."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        lineage = await _read_lineage(store, config)
+        policy_ids = config.policy_ids if agent is None else [choose_policy_id(config, agent)]
+        lineages = [await _read_lineage(store, policy_id) for policy_id in policy_ids]
         warnings = await list_version_warnings(store, config)
     if as_json:
-        print_json([_version_json(lineage, row) for row in lineage.rows])
+        print_json([_version_json(lineage, row) for lineage in lineages for row in lineage.rows])
         return
+    for lineage in lineages:
+        if len(policy_ids) > 1:
+            typer.echo(f"{lineage.policy_id}:")
+        _print_lineage(lineage)
+    print_warnings(warnings, Console())
+
+
+def _print_lineage(lineage: Lineage) -> None:
     numbers = [Column(name, justify="right") for name in ("version", "parent", "step")]
     table = plain_table(*numbers, "stage", "evaluation", Column("changed", no_wrap=True), "reason")
     for row in lineage.rows:
@@ -96,20 +107,23 @@ async def list_versions(run_dir: RunDir, as_json: AsJson = False) -> None:
         )
     Console().print(table)
     typer.echo(f"serving: version {lineage.serving}" + ("" if lineage.serving else " (the base model)"))
-    print_warnings(warnings, Console())
 
 
 @app.command()
 @async_command
-async def show(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
+async def show(
+    run_dir: RunDir, version: VersionNumber = None, agent: Agent = None, as_json: AsJson = False
+) -> None:
     """Show a version, its evaluation, and the sessions that its step was trained on. Default: the newest
     version."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
-        lineage = await _read_lineage(store, config)
+        lineage = await _read_lineage(store, choose_policy_id(config, agent))
         if not lineage.rows:
-            raise InstarError("The run has no versions yet, except version 0, the base model.")
+            raise InstarError(
+                f"{lineage.policy_id} has no versions yet, except version 0, from which it starts."
+            )
         row = lineage.find(lineage.rows[-1].policy.version if version is None else version)
-        claims = await store.claims(config.name, step=row.step)
+        claims = await store.claims(config.name, policy_id=lineage.policy_id, step=row.step)
         items: list[EvaluationItem] = []
         if (evaluation := lineage.evaluations.get(row.policy.version)) is not None:
             key = (evaluation.policy_id, evaluation.version, evaluation.incumbent)
@@ -155,19 +169,21 @@ def _describe_evaluation(evaluation: Evaluation) -> list[str]:
 
 @app.command()
 @async_command
-async def promote(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
-    """Serve a candidate. Default: the newest candidate. A running trainer loads it into the engines within
-    seconds, and engines that start later load it themselves."""
+async def promote(
+    run_dir: RunDir, version: VersionNumber = None, agent: Agent = None, as_json: AsJson = False
+) -> None:
+    """Serve a candidate to its agent. Default: the newest candidate."""
     async with open_run_store(run_dir) as (config, store):
-        _require_live(config)
-        version = await _choose_candidate(store, config, version)
-        lineage = await _read_lineage(store, config)
-        committed = {row.step for row in await store.steps(config.name) if row.state is StepState.COMMITTED}
+        policy_id = _choose_live_policy(config, agent)
+        version = await _choose_candidate(store, policy_id, version)
+        lineage = await _read_lineage(store, policy_id)
+        committed = {row.step for row in await store.steps(policy_id) if row.state is StepState.COMMITTED}
         # The store reports a version that is not a candidate, or whose step is not committed.
         if any(row.policy.version == version and row.step in committed for row in lineage.rows):
             _check_files(config, lineage, version)
-        await store.promote_version(config.name, version)
-    print_result(as_json, {"serving": version}, f"Version {version} is now the serving version.")
+        await store.promote_version(policy_id, version)
+    text = f"Version {version} of {policy_id} is now the serving version."
+    print_result(as_json, {"policy": policy_id, "serving": version}, text)
 
 
 @app.command()
@@ -175,48 +191,53 @@ async def promote(run_dir: RunDir, version: VersionNumber = None, as_json: AsJso
 async def reject(
     run_dir: RunDir,
     version: VersionNumber = None,
+    agent: Agent = None,
     reason: Annotated[str, typer.Option(help="Why the candidate is not served.")] = "rejected by a person",
     as_json: AsJson = False,
 ) -> None:
     """Reject a candidate and those trained from it. Default: the newest candidate. If training has reached
     one of them, it continues from the serving version."""
     async with open_run_store(run_dir) as (config, store):
-        _require_live(config)
-        version = await _choose_candidate(store, config, version)
-        rejected = await store.reject_version(config.name, version, reason)
-    print_result(as_json, {"rejected": rejected}, f"Rejected: {', '.join(map(str, rejected))}.")
+        policy_id = _choose_live_policy(config, agent)
+        version = await _choose_candidate(store, policy_id, version)
+        rejected = await store.reject_version(policy_id, version, reason)
+    text = f"Rejected versions of {policy_id}: {', '.join(map(str, rejected))}."
+    print_result(as_json, {"policy": policy_id, "rejected": rejected}, text)
 
 
 @app.command()
 @async_command
-async def rollback(run_dir: RunDir, version: VersionNumber = None, as_json: AsJson = False) -> None:
+async def rollback(
+    run_dir: RunDir, version: VersionNumber = None, agent: Agent = None, as_json: AsJson = False
+) -> None:
     """Serve an earlier version again, under a new number, and continue training from it. Default: the version
     that was served before. All candidates are rejected."""
     async with open_run_store(run_dir) as (config, store):
-        _require_live(config)
-        lineage = await _read_lineage(store, config)
+        policy_id = _choose_live_policy(config, agent)
+        lineage = await _read_lineage(store, policy_id)
         if version is None:
             served = [r for r in lineage.rows if r.promoted_at and r.stage is PolicyStage.RETIRED]
             version = served[-1].policy.version if served else 0
         _check_files(config, lineage, version)
-        number = await store.roll_back(config.name, config.name, version)
-    text = f"Version {number} is now the serving version, with the weights of version {version}."
-    print_result(as_json, {"serving": number, "source": version}, text)
+        number = await store.roll_back(policy_id, config.name, version)
+    text = f"Version {number} of {policy_id} is now the serving version, with the weights of {version}."
+    print_result(as_json, {"policy": policy_id, "serving": number, "source": version}, text)
 
 
-def _require_live(config: RunConfig) -> None:
+def _choose_live_policy(config: RunConfig, agent: str | None) -> str:
     if not config.trains_on_live:
         raise InstarError(
             "The versions of this run are served as soon as they are published, because its `data` does not "
             "list `live`; there is nothing to promote, reject or roll back."
         )
+    return choose_policy_id(config, agent)
 
 
-async def _choose_candidate(store: Store, config: RunConfig, version: int | None) -> int:
+async def _choose_candidate(store: Store, policy_id: str, version: int | None) -> int:
     """Return ``version`` or, if it is None, the newest candidate."""
     if version is not None:
         return version
-    rows = await store.policy_versions(config.name)
+    rows = await store.policy_versions(policy_id)
     candidates = [row.policy.version for row in rows if row.stage.is_pending]
     if not candidates:
         raise InstarError("There are no candidates; see `instar versions ls`.")
@@ -226,7 +247,8 @@ async def _choose_candidate(store: Store, config: RunConfig, version: int | None
 def _check_files(config: RunConfig, lineage: Lineage, version: int) -> None:
     """Raise InstarError if the files that engines or the trainer need for the version were removed."""
     row = lineage.find(version) if version else None
-    checkpoint: Path = checkpoint_path(config.run_dir, INITIAL_STEP if row is None else row.step)
+    step = INITIAL_STEP if row is None else row.step
+    checkpoint = get_checkpoint_path(config, lineage.policy_id, step)
     capabilities = get_known_capabilities(config.backend)
     can_load_adapters = capabilities is not None and "folder" in capabilities.adapter_sources
     has_adapter = row is not None and row.policy.artifact.kind == "adapter"

@@ -165,10 +165,11 @@ async def _find_version(config: RunConfig, reference: str) -> AdapterFiles:
     """Return the files of the version that the reference, NAME or NAME@VERSION, names."""
     name, _, suffix = reference.rpartition("@")
     requested = int(suffix) if name and suffix.isdigit() else None
-    folder = _find_run(config, reference if requested is None else name)
+    folder, agent_id = _find_run(config, reference if requested is None else name)
     source = folder.read_config()
     _check_source_backend(config, source)
-    versions = await _list_versions(source)
+    policy_id = _choose_source_policy(source, agent_id)
+    versions = await _list_versions(source, policy_id)
     defaults = [version for version in versions if version.is_default]
     if requested is not None:
         chosen = next((version for version in versions if version.version == requested), None)
@@ -178,7 +179,7 @@ async def _find_version(config: RunConfig, reference: str) -> AdapterFiles:
         available = ", ".join(str(version.version) for version in versions) or "none"
         missing = "a committed version that is served" if requested is None else f"version {requested}"
         raise ConfigError(
-            f"model.adapter: {source.name} has no files of {missing}, because it was never published or its "
+            f"model.adapter: {policy_id} has no files of {missing}, because it was never published or its "
             f"files were removed (trainer.keep_checkpoints); available versions: {available}"
         )
     state = chosen.state if _get_name(source.backend) == _get_name(config.backend) else None
@@ -186,22 +187,26 @@ async def _find_version(config: RunConfig, reference: str) -> AdapterFiles:
         settings = _read_settings(chosen.adapter, config)
     else:
         settings = source.backend.model_dump(include=set(CLOUD_SETTINGS))
-    return AdapterFiles(f"{RUN_PREFIX}{source.name}@{chosen.version}", chosen.adapter, state, settings)
+    return AdapterFiles(f"{RUN_PREFIX}{policy_id}@{chosen.version}", chosen.adapter, state, settings)
 
 
-def _find_run(config: RunConfig, name: str) -> RunFolder:
-    """Return the folder of a run. A name without a slash is that of a folder next to this run's folder, or in
-    `runs`."""
+def _find_run(config: RunConfig, name: str) -> tuple[RunFolder, str | None]:
+    """Return the folder of a run, and the agent in a name of the form RUN/AGENT. The name of a run without a
+    slash is that of a folder next to this run's folder, or in `runs`."""
     parents = [config.run_dir.absolute().parent, Path("runs").absolute()]
-    folders = [Path(name).expanduser()] if "/" in name else [parent / name for parent in parents]
-    for folder in map(RunFolder, folders):
+    run_name, separator, agent_id = name.partition("/")
+    folders: list[tuple[Path, str | None]] = []
+    if separator:
+        path = Path(name).expanduser()
+        folders = [(path, None), (path.parent, path.name)]
+    folders += [(parent / run_name, agent_id or None) for parent in parents]
+    for path, agent in folders:
+        folder = RunFolder(path)
         if folder.config_file.is_file():
-            return folder
+            return folder, agent
     names = sorted({file.parent.name for parent in parents for file in parent.glob("*/config.json")})
-    raise ConfigError(
-        f"model.adapter: there is no run in {' or '.join(dict.fromkeys(map(str, folders)))}; runs: "
-        f"{', '.join(names) or 'none'}"
-    )
+    searched = " or ".join(dict.fromkeys(str(path) for path, _ in folders))
+    raise ConfigError(f"model.adapter: there is no run in {searched}; runs: {', '.join(names) or 'none'}")
 
 
 def _check_source_backend(config: RunConfig, source: RunConfig) -> None:
@@ -231,18 +236,35 @@ def _get_name(backend: BackendConfig) -> str:
     return backend.name if isinstance(backend, PluginConfig) else backend.type
 
 
-async def _list_versions(source: RunConfig) -> Sequence[StoredVersion]:
-    """Return the versions of the run that can still be loaded, oldest first."""
+def _choose_source_policy(source: RunConfig, agent_id: str | None) -> str:
+    if agent_id is not None and agent_id not in source.trained_agents:
+        available = ", ".join(source.trained_agents) or "none"
+        raise ConfigError(
+            f"model.adapter: the run {source.name} has no policy of the agent {agent_id!r}; agents with a "
+            f"policy: {available}"
+        )
+    if agent_id is None and len(source.policy_ids) > 1:
+        examples = " or ".join(f"{RUN_PREFIX}{policy_id}" for policy_id in source.policy_ids)
+        raise ConfigError(
+            f"model.adapter: the run {source.name} has a policy for each learning agent; choose {examples}"
+        )
+    return source.policy_id if agent_id is None else source.get_policy_id(agent_id)
+
+
+async def _list_versions(source: RunConfig, policy_id: str) -> Sequence[StoredVersion]:
+    """Return the versions of the policy that can still be loaded, oldest first."""
     store = open_store(source, read_only=True)
     try:
-        rows = await store.policy_versions(source.name)
-        steps = await store.steps(source.name)
+        if policy_id != source.name and await store.steps(source.name):
+            policy_id = source.name  # an earlier version of Instar trained one policy for all agents
+        rows = await store.policy_versions(policy_id)
+        steps = await store.steps(policy_id)
     finally:
         await store.close()
     committed_steps = {0, *(step.step for step in steps if step.state is StepState.COMMITTED)}
     versions: list[StoredVersion] = []
     for row in rows:
-        adapter, state = _locate_files(source.run_dir, row.policy, row.step)
+        adapter, state = _locate_files(source, row.policy, row.step)
         files = (adapter if adapter.is_dir() else None, state if state.is_dir() else None)
         if row.state is PolicyState.PUBLISHED and files[row.policy.artifact.kind == "remote"] is not None:
             is_default = row.stage is PolicyStage.SERVING and row.step in committed_steps
@@ -250,14 +272,16 @@ async def _list_versions(source: RunConfig) -> Sequence[StoredVersion]:
     return versions
 
 
-def _locate_files(run_dir: Path, policy: Policy, step: int) -> tuple[Path, Path]:
+def _locate_files(source: RunConfig, policy: Policy, step: int) -> tuple[Path, Path]:
     """Return the folders of a version's adapter and state, which may not exist. Only the name of the recorded
     path is used, because the run may have been moved. A rollback has the files of an earlier version."""
     name = Path(policy.artifact.path).name if policy.artifact.kind in ("adapter", "weights") else ""
     if policy.version == 0 or name == ADAPTER_FOLDER:
-        return initial_path(run_dir) / ADAPTER_FOLDER, initial_path(run_dir) / BACKEND_FOLDER
-    published = policy_path(run_dir, policy.version)
-    return published.with_name(name or published.name), checkpoint_path(run_dir, step) / BACKEND_FOLDER
+        initial = initial_path(source.run_dir)
+        return initial / ADAPTER_FOLDER, initial / BACKEND_FOLDER
+    folder = source.get_policy_dir(policy.policy_id)
+    published = policy_path(folder, policy.version)
+    return published.with_name(name or published.name), checkpoint_path(folder, step) / BACKEND_FOLDER
 
 
 # --- settings of the backend ---

@@ -19,7 +19,8 @@ from instar.types import Endpoint, Policy
 ADMIN_KEY_ENV = "INSTAR_ADMIN_KEY"
 ENGINE_TOKEN_ENV = "INSTAR_ENGINE_TOKEN"
 VERSION_ENV = "INSTAR_SERVED_VERSION"
-"""The environment variable with the version to serve. It is empty if the engines serve the newest version."""
+"""The environment variable with the policy and version to serve, as ``POLICY@VERSION``. It is empty if the
+engines serve the newest version."""
 HEARTBEAT_INTERVAL_SECONDS = 0.5
 ROLLOUT_FINISHED = "finished"
 """The activity that the rollout announces when it exits because all steps are trained."""
@@ -63,8 +64,9 @@ class RoleContext:
 
     async def fetch_policy(self, store: Store) -> Policy:
         """Return the policy that the engines serve, unless the trainer sends them another one."""
-        if version := os.environ.get(VERSION_ENV):
-            return await find_policy(store, self.policy_id, int(version))
+        if reference := os.environ.get(VERSION_ENV):
+            policy_id, _, version = reference.rpartition("@")
+            return await find_policy(store, policy_id, int(version))
         return await store.latest_policy(self.policy_id)
 
     async def heartbeat(self, store: Store, get_activity: Callable[[], str]) -> None:

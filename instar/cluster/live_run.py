@@ -42,6 +42,7 @@ from instar.gateway.auth import resolve_admin_key
 from instar.rewards.factory import create_background_scorers
 from instar.store.base import KeyRow, Run, Store
 from instar.store.factory import open_store
+from instar.types import Policy, PolicyRef
 from instar.umask import PRIVATE_UMASK, USER_UMASK, USER_UMASK_ENV, use_umask
 
 REWARDS = "rewards"
@@ -60,7 +61,7 @@ class LiveRun:
     admin_key: str = field(repr=False)
     secrets: RunSecrets = field(repr=False)
     interrupts: Interrupts = field(default_factory=Interrupts)
-    version: int | None = None
+    version: PolicyRef | None = None
     """The policy version to serve, or None for the newest."""
     engine: Engine | None = None
     connected_urls: list[str] = field(default_factory=list[str])
@@ -108,7 +109,7 @@ async def serve_run(
     *,
     resume: bool = False,
     live: bool = True,
-    version: int | None = None,
+    version: PolicyRef | None = None,
     keep_sessions: bool = False,
     log: Callable[[str], None] = print,
 ) -> AsyncGenerator[LiveRun]:
@@ -136,7 +137,7 @@ async def serve_run(
         if not resume:
             await _check_name(config, store)
         if live and engine_names(config):
-            await find_policy(store, config.name, version)  # raises ConfigError if it cannot be served
+            await _check_version(config, store, version)
         config = await _create_run(config, folder, store, resume, log)
         if live and not keep_sessions:
             # Called after the gateway has stopped and before the store is closed.
@@ -169,6 +170,12 @@ async def _create_run(
     config: RunConfig, folder: RunFolder, store: Store, resume: bool, log: Callable[[str], None]
 ) -> RunConfig:
     """Write the run's config and adapter to its folder, and register the run. Return its config."""
+    if config.trains_on_live and await store.steps(config.name):
+        raise ConfigError(
+            "data: 'live' trains a policy for each learning agent, but this run already trained one for all "
+            "agents. Start a new run under a different `name`, which can continue from its weights with "
+            f"model.adapter: run:{config.name}"
+        )
     config = await prepare_adapter(config, folder, resume=resume, log=log)
     folder.create(config)
     await _register_run(config, store, log)
@@ -197,6 +204,14 @@ def _check_folder(folder: RunFolder, resume: bool) -> None:
         )
     if resume and not exists:
         raise ConfigError(f"--resume: there is no run in {folder.path}; start it without --resume")
+
+
+async def _check_version(config: RunConfig, store: Store, version: PolicyRef | None) -> None:
+    """Raise ConfigError if the version, by default the newest one, cannot be served."""
+    if version is None:
+        await find_policy(store, config.name)
+    else:
+        await find_policy(store, version.policy_id, version.version)
 
 
 async def _check_name(config: RunConfig, store: Store) -> None:
@@ -241,7 +256,9 @@ async def _register_run(config: RunConfig, store: Store, log: Callable[[str], No
     created_at = existing.created_at if existing else 0
     await store.put_run(Run(config.name, config.name, public_settings(config), created_at=created_at))
     if (initial := make_initial_policy(config)) is not None:
-        await store.put_initial_policy(initial, config.name)
+        for policy_id in dict.fromkeys([config.name, *config.policy_ids]):
+            policy = Policy(policy_id, initial.version, initial.artifact)
+            await store.put_initial_policy(policy, config.name)
     # The stored endpoints are from an earlier process. A finished rollout among them must not end this run.
     for endpoint in await store.endpoints(config.name):
         await store.remove_endpoint(config.name, endpoint.role, endpoint.name)

@@ -5,9 +5,29 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from instar.config import RunConfig
 from instar.errors import ConfigError
 from instar.store.base import Store
 from instar.types import Artifact, Policy
+
+
+def choose_policy_id(config: RunConfig, agent_id: str | None) -> str:
+    """Return the policy of the agent or, if it is None, the only policy of the run. Raises ConfigError if the
+    run trains no policy of the agent, or if it trains several and the agent is None."""
+    agents = config.trained_agents
+    if agent_id is None and len(config.policy_ids) == 1:
+        return config.policy_id
+    if agent_id in agents:
+        return config.get_policy_id(agent_id)
+    if agent_id is None:
+        raise ConfigError(
+            f"--agent: this run trains a policy for each learning agent; choose one of {', '.join(agents)}"
+        )
+    if not agents:
+        raise ConfigError(
+            f"--agent: got {agent_id!r}, but this run has one policy for all agents; leave --agent out"
+        )
+    raise ConfigError(f"--agent: got {agent_id!r}; the agents that learn in this run are {', '.join(agents)}")
 
 
 async def find_policy(store: Store, policy_id: str, version: int | None = None) -> Policy:

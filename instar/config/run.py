@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Any, Self, cast
 
@@ -42,6 +44,14 @@ from instar.config.trainer import TrainerConfig
 STORED_SETTINGS = {"is_stored": True}
 """The validation context for settings that are read from a run's folder. An earlier version may have written
 them."""
+
+
+def make_folder_name(name: str) -> str:
+    """Return a name for a folder that is the same for no other ``name``, on any file system."""
+    if re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", name):
+        return name
+    readable = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:32] or "agent"
+    return f"{readable}.{hashlib.sha256(name.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
 
 
 def _wrap_in_list(value: Any) -> Any:
@@ -246,12 +256,29 @@ class RunConfig(Section):
 
     @property
     def policy_ids(self) -> list[str]:
-        """The policies of the run. Each has versions of its own."""
-        return [self.name]
+        """The policies that the run trains, each with steps and versions of its own. In a run that trains on
+        live traffic, every learning agent has one."""
+        return [self.get_policy_id(agent_id) for agent_id in self.trained_agents] or [self.name]
+
+    @property
+    def policy_id(self) -> str:
+        """The only policy that the run trains. Raises ValueError if there are several."""
+        (policy_id,) = self.policy_ids
+        return policy_id
 
     def get_policy_id(self, agent_id: str) -> str:
-        """Return the policy that serves the agent's live sessions."""
-        return self.name
+        """Return the policy that serves the agent's live sessions: its own if the run trains on them, or the
+        one with the run's name, of which a run that trains on live traffic has only version 0."""
+        return f"{self.name}/{agent_id}" if agent_id in self.trained_agents else self.name
+
+    def get_policy_dir(self, policy_id: str) -> Path:
+        """Return the folder with the checkpoints and published weights of a policy."""
+        _, separator, agent_id = policy_id.partition("/")
+        return self.run_dir / "agents" / make_folder_name(agent_id) if separator else self.run_dir
+
+    def select_agent(self, agent_id: str) -> Self:
+        """Return the config with a single agent, so that the run trains only this agent's policy."""
+        return self.model_copy(update={"agents": {agent_id: self.agents[agent_id]}})
 
     @property
     def trained_agents(self) -> list[str]:

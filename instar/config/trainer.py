@@ -141,7 +141,8 @@ class TrainerConfig(Section):
     """`async`: rollouts run ahead of the trainer by at most `max_staleness` steps. `sync`: rollouts and
     training strictly alternate, which makes the run reproducible."""
     steps: PositiveInt = 20
-    """Number of training steps. Each has `updates_per_step` optimizer updates."""
+    """Number of training steps. Each has `updates_per_step` optimizer updates. In a run on live traffic, each
+    policy is trained for this many steps, and the other settings of this section apply to each as well."""
     seconds: Seconds | None = None
     """Maximum training time in seconds, excluding the evaluations before and after. Default: no maximum."""
     groups_per_step: PositiveInt = 6
@@ -179,7 +180,8 @@ class TrainerConfig(Section):
     """Learning rate after warm-up. `constant`: `adam.lr`. `linear`: falls linearly until the end of `steps`
     or `seconds`, whichever comes first, but not below 5% of `adam.lr`."""
     checkpoint_every: PositiveInt = 1
-    """Number of steps between checkpoints. After a crash, the steps since the last one are trained again."""
+    """Number of steps between checkpoints. In a run on live traffic, a policy is also saved before another
+    one is trained. After a crash, the steps since the last one are trained again."""
     keep_checkpoints: PositiveInt = 2
     """Number of checkpoints and published artifacts to keep, newest first. If the newest checkpoint is
     damaged, the run resumes from the next older one, so keep at least 2."""

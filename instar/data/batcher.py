@@ -94,6 +94,7 @@ class Batcher:
         self.store = store
         self.run_id = run_id
         self.config = config
+        self.policy_id = config.policy_id
         self.estimator = AdvantageEstimator(config.trainer.advantage, config.gateway.reward_range)
         self.loader = GroupLoader(store, config)
         self.live_loader = LiveLoader(store, config)
@@ -121,7 +122,6 @@ class Batcher:
         step_by_version: Mapping[int, int] | None = None,
         stop: asyncio.Event | None = None,
         is_finished: Callable[[], bool] | None = None,
-        may_run: Callable[[], bool] | None = None,
         timeout: float | None = None,
     ) -> StepBatch | None:
         """Wait for enough groups and return the batch of ``step``, which starts from ``version``.
@@ -130,12 +130,11 @@ class Batcher:
         ``step_by_version``. Once ``is_finished`` returns True, no more groups will arrive, and the batch
         consists of the remaining groups. Returns None if no groups are left, or if there are still too few
         when ``stop`` is set or after ``timeout`` seconds. Drops are stored while this method waits.
-        While ``may_run`` returns False, no batch is built.
         """
         staleness = Staleness(version, step_by_version)
         deadline = None if timeout is None else time.monotonic() + timeout
         drops = await self._build_late_and_rollout_drops(epoch)
-        while await _wait_until_allowed(may_run, deadline, stop):
+        while True:
             # Check this before reading the store, or a group that finishes in between would be missed.
             is_last = is_finished is not None and is_finished()
             fresh, new_drops = await self._load_fresh(step, epoch, staleness)
@@ -154,7 +153,6 @@ class Batcher:
             await asyncio.sleep(
                 LIVE_POLL_INTERVAL_SECONDS if self.config.trains_on_live else POLL_INTERVAL_SECONDS
             )
-        return None
 
     async def preview(
         self, step: int, epoch: int, version: int, step_by_version: Mapping[int, int] | None = None
@@ -179,7 +177,7 @@ class Batcher:
         fresh, drops = await self._load_ready(step, epoch, staleness)
         live_count = self.mixture.count_groups_in_step(step, LIVE)
         ready, excluded = await self.live_loader.load_ready(epoch, live_count)
-        builder = ClaimBuilder(self.run_id, epoch, staleness)
+        builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
         for group in excluded:
             drops += builder.build_group_drops(group, group.group.reason or "no_tokens")
         return [*fresh, *ready], drops
@@ -201,7 +199,7 @@ class Batcher:
         self._loaded = {
             group.group_id: self._loaded[group.group_id] for group in groups if group.group_id in self._loaded
         }
-        builder = ClaimBuilder(self.run_id, epoch, staleness)
+        builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
         fresh: list[LoadedGroup] = []
         drops: list[Claim] = []
         while groups and len(fresh) < needed:
@@ -220,7 +218,7 @@ class Batcher:
     async def _build_late_and_rollout_drops(self, epoch: int) -> list[Claim]:
         """Return drops for late sessions and for groups that the rollout dropped."""
         drops = await self._consumed.build_late_drops(epoch)
-        builder = ClaimBuilder(self.run_id, epoch)
+        builder = ClaimBuilder(self.run_id, epoch, policy_id=self.policy_id)
         groups = await self.store.groups(
             self.run_id, Channel.TRAIN, GroupStatus.DROPPED, unclaimed_in_epoch=epoch
         )
@@ -238,9 +236,9 @@ class Batcher:
         claims: list[Claim] = []
         zero_signal_groups = 0
         for group in groups:
-            builder = ClaimBuilder(self.run_id, epoch, staleness)
+            builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
             if group.epoch is not None:
-                builder = ClaimBuilder(self.run_id, group.epoch)
+                builder = ClaimBuilder(self.run_id, group.epoch, policy_id=self.policy_id)
             group, advantages = self._estimate(group)
             for session in group.untrainable:
                 claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)
@@ -360,14 +358,3 @@ class Batcher:
         is_fresh = staleness.of_tokens(sample.versions) <= limit
         masked = replace(sample, mask=np.where(is_fresh, sample.mask, np.float32(0)))
         return masked if masked.trained_tokens else None
-
-
-async def _wait_until_allowed(
-    may_run: Callable[[], bool] | None, deadline: float | None, stop: asyncio.Event | None
-) -> bool:
-    """Return True once ``may_run`` does, or False if ``stop`` is set or the deadline has passed."""
-    while may_run is not None and not may_run():
-        if (deadline is not None and time.monotonic() >= deadline) or (stop is not None and stop.is_set()):
-            return False
-        await asyncio.sleep(POLL_INTERVAL_SECONDS)
-    return True

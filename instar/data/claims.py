@@ -21,6 +21,8 @@ class ClaimBuilder:
     epoch: int
     staleness: Staleness | None = None
     """None for exported data, whose claims have no staleness."""
+    policy_id: str = ""
+    """The policy of the claims, as in `Claim`."""
 
     def build_trained_claim(self, session: LoadedSession, sample: Sample, advantage: float | None) -> Claim:
         return Claim(
@@ -33,6 +35,7 @@ class ClaimBuilder:
             reward=session.reward,
             advantage=advantage,
             staleness=None if self.staleness is None else self.staleness.of_sample(sample),
+            policy_id=self.policy_id,
         )
 
     def build_sample_drop(
@@ -80,8 +83,8 @@ class ClaimBuilder:
         return [self.build_session_drop(session, "superseded") for session in group.superseded]
 
     def _build_drop(self, sample_key: str, session_id: str, group_id: str | None, reason: str) -> Claim:
-        dropped = ClaimOutcome.DROPPED
-        return Claim(self.run_id, self.epoch, sample_key, session_id, group_id, dropped, reason=reason)
+        claim = Claim(self.run_id, self.epoch, sample_key, session_id, group_id, ClaimOutcome.DROPPED)
+        return replace(claim, reason=reason, policy_id=self.policy_id)
 
 
 @dataclass(frozen=True, slots=True)

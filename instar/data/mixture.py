@@ -67,7 +67,11 @@ class DataMixture:
 
     async def _read_groups(self, label: str, *, unclaimed_in_epoch: int | None = None) -> list[Group]:
         groups = await self.store.groups(
-            self.run_id, Channel.DATA, GroupStatus.READY, unclaimed_in_epoch=unclaimed_in_epoch
+            self.run_id,
+            Channel.DATA,
+            GroupStatus.READY,
+            unclaimed_in_epoch=unclaimed_in_epoch,
+            unclaimed_by=self.config.policy_id,
         )
         prefix = group_id_prefix(self.run_id, label)
         return [group for group in groups if group.group_id.startswith(prefix)]

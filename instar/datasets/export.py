@@ -119,7 +119,6 @@ async def export_sessions(
     with _create_folder_atomically(folder) as new_folder:
         is_importable = options.format in IMPORTABLE_FORMATS
         digest = await (export.write_tables if is_importable else export.write_conversations)(new_folder)
-        run = await store.run(run_id)
         manifest = DatasetManifest(
             format=options.format,
             run=run_id,
@@ -127,7 +126,7 @@ async def export_sessions(
             filters=options.describe(),
             counts=dict(export.counts),
             hash=digest,
-            policies=await _read_policies(store, run.policy_id if run else run_id),
+            policies=await _read_policies(store, run_id),
             versions=sorted(version for version in export.versions if version >= 0),
             instar=__version__,
         )
@@ -292,7 +291,7 @@ async def _read_feedback(
     return feedback
 
 
-async def _read_policies(store: Store, policy_id: str) -> list[Json]:
+async def _read_policies(store: Store, run_id: str) -> list[Json]:
     return [
         {
             "policy_id": policy.policy_id,
@@ -301,6 +300,7 @@ async def _read_policies(store: Store, policy_id: str) -> list[Json]:
             "kind": policy.artifact.kind,
             "name": Path(policy.artifact.path).name,
         }
+        for policy_id in await store.policy_ids(run_id)
         for policy, step in await store.published_policies(policy_id)
     ]
 

@@ -47,7 +47,7 @@ class LearningWindow:
     ) -> None:
         section = config.live.window
         self._section = section
-        self._run_dir, self._run_id = config.run_dir, config.name
+        self._run_dir, self._policy_ids = config.run_dir, config.policy_ids
         self._store = store
         self._clock = clock
         self._windows = make_windows(section)
@@ -125,8 +125,9 @@ class LearningWindow:
         if time.monotonic() - self._budget_read_at < BUDGET_REFRESH_SECONDS:
             return
         today = self._windows.start_of_day(self._clock())
-        steps = [step for step in await self._store.steps(self._run_id) if step.updated_at >= today]
-        self._tokens_today = sum(int(step.metrics.get("sequence_tokens", 0)) for step in steps)
+        steps = [step for policy_id in self._policy_ids for step in await self._store.steps(policy_id)]
+        counts = [step.metrics.get("sequence_tokens", 0) for step in steps if step.updated_at >= today]
+        self._tokens_today = sum(map(int, counts))
         self._budget_read_at = time.monotonic()
         self._checked_at = float("-inf")
 

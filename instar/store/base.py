@@ -281,6 +281,7 @@ class Store:
     reserved_versions = _read(policies.get_reserved_versions)
     steps_by_version = _read(policies.get_steps_by_version)
     latest_policy = _read(policies.get_latest_policy)
+    policy_ids = _read(policies.get_policy_ids)
     published_policies = _read(policies.get_published_policies)
     policy_versions = _read(lineage.get_policy_versions)
     rejected_versions = _read_statement(lineage.get_rejected_versions)

@@ -100,7 +100,7 @@ def move_version(
 def get_promotable_versions(db: Database, policy_id: str) -> list[int]:
     """Return the pending versions whose steps are committed, so that a crash cannot undo them."""
     rows = db.execute(
-        "SELECT p.version FROM policies p JOIN steps s ON p.run_id = s.run_id AND p.step = s.step "
+        "SELECT p.version FROM policies p JOIN steps s ON p.policy_id = s.policy_id AND p.step = s.step "
         "WHERE p.policy_id = ? AND p.state = ? AND s.state = ? AND p.stage IN (?, ?, ?) ORDER BY p.version",
         (
             *(policy_id, PolicyState.PUBLISHED.value, StepState.COMMITTED.value),

@@ -62,14 +62,14 @@ def get_expired_sessions(
     progress.
     """
     now = time.time()
-    ended_before = 0.0 if max_age is None else now - max_age
-    opened_before = 0.0
+    ended_before, opened_before = 0.0 if max_age is None else now - max_age, 0.0
     if max_sessions is not None:
         sql = "SELECT created_at FROM sessions WHERE run_id = ? ORDER BY created_at DESC LIMIT 1 OFFSET ?"
         oldest_kept = db.execute(sql, (run_id, max_sessions - 1)).fetchone()
         opened_before = 0.0 if oldest_kept is None else oldest_kept["created_at"]
+    is_unsaved, saved_values = _build_unsaved_condition(db, run_id, keep_checkpoints)
     rows = db.execute(
-        """
+        f"""
         SELECT s.session_id FROM sessions s
         WHERE s.run_id = :run_id AND s.created_at < :last_opened AND s.status != :open AND s.channel != :data
           AND (s.ended_at < :ended_before OR s.created_at < :opened_before) AND s.ended_at < :last_ended
@@ -78,20 +78,20 @@ def get_expired_sessions(
             WHERE g.group_id = s.group_id AND g.run_id = s.run_id AND g.channel = s.channel
               AND g.consumed = 0 AND NOT (g.channel = :val AND g.status = :ready))
           AND NOT EXISTS (
-            SELECT 1 FROM claims c LEFT JOIN steps t ON t.run_id = c.run_id AND t.step = c.step
+            SELECT 1 FROM claims c LEFT JOIN steps t ON t.policy_id = c.policy_id AND t.step = c.step
             WHERE c.session_id = s.session_id AND c.step IS NOT NULL
-              AND (COALESCE(t.state, '') != :committed OR (c.run_id = s.run_id AND c.step > :saved_step)))
+              AND (COALESCE(t.state, '') != :committed OR ({is_unsaved})))
           AND (s.channel != :val OR NOT EXISTS (
             SELECT 1 FROM groups v
             WHERE v.run_id = s.run_id AND v.channel = :val AND v.status IN (:group_open, :scoring)))
         ORDER BY s.created_at, s.seq LIMIT :limit""",
-        {
+        saved_values
+        | {
             "run_id": run_id,
             "last_opened": max(ended_before, opened_before),
             "ended_before": ended_before,
             "opened_before": opened_before,
             "last_ended": now - min_age,
-            "saved_step": _get_last_step_in_checkpoints(db, run_id, keep_checkpoints),
             "open": SessionStatus.OPEN.value,
             "data": Channel.DATA.value,
             "val": Channel.VAL.value,
@@ -105,25 +105,44 @@ def get_expired_sessions(
     return [row["session_id"] for row in rows]
 
 
-def _get_last_step_in_checkpoints(db: Database, run_id: str, keep_checkpoints: int) -> int:
-    """Return the last step whose update is in all of the last ``keep_checkpoints`` checkpoints, or 0. If
-    newer checkpoints are damaged, the trainer resumes from it and repeats the later steps."""
+def _build_unsaved_condition(
+    db: Database, run_id: str, keep_checkpoints: int
+) -> tuple[str, dict[str, object]]:
+    """Return a condition with its values that is true if the claim ``c`` belongs to a step of the run that is
+    not in all of the last checkpoints of its policy."""
+    saved_steps = _get_last_steps_in_checkpoints(db, run_id, keep_checkpoints)
+    values: dict[str, object] = {}
+    for number, (policy_id, step) in enumerate(saved_steps.items()):
+        values |= {f"policy{number}": policy_id, f"saved{number}": step}
+    conditions = [f"(c.policy_id = :policy{n} AND c.step > :saved{n})" for n in range(len(saved_steps))]
+    return " OR ".join(conditions) or "1 = 0", values
+
+
+def _get_last_steps_in_checkpoints(db: Database, run_id: str, keep_checkpoints: int) -> dict[str, int]:
+    """Return for each policy of the run the last step whose update is in all of its last
+    ``keep_checkpoints`` checkpoints, or 0. If newer checkpoints are damaged, the trainer resumes from it and
+    repeats the later steps."""
     rows = db.execute(
-        "SELECT step FROM steps WHERE run_id = ? AND state = ? AND state_path IS NOT NULL "
-        "ORDER BY step DESC LIMIT ?",
-        (run_id, StepState.COMMITTED.value, keep_checkpoints),
-    ).fetchall()
-    return min((row["step"] for row in rows), default=0)
+        "SELECT policy_id, step, state, state_path FROM steps WHERE run_id = ? ORDER BY policy_id, step DESC",
+        (run_id,),
+    )
+    steps: dict[str, list[int]] = {}
+    for row in rows:
+        saved = steps.setdefault(row["policy_id"], [])
+        if row["state"] == StepState.COMMITTED.value and row["state_path"] is not None:
+            saved.append(row["step"])
+    return {policy_id: min(saved[:keep_checkpoints], default=0) for policy_id, saved in steps.items()}
 
 
 def get_trained_sessions(db: Database, session_ids: Sequence[str]) -> list[TrainedSession]:
     """Return the steps that trained on these sessions, also if the sessions' data was deleted."""
     return TRAINED_ROWS.select(
         db,
-        "SELECT c.session_id, c.run_id, c.step, t.state, t.version, COUNT(*) AS samples "
-        "FROM claims c JOIN steps t ON t.run_id = c.run_id AND t.step = c.step "
+        "SELECT c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version, COUNT(*) AS samples "
+        "FROM claims c JOIN steps t ON t.policy_id = c.policy_id AND t.step = c.step "
         f"WHERE c.session_id IN ({db.json_array_sql.format('?')}) AND c.outcome = ? "
-        "GROUP BY c.session_id, c.run_id, c.step, t.state, t.version ORDER BY c.run_id, c.step, c.session_id",
+        "GROUP BY c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version "
+        "ORDER BY c.run_id, c.policy_id, c.step, c.session_id",
         (json.dumps(list(session_ids)), ClaimOutcome.TRAINED.value),
     )
 

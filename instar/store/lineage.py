@@ -153,7 +153,7 @@ def _require_committed(
     """Return the candidate. Raises StoreError if it is not one, or if a crash could still undo its step."""
     candidate = _require_candidate(versions.get(version), versions.values(), version)
     sql = (
-        "SELECT s.state FROM steps s JOIN policies p ON p.run_id = s.run_id AND p.step = s.step "
+        "SELECT s.state FROM steps s JOIN policies p ON p.policy_id = s.policy_id AND p.step = s.step "
         "WHERE p.policy_id = ? AND p.version = ?"
     )
     step = db.execute(sql, (policy_id, version)).fetchone()

@@ -16,10 +16,11 @@ from instar.store.schema_indexes import INDEXES, INDEXES_BY_VERSION, TRIGGERS
 from instar.store.sqlite_database import SqliteDatabase, corrupt_file_error, retry_while_busy
 
 
-def _build_migration(version: int, *statements: str) -> tuple[str, ...]:
-    """Return SQL that adds this version's columns and tables, runs ``statements``, and adds its indexes."""
+def _build_migration(version: int, *statements: str, first: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return SQL that runs ``first``, adds this version's columns and tables, runs ``statements``, and adds
+    its indexes."""
     changes = [statement for table in TABLES for statement in table.build_migration_sql(version)]
-    return (*changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
+    return (*first, *changes, *statements, *INDEXES_BY_VERSION.get(version, ()))
 
 
 MIGRATIONS: Mapping[int, Sequence[str]] = {
@@ -49,7 +50,14 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
             for prefix in ("user:", "user_id:", "safety_identifier:")
         ),
     ),
-    5: _build_migration(6),
+    5: _build_migration(
+        6,
+        # Until now, a run had one policy, with the same name.
+        "UPDATE steps SET run_id = policy_id",
+        "UPDATE claims SET run_id = policy_id",
+        *(f"DROP INDEX IF EXISTS {name}" for name in ("claims_by_step", "claims_by_group", "steps_by_state")),
+        first=[f"ALTER TABLE {table} RENAME COLUMN run_id TO policy_id" for table in ("steps", "claims")],
+    ),
 }
 
 

@@ -279,6 +279,7 @@ class TrainedSession:
 
     session_id: str
     run_id: str
+    policy_id: str
     step: int
     state: types.StepState
     version: int | None

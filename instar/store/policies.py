@@ -121,6 +121,12 @@ def get_latest_policy(db: Database, policy_id: str) -> Policy:
     return decode_policy(row) if row else Policy(policy_id, 0, Artifact("base"))
 
 
+def get_policy_ids(db: Database, run_id: str) -> list[str]:
+    """Return the policies of which the run has versions."""
+    sql = "SELECT DISTINCT policy_id FROM policies WHERE run_id = ? ORDER BY policy_id"
+    return [row["policy_id"] for row in db.execute(sql, (run_id,))]
+
+
 def get_published_policies(db: Database, policy_id: str) -> list[tuple[Policy, int]]:
     """Return the policy and step of each published version, oldest first."""
     sql = "SELECT * FROM policies WHERE policy_id = ? AND state = ? ORDER BY version"

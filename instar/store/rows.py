@@ -178,7 +178,7 @@ def encode_reward(reward: types.Reward) -> dict[str, Any]:
 
 def encode_claim(claim: types.Claim, step: int | None) -> dict[str, Any]:
     row = CLAIM_ROWS.encode(claim)
-    row["step"] = step
+    row |= {"step": step, "policy_id": claim.policy_id or claim.run_id}
     # Convert NumPy scalars, which the database drivers cannot store.
     for name, convert in (("reward", float), ("advantage", float), ("staleness", int)):
         if (value := row[name]) is not None:

@@ -332,13 +332,24 @@ POLICIES = Table(
     later_columns={"parent": 5, "stage": 5, "promoted_at": 5},
 )
 
-STEPS = Table("steps", _build_columns(Step), constraints=("PRIMARY KEY (run_id, step)",))
+STEPS = Table(
+    "steps",
+    _build_columns(Step) | {"run_id": "TEXT NOT NULL DEFAULT ''"},
+    constraints=("PRIMARY KEY (policy_id, step)",),
+    later_columns={"run_id": 6},
+)
 
 CLAIMS = Table(
     "claims",
-    {"seq": ROW_NUMBER, **_build_columns(Claim)},
-    constraints=("UNIQUE (run_id, epoch, sample_key)",),
+    {
+        "seq": ROW_NUMBER,
+        "policy_id": TEXT,
+        **{name: sql for name, sql in _build_columns(Claim).items() if name != "run_id"},
+        "run_id": "TEXT NOT NULL DEFAULT ''",
+    },
+    constraints=("UNIQUE (policy_id, epoch, sample_key)",),
     generated=("seq",),
+    later_columns={"run_id": 6},
 )
 
 EVALUATIONS = Table(

@@ -8,10 +8,7 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX groups_by_status ON groups (run_id, channel, status, idx)",
         "CREATE INDEX sessions_by_group ON sessions (group_id)",
         "CREATE INDEX rewards_by_session ON rewards (session_id)",
-        "CREATE INDEX claims_by_step ON claims (run_id, step)",
-        "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
         "CREATE INDEX claims_by_session ON claims (session_id)",
-        "CREATE INDEX steps_by_state ON steps (run_id, state)",
     ),
     2: (
         "CREATE INDEX groups_by_claim ON groups (run_id, channel, status, claimed_epoch)",
@@ -50,6 +47,9 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX policies_by_stage ON policies (policy_id, stage, version)",
         "CREATE INDEX shadow_replies_by_version ON shadow_replies (policy_id, version)",
         "CREATE INDEX shadow_replies_by_session ON shadow_replies (session_id)",
+        "CREATE INDEX claims_by_step ON claims (policy_id, step)",
+        "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
+        "CREATE INDEX steps_by_state ON steps (run_id, state)",
     ),
 }
 """The indexes, by the schema version that added or last redefined them."""

@@ -94,10 +94,18 @@ def get_groups(
     status: GroupStatus | None = None,
     *,
     unclaimed_in_epoch: int | None = None,
+    unclaimed_by: str | None = None,
 ) -> list[Group]:
-    """Return the groups in index order. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch."""
+    """Return the groups in index order. ``unclaimed_in_epoch`` excludes groups with a claim in that epoch, by
+    any policy of the run or, if it is set, by the policy ``unclaimed_by``."""
     where, values = match_columns(run_id=run_id, channel=channel.value, status=status and status.value)
-    if unclaimed_in_epoch is not None:
+    if unclaimed_in_epoch is not None and unclaimed_by is not None:
+        where += (
+            " AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.group_id = groups.group_id"
+            " AND c.run_id = groups.run_id AND c.epoch = ? AND c.policy_id = ?)"
+        )
+        values = [*values, unclaimed_in_epoch, unclaimed_by]
+    elif unclaimed_in_epoch is not None:
         # Reading only two ranges of the index `groups_by_claim` skips the groups whose last claim is in that
         # epoch. Late in a run, these are nearly all groups.
         where = (

@@ -50,10 +50,12 @@ class RunningRange:
 
 
 class AlarmDetector:
-    """Checks the metrics of a run, which it reads from metrics.jsonl."""
+    """Checks the metrics of a run's policy, which it reads from metrics.jsonl. ``agent`` is the agent of the
+    policy, or None if the policy is that of all agents."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, agent: str | None = None) -> None:
         self._reader = MetricsReader(run_dir)
+        self._agent = agent
         self._first: list[Json] = []
         self._previous: deque[Json] = deque(maxlen=WINDOW)
         """The steps before the recent ones."""
@@ -71,7 +73,8 @@ class AlarmDetector:
     def check(self) -> list[Alarm]:
         """Read the new records and return the alarms that were not active at the previous call."""
         for record in self._reader.read_new():
-            self._add(record)
+            if record.get("agent") == self._agent:
+                self._add(record)
         alarms = list(self._find())
         new = [alarm for alarm in alarms if alarm.name not in self._active]
         # Noise can make rewards seem to rise, which must not end an alarm and raise it again.

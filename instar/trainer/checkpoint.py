@@ -78,12 +78,14 @@ class TrainerState(msgspec.Struct, frozen=True):
     """The effect of `trainer.max_kl` on the learning rate."""
 
 
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / f"step-{step:06d}"
+def checkpoint_path(folder: Path, step: int) -> Path:
+    """Return the folder with the checkpoint of a step. ``folder`` is that of the policy."""
+    return folder / "checkpoints" / f"step-{step:06d}"
 
 
-def policy_path(run_dir: Path, version: int) -> Path:
-    return run_dir / "policies" / f"v{version:06d}"
+def policy_path(folder: Path, version: int) -> Path:
+    """Return the folder with the published weights of a version. ``folder`` is that of the policy."""
+    return folder / "policies" / f"v{version:06d}"
 
 
 def initial_path(run_dir: Path) -> Path:
@@ -105,8 +107,8 @@ async def load_initial_weights(config: RunConfig, backend: Backend) -> None:
         await backend.load_adapter(config.model.adapter)
 
 
-async def save_checkpoint(run_dir: Path, backend: Backend, state: TrainerState) -> Path:
-    target = checkpoint_path(run_dir, state.step)
+async def save_checkpoint(folder: Path, backend: Backend, state: TrainerState) -> Path:
+    target = checkpoint_path(folder, state.step)
     scratch = target.with_name(f".{target.name}.partial")
     for leftover in (scratch, target):
         # `target` exists if an earlier process crashed before the store recorded the checkpoint.
@@ -160,14 +162,14 @@ def read_trainer_state(path: Path) -> TrainerState:
 
 
 async def load_newest_intact(
-    run_dir: Path, backend: Backend, steps: Sequence[int]
+    folder: Path, backend: Backend, steps: Sequence[int]
 ) -> tuple[TrainerState, frozenset[Path]]:
     """Load the newest intact checkpoint into the backend. ``steps`` are the saved steps, oldest first. Return
     the trainer's state and the paths of newer checkpoints that are damaged. Raises InstarError if no
     checkpoint is intact."""
     damaged: dict[Path, str] = {}
     for step in reversed(steps):
-        path = checkpoint_path(run_dir, step)
+        path = checkpoint_path(folder, step)
         damage = await asyncio.to_thread(find_damage, path)
         if damage is None:
             try:
@@ -190,16 +192,16 @@ async def load_newest_intact(
     return read_trainer_state(path), frozenset(damaged)
 
 
-def remove_checkpoints_after(run_dir: Path, step: int, damaged: frozenset[Path]) -> None:
+def remove_checkpoints_after(folder: Path, step: int, damaged: frozenset[Path]) -> None:
     """Remove the checkpoints of steps after ``step``, which the store does not refer to. Move those in
-    ``damaged`` to the run's "damaged" folder, so that the user can inspect them."""
-    for path in (run_dir / "checkpoints").glob("step-*"):
+    ``damaged`` to the folder "damaged", so that the user can inspect them."""
+    for path in (folder / "checkpoints").glob("step-*"):
         if path in damaged:
-            target = run_dir / "damaged" / path.name
+            target = folder / "damaged" / path.name
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(exist_ok=True)
             path.rename(target)
-        elif path > checkpoint_path(run_dir, step):
+        elif path > checkpoint_path(folder, step):
             shutil.rmtree(path)
 
 
@@ -210,11 +212,11 @@ def find_outdated(folder: Path, keep_count: int, exclude: frozenset[Path]) -> li
 
 
 async def remove_outdated_checkpoints(
-    run_dir: Path, backend: Backend, keep_count: int, kept_steps: Sequence[int]
+    folder: Path, backend: Backend, keep_count: int, kept_steps: Sequence[int]
 ) -> None:
     """Remove all checkpoints except the newest ``keep_count`` and those of ``kept_steps``."""
-    folder = run_dir / "checkpoints"
-    exclude = frozenset(checkpoint_path(run_dir, step) for step in kept_steps)
+    exclude = frozenset(checkpoint_path(folder, step) for step in kept_steps)
+    folder /= "checkpoints"
     for path in find_outdated(folder, keep_count, exclude):
         try:
             await backend.discard_state(path / BACKEND_FOLDER)

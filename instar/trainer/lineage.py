@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 from instar.backends.base import Backend
@@ -17,20 +16,43 @@ from instar.errors import InstarError
 from instar.store.base import PolicyVersion, Store
 from instar.trainer.checkpoint import (
     BACKEND_FOLDER,
+    TrainerState,
     checkpoint_path,
     find_damage,
     is_pruned,
+    load_initial_weights,
     policy_path,
     prune_folder,
+    save_checkpoint,
 )
 from instar.types import Policy, PolicyStage
 
 logger = logging.getLogger(__name__)
 
-POLL_SECONDS = 5.0
-"""How often the trainer checks which version is promoted or rejected while it waits for data."""
 INITIAL_STEP = 0
 """The number of the checkpoint with the weights before the first step."""
+
+
+def get_checkpoint_path(config: RunConfig, policy_id: str, step: int) -> Path:
+    """Return the checkpoint of a policy's step. The initial weights are the same for all policies."""
+    is_initial = step == INITIAL_STEP
+    return checkpoint_path(config.run_dir if is_initial else config.get_policy_dir(policy_id), step)
+
+
+async def load_shared_initial_weights(config: RunConfig, backend: Backend) -> None:
+    """Load the weights that all policies start from. The first call saves them, and must come before the
+    backend has loaded anything else. Raises InstarError if they are damaged or missing in a later call."""
+    path = checkpoint_path(config.run_dir, INITIAL_STEP)
+    if not path.is_dir():
+        await load_initial_weights(config, backend)
+        await save_checkpoint(config.run_dir, backend, TrainerState(INITIAL_STEP, 0.0))
+    elif (damage := await asyncio.to_thread(find_damage, path)) is None:
+        await backend.load_state(path / BACKEND_FOLDER)
+    else:
+        raise InstarError(
+            f"The initial weights in {path} are damaged ({damage}). Remove this folder and resume the run, "
+            "which saves them again."
+        )
 
 
 async def find_replacement(store: Store, policy_id: str, version: int) -> tuple[Policy, int] | None:
@@ -44,10 +66,10 @@ async def find_replacement(store: Store, policy_id: str, version: int) -> tuple[
     return head, rows[head.version].step if head.version else INITIAL_STEP
 
 
-async def load_version(run_dir: Path, backend: Backend, policy: Policy, step: int) -> None:
+async def load_version(config: RunConfig, backend: Backend, policy: Policy, step: int) -> None:
     """Load the checkpoint of a version's step. If it is damaged or missing, load the published adapter, which
     has no optimizer state. Raises InstarError if neither can be loaded."""
-    path = checkpoint_path(run_dir, step)
+    path = get_checkpoint_path(config, policy.policy_id, step)
     damage = await asyncio.to_thread(find_damage, path)
     if damage is None:
         await backend.load_state(path / BACKEND_FOLDER)
@@ -99,17 +121,12 @@ async def tombstone_abandoned_versions(store: Store, policy_id: str, saved_step:
             await store.tombstone(policy_id, row.policy.version, "its step was not saved")
 
 
-async def restore_published_version(store: Store, run_id: str, policy_id: str, saved_step: int) -> None:
+async def restore_published_version(store: Store, policy_id: str, saved_step: int) -> None:
     """Record the version of the saved step, in case the trainer crashed right after publishing it."""
-    rows = {row.step: row for row in await store.steps(run_id)}
+    rows = {row.step: row for row in await store.steps(policy_id)}
     for policy, step in await store.published_policies(policy_id):
         if step == saved_step and rows[step].version is None:
-            await store.advance_step(run_id, step, rows[step].state, version=policy.version)
-
-
-def get_checkpoint_steps(versions: Sequence[PolicyVersion]) -> list[int]:
-    """Return the steps whose checkpoints restore these versions or the base model."""
-    return [INITIAL_STEP, *(row.step for row in versions)]
+            await store.advance_step(policy_id, step, rows[step].state, version=policy.version)
 
 
 async def remove_outdated_artifacts(
@@ -118,7 +135,7 @@ async def remove_outdated_artifacts(
     """Remove the published weights that neither engines nor a rollback need. A recovery makes the last saved
     version the head again, so its weights are kept."""
     count = config.trainer.keep_checkpoints
-    saved_path = policy_path(config.run_dir, saved_version)
+    saved_path = policy_path(config.get_policy_dir(policy_id), saved_version)
     kept = await list_kept_versions(store, policy_id, count)
     kept_paths = {Path(row.policy.artifact.path) for row in kept if row.policy.artifact.path}
     prune_folder(saved_path.parent, count, frozenset({saved_path, *kept_paths}))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
@@ -65,12 +64,15 @@ class Trainer:
     publisher: PolicyPublisher
     monitor: Monitor
     penalty: ReferencePenalty | None = None
-    may_run: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
-        self.run_id = self.policy_id = self.config.name
+        self.run_id, self.policy_id = self.config.name, self.config.policy_id
+        self.folder = self.config.get_policy_dir(self.policy_id)
+        self.agent_id = next(iter(self.config.trained_agents), None)
+        """The agent whose live sessions the policy is trained on, or None in a run on other data."""
         self.batcher = Batcher(self.store, self.run_id, self.config)
-        self.alarms, self.rewind = AlarmDetector(self.config.run_dir), RewindState()
+        self.alarms = AlarmDetector(self.config.run_dir, self.agent_id)
+        self.rewind = RewindState()
         is_imitation = self.config.trainer.loss.name == "cross_entropy"
         self.kl_limiter = KlLimiter(None if is_imitation else self.config.trainer.max_kl)
         self.activity = "starting"
@@ -81,8 +83,6 @@ class Trainer:
         """The policy version of the weights."""
         self.saved_version = 0
         """The version of the last saved step, which `recover` restores."""
-        self.makes_candidates = self.config.trains_on_live
-        """True if new versions are not served before they are promoted."""
         self.lost_sessions = 0
         self.timer = TrainingTimer()
         self.stop_event = asyncio.Event()
@@ -97,21 +97,24 @@ class Trainer:
             try:
                 await self.recover()
                 self.timer.started_at = time.monotonic()
-                while not self._is_done() and await self._run_step():
+                while not self.is_done() and await self._run_step():
                     pass
-                if self.step > self.saved_step:
-                    await self._save_and_commit(self.step)
+                await self.save_unsaved_steps()
                 await self.publisher.push_skipped()
                 self.activity = "finished"
                 return
             except BackendLost as error:
-                self._reset_after_lost_session(error)
+                self.reset_after_lost_session(error)
 
-    def _reset_after_lost_session(self, error: BackendLost) -> None:
+    def reset_after_lost_session(self, error: BackendLost) -> None:
         self.lost_sessions += 1
         if self.lost_sessions > MAX_LOST_SESSIONS:
             raise error
         logger.warning("the training session was lost; loading the last saved state: %s", error)
+        self.reset()
+
+    def reset(self) -> None:
+        """Return to the state of a new trainer, before another call of `recover`."""
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = self.version = 0
         self.rewind, self.kl_limiter.lr_scale = RewindState(), 1.0
@@ -120,11 +123,8 @@ class Trainer:
         """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
         Return False if no data is left."""
         await self._renew_head()
-        if self.makes_candidates:
-            await self._follow_lineage()
         self.activity = f"waiting for data for step {self.step + 1}"
         head = await self.store.latest_policy(self.policy_id)
-        baseline = self.batcher.estimator.to_json()
         wait_started = time.monotonic()
         was_finished = self.is_rollout_finished
         next_batch = self.batcher.next_batch(
@@ -134,20 +134,13 @@ class Trainer:
             step_by_version=await self.store.steps_by_version(self.policy_id),
             stop=self.stop_event,
             is_finished=lambda: self.is_rollout_finished,
-            may_run=self.may_run,
             timeout=self._batch_timeout(),
         )
         batch = await self.publisher.sync_while_waiting(head, next_batch)
         if batch is None:
             return not was_finished  # the last groups may have arrived during the wait
-        if self.makes_candidates and await lineage.find_replacement(self.store, self.policy_id, self.version):
-            # The next call loads the serving version, and builds this batch again. It is not claimed yet.
-            self.batcher.reset()
-            self.batcher.estimator.load_json(baseline)
-            return True
         await self.train_step(batch, wait_seconds=time.monotonic() - wait_started)
-        self.lost_sessions = 0
-        await self._check_alarms()
+        await self.check_alarms()
         return True
 
     def stop(self) -> None:
@@ -160,11 +153,9 @@ class Trainer:
         limits = [] if limit is None else [limit - self.timer.seconds]
         if self.publisher.renewal_time is not None:
             limits.append(self.publisher.renewal_time - time.time())
-        if self.makes_candidates:
-            limits.append(lineage.POLL_SECONDS)
         return max(0.0, min(limits)) if limits else None
 
-    def _is_done(self) -> bool:
+    def is_done(self) -> bool:
         settings = self.config.trainer
         is_out_of_time = settings.seconds is not None and self.timer.seconds >= settings.seconds
         return self.stop_event.is_set() or self.step >= settings.steps or is_out_of_time
@@ -175,9 +166,10 @@ class Trainer:
         step, started = self.step + 1, time.monotonic()
         corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
-        forgotten = await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
+        claims = [*batch.claims, *corrections.claims]
+        forgotten = await self.store.claim_step(self.policy_id, step, claims, run_id=self.run_id)
         batch, corrections = batch.without(forgotten), corrections.without(forgotten)
-        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
+        await self.store.advance_step(self.policy_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
             **report_session_ages(batch.session_starts, time.time()),
@@ -191,12 +183,12 @@ class Trainer:
         metrics["train_seconds"] = metrics["step_seconds"] = time.monotonic() - started
         metrics["elapsed"] = self.timer.seconds
         # The step's row stores the metrics, so that a crash before `record` does not lose them.
-        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, metrics=metrics)
-        if step % self.config.trainer.checkpoint_every == 0 or self._is_done():
+        await self.store.advance_step(self.policy_id, step, StepState.SUBMITTED, metrics=metrics)
+        if step % self.config.trainer.checkpoint_every == 0 or self.is_done():
             version = await self._save_and_commit(step)
         else:
             version = await self._publish(step)
-            await self.store.advance_step(self.run_id, step, StepState.SUBMITTED, version=version)
+            await self.store.advance_step(self.policy_id, step, StepState.SUBMITTED, version=version)
         metrics |= {
             "version": version,
             "step_seconds": time.monotonic() - started,
@@ -204,6 +196,7 @@ class Trainer:
             **self.publisher.report,
         }
         self.monitor.record("train", step, metrics)
+        self.lost_sessions = 0
 
     async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
         """Update the weights, unless no samples and no corrections remain. Return the metrics."""
@@ -231,15 +224,19 @@ class Trainer:
             metrics |= {"corrections": len(corrections.samples), "correction_loss": correction_loss}
         return {**metrics, **updates, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
+    async def save_unsaved_steps(self) -> None:
+        if self.step > self.saved_step:
+            await self._save_and_commit(self.step)
+
     async def _save_and_commit(self, step: int) -> int:
         self.activity = f"step {step}: saving"
         if self.config.trainer.on_collapse == "rewind":
             self.rewind = self.rewind.update(step, self.alarms.recent_reward)
         baseline, lr_scale = self.batcher.estimator.to_json(), self.kl_limiter.lr_scale
         state = TrainerState(step, self.timer.seconds, baseline, self.rewind, lr_scale)
-        path = await save_checkpoint(self.config.run_dir, self.backend, state)
+        path = await save_checkpoint(self.folder, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
-        await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
+        await self.store.advance_step(self.policy_id, step, StepState.SAVED, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
         if self.publisher.sync.is_live:
@@ -250,35 +247,46 @@ class Trainer:
     async def _commit(self) -> int:
         """Commit all steps up to the last saved one, and remove old checkpoints. Return the version of the
         saved step, which is published first if necessary."""
-        rows = await self.store.steps_to_commit(self.run_id, self.saved_step)
+        rows = await self.store.steps_to_commit(self.policy_id, self.saved_step)
         newest = rows[-1]
         version = newest.version if newest.version is not None else await self._publish(newest.step)
         for row in rows:
             if row.state is not StepState.COMMITTED:
-                row_version = version if row is newest else None
-                await self.store.advance_step(self.run_id, row.step, StepState.COMMITTED, version=row_version)
+                await self.store.advance_step(
+                    self.policy_id,
+                    row.step,
+                    StepState.COMMITTED,
+                    version=version if row is newest else None,
+                )
         self.saved_version = self.version = version
         keep_count = self.config.trainer.keep_checkpoints
         kept = await lineage.list_kept_versions(self.store, self.policy_id, keep_count)
-        kept_steps = [self.saved_step, self.rewind.best_step, *lineage.get_checkpoint_steps(kept)]
-        await remove_outdated_checkpoints(self.config.run_dir, self.backend, keep_count, kept_steps)
+        kept_steps = [self.saved_step, self.rewind.best_step, *(row.step for row in kept)]
+        await remove_outdated_checkpoints(self.folder, self.backend, keep_count, kept_steps)
         return version
 
     async def _publish(self, step: int) -> int:
         self.activity = f"step {step}: publishing"
         version = await self.store.reserve_version(
-            self.policy_id, self.run_id, step, parent=self.version, is_candidate=self.makes_candidates
+            self.policy_id,
+            self.run_id,
+            step,
+            parent=self.version,
+            is_candidate=self.config.trains_on_live,
         )
         policy = await self._record_policy(version, self.publisher.sync.is_live)
         self.version = version
-        if not self.makes_candidates:
-            await self.publisher.push_if_due(policy)
+        await self._deliver(policy)
         await lineage.remove_outdated_artifacts(self.store, self.config, self.policy_id, self.saved_version)
         return version
 
+    async def _deliver(self, policy: Policy) -> None:
+        """Bring a new version to the engines."""
+        await self.publisher.push_if_due(policy)
+
     async def _record_policy(self, version: int, is_live: bool) -> Policy:
         """Publish a version in the store. Write its weights to disk first, unless ``is_live``."""
-        path = policy_path(self.config.run_dir, version)
+        path = policy_path(self.folder, version)
         artifact = Artifact("live") if is_live else await self.backend.publish(path)
         policy = Policy(self.policy_id, version, artifact)
         await self.store.publish(policy)
@@ -296,7 +304,7 @@ class Trainer:
 
     # --- alarms ------------------------------------------------------------------------------------
 
-    async def _check_alarms(self) -> None:
+    async def check_alarms(self) -> None:
         for alarm in self.alarms.check():
             logger.warning("step %s: %s", self.step, alarm.text)
             self.monitor.record("warning", self.step, {"alarm": alarm.name, "text": alarm.text})
@@ -308,38 +316,29 @@ class Trainer:
     async def _rewind(self) -> None:
         """Restore the best checkpoint in a step of its own, which trains on no samples."""
         best = self.rewind.best_step
-        if not best or self.rewind.count >= MAX_REWINDS or self._is_done():
+        if not best or self.rewind.count >= MAX_REWINDS or self.is_done():
             return
         self.rewind = msgspec.structs.replace(self.rewind, count=self.rewind.count + 1)
         text = f"restored step {best}; the learning rate is scaled by {self.rewind.lr_scale:g}"
         self.publisher.require_push()
-        await self._restore_step(best, "rewind", text)
+        await self.restore_step(best, "rewind", text)
 
-    async def _follow_lineage(self) -> None:
-        """Push the serving version if it was promoted since the last push. If the version of the weights was
-        rejected or replaced, load the serving version, in a step of its own, which trains on no samples."""
-        await self.publisher.push_if_new(await self.store.latest_policy(self.policy_id))
-        if replacement := await lineage.find_replacement(self.store, self.policy_id, self.version):
-            head, step = replacement
-            text = f"version {self.version} was not promoted; training continues from version {head.version}"
-            await self._restore_step(step, "lineage", text, head)
-
-    async def _restore_step(self, saved_step: int, alarm: str, text: str, head: Policy | None = None) -> None:
+    async def restore_step(self, saved_step: int, alarm: str, text: str, head: Policy | None = None) -> None:
         """Load the checkpoint of an earlier step, in a step of its own. The step publishes a new version,
         unless its weights are those of ``head``."""
         step, started = self.step + 1, time.monotonic()
-        await self.store.claim_step(self.run_id, step, [])
-        await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
+        await self.store.claim_step(self.policy_id, step, [], run_id=self.run_id)
+        await self.store.advance_step(self.policy_id, step, StepState.SUBMITTED)
         if head is None:
-            await self.backend.load_state(checkpoint_path(self.config.run_dir, saved_step) / BACKEND_FOLDER)
+            await self.backend.load_state(checkpoint_path(self.folder, saved_step) / BACKEND_FOLDER)
         else:
-            await lineage.load_version(self.config.run_dir, self.backend, head, saved_step)
+            await lineage.load_version(self.config, self.backend, head, saved_step)
         version, self.step = None if head is None else head.version, step
         self.monitor.record("warning", step, {"alarm": alarm, "text": f"step {step}: {text}"})
         metrics: Json = {"rewound_to": saved_step, "wait_seconds": 0.0, "elapsed": self.timer.seconds}
         metrics["train_seconds"] = time.monotonic() - started
         await self.store.advance_step(
-            self.run_id, step, StepState.SUBMITTED, metrics=metrics, version=version
+            self.policy_id, step, StepState.SUBMITTED, metrics=metrics, version=version
         )
         metrics |= {"version": await self._save_and_commit(step)}
         self.monitor.record("train", step, {**metrics, "step_seconds": time.monotonic() - started})
@@ -352,42 +351,39 @@ class Trainer:
         if no saved checkpoint is intact."""
         self.activity = "recovering"
         self.publisher.require_push()
-        rows = await self.store.steps(self.run_id)
+        rows = await self.store.steps(self.policy_id)
         saved_steps = [row.step for row in rows if row.state_path and row.state in SAVED_STATES]
         damaged = frozenset[Path]()
         if saved_steps:
-            state, damaged = await load_newest_intact(self.config.run_dir, self.backend, saved_steps)
+            state, damaged = await load_newest_intact(self.folder, self.backend, saved_steps)
             self.step = self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
             self.rewind = state.rewind
             self.kl_limiter.lr_scale = state.kl_lr_scale
         else:
-            await load_initial_weights(self.config, self.backend)
-            if self.makes_candidates:  # training continues from here if no version was ever promoted
-                state = TrainerState(lineage.INITIAL_STEP, 0.0)
-                await save_checkpoint(self.config.run_dir, self.backend, state)
+            await self._load_initial_weights()
         earlier = [row.version for row in rows if row.step < self.saved_step and row.version is not None]
         self.version = earlier[-1] if earlier else 0
         await lineage.tombstone_abandoned_versions(self.store, self.policy_id, self.saved_step)
         await self._push_head()
         if released := await self.store.release_steps(
-            self.run_id, after=self.saved_step, include_saved=bool(damaged)
+            self.policy_id, after=self.saved_step, include_saved=bool(damaged)
         ):
             logger.info("released the claims of %s step(s): %s", len(released), released)
-        remove_checkpoints_after(self.config.run_dir, self.saved_step, damaged)
+        remove_checkpoints_after(self.folder, self.saved_step, damaged)
         if saved_steps:
-            await lineage.restore_published_version(self.store, self.run_id, self.policy_id, self.saved_step)
+            await lineage.restore_published_version(self.store, self.policy_id, self.saved_step)
             await self._commit()
-            self.monitor.record_missing(await self.store.steps(self.run_id))
+            self.monitor.record_missing(await self.store.steps(self.policy_id))
+
+    async def _load_initial_weights(self) -> None:
+        await load_initial_weights(self.config, self.backend)
 
     async def _push_head(self) -> None:
         """Push the head before its step is committed, because the rollout continues then. Without the head's
         weights, do nothing: the saved step is not published yet, and `_commit` publishes and pushes it."""
         head = await self.store.latest_policy(self.policy_id)
-        if self.makes_candidates:
-            await self.publisher.push(head)  # its files are kept, and the weights may be those of a candidate
-            return
         published = await self.store.published_policies(self.policy_id)
         if self.saved_step and self.saved_step not in [step for _, step in published]:
             return

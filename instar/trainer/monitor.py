@@ -12,16 +12,19 @@ from typing import Any, cast
 
 import orjson
 
+from instar.config.run import make_folder_name
 from instar.types import Json, Step
 
 
 class Monitor:
     """Writes a run's metrics. A step that is trained again after a crash is recorded again; `read_steps`
-    returns its last record. If ``tensorboard`` is None, TensorBoard is used if it is installed."""
+    returns its last record. If ``tensorboard`` is None, TensorBoard is used if it is installed. If ``agent``
+    is set, the records are those of the agent's policy and have its name."""
 
-    def __init__(self, run_dir: Path, *, tensorboard: bool | None = False) -> None:
+    def __init__(self, run_dir: Path, *, tensorboard: bool | None = False, agent: str | None = None) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         self._run_dir = run_dir
+        self._agent = agent
         self._file = (run_dir / "metrics.jsonl").open("a", encoding="utf-8")
         if tensorboard is None:
             tensorboard = all(find_spec(package) is not None for package in ("torch", "tensorboard"))
@@ -29,11 +32,15 @@ class Monitor:
         if tensorboard:
             from torch.utils.tensorboard.writer import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"))
+            folder = run_dir / "tensorboard"
+            if agent is not None:
+                folder /= make_folder_name(agent)
+            self._tensorboard = SummaryWriter(str(folder))
 
     def record(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         # orjson writes NaN as null, while json.dumps would write NaN, which is not valid JSON.
-        line = orjson.dumps({"kind": kind, "step": step, "time": time.time(), **values})
+        label = {} if self._agent is None else {"agent": self._agent}
+        line = orjson.dumps({"kind": kind, **label, "step": step, "time": time.time(), **values})
         self._file.write(line.decode() + "\n")
         self._file.flush()
         if self._tensorboard is not None:
@@ -43,7 +50,8 @@ class Monitor:
 
     def record_missing(self, steps: Sequence[Step]) -> None:
         """Record the stored metrics of steps that a crash kept from being recorded."""
-        recorded = {record["step"] for record in read_steps(self._run_dir)}
+        records = read_steps(self._run_dir)
+        recorded = {record["step"] for record in records if record.get("agent") == self._agent}
         for row in steps:
             if row.step not in recorded and row.metrics:
                 self.record("train", row.step, {**row.metrics, "version": row.version})
@@ -94,11 +102,13 @@ def read_metrics(run_dir: Path) -> list[Json]:
 
 def read_warnings(run_dir: Path) -> list[str]:
     """Return the distinct warnings of the run, oldest first."""
-    warnings = (record["text"] for record in read_metrics(run_dir) if record["kind"] == "warning")
-    return list(dict.fromkeys(warnings))
+    records = [record for record in read_metrics(run_dir) if record["kind"] == "warning"]
+    prefixes = [f"{record['agent']}: " if "agent" in record else "" for record in records]
+    return list(dict.fromkeys(p + record["text"] for p, record in zip(prefixes, records, strict=True)))
 
 
 def read_steps(run_dir: Path) -> list[Json]:
-    """Return the last record of each training step, ordered by step."""
-    latest = {record["step"]: record for record in read_metrics(run_dir) if record["kind"] == "train"}
-    return [latest[step] for step in sorted(latest)]
+    """Return the last record of each training step, ordered by agent and step."""
+    records = [record for record in read_metrics(run_dir) if record["kind"] == "train"]
+    latest = {(record.get("agent", ""), record["step"]): record for record in records}
+    return [latest[key] for key in sorted(latest)]

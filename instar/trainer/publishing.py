@@ -70,11 +70,6 @@ class PolicyPublisher:
         if self.renewal_time is None:  # engines that restart load this policy
             self.renewal_time = compute_renewal_time(policy.artifact)
 
-    async def push_if_new(self, policy: Policy) -> None:
-        """Push the policy, unless it is the last one that was pushed."""
-        if policy.version != self._pushed_version:
-            await self.push(policy)
-
     async def push_skipped(self) -> None:
         """Push the newest policy, unless it has been pushed."""
         if self._skipped:

@@ -27,7 +27,7 @@ from instar.rollout.gateway_client import GatewayClient
 from instar.store.base import Run, Store
 from instar.store.sqlite import SqliteStore
 from instar.sync.factory import create_sync_route
-from instar.trainer.loop import Trainer
+from instar.trainer.live import LineageTrainer, LiveTrainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import PolicyStage, StepState
@@ -35,6 +35,7 @@ from tests.serving import running_gateway
 from tests.tiny import make_tiny_model
 
 RUN = "live"
+POLICY = "live/learner"
 STEPS = 30
 SESSIONS_PER_STEP = 32
 STEPS_PER_PROMOTION = 3
@@ -100,7 +101,7 @@ async def create_user(store: Store, url: str, agent: str) -> ScriptedUser:
 
 
 async def wait_for_step(store: Store, step: int) -> None:
-    while [row.state for row in await store.steps(RUN)][step - 1 : step] != [StepState.COMMITTED]:  # noqa: ASYNC110
+    while [row.state for row in await store.steps(POLICY)][step - 1 : step] != [StepState.COMMITTED]:  # noqa: ASYNC110
         await asyncio.sleep(0.02)
 
 
@@ -115,19 +116,21 @@ async def test_rewards_rise_after_promotions_and_only_learning_agents_are_traine
     config.run_dir.mkdir()
     store = SqliteStore(config.store_path)
     await store.put_run(Run(RUN, RUN, {}))
-    engine, backend, monitor = create_engine(config), create_backend(config), Monitor(config.run_dir)
+    engine, backend = create_engine(config), create_backend(config)
+    monitor = Monitor(config.run_dir, agent="learner")
 
     async def list_engines() -> list[Engine]:
         return [engine]
 
     route = await create_sync_route(config, backend, [engine])
-    trainer = Trainer(
-        config,
+    lineage = LineageTrainer(
+        config.select_agent("learner"),
         store=store,
         backend=backend,
         publisher=PolicyPublisher(route, list_engines),
         monitor=monitor,
     )
+    trainer = LiveTrainer(config, backend, [lineage])
     async with running_gateway(config, store, engine) as url, asyncio.TaskGroup() as group:
         learner, watched = await create_user(store, url, "learner"), await create_user(store, url, "watched")
         training = group.create_task(trainer.run())
@@ -138,9 +141,10 @@ async def test_rewards_rise_after_promotions_and_only_learning_agents_are_traine
             if step == 1:
                 assert (await engine.status()).version == 0, "the first candidate must not be served"
             if step % STEPS_PER_PROMOTION == 0:
-                await store.promote_version(RUN, step)
+                await store.promote_version(POLICY, step)
+                await engine.load(await store.latest_policy(POLICY))
         await training
-    promoted = [row for row in await store.policy_versions(RUN) if row.promoted_at is not None]
+    promoted = [row for row in await store.policy_versions(POLICY) if row.promoted_at is not None]
     assert len(promoted) == STEPS // STEPS_PER_PROMOTION
     assert promoted[-1].stage is PolicyStage.SERVING
     claims = await store.claims(RUN)

@@ -49,7 +49,8 @@ def use_agent(url: str, agent_key: str, feedback_key: str, score: float) -> None
 def test_live_run_serves_only_promoted_versions_and_trains_once_despite_a_kill(tmp_path: Path) -> None:
     config = make_config(tmp_path, make_tiny_model(tmp_path / "model"), steps=STEPS)
     del config["rollout"], config["reward"]
-    config |= {"data": "live", "agents": {"learner": {"mode": "learn"}}}
+    learners = ("learner", "second")
+    config |= {"data": "live", "agents": {agent: {"mode": "learn"} for agent in learners}}
     run = RunProcess(tmp_path, config)
     run.roles = ("engine", "gateway", "trainer")
     run.start()
@@ -59,32 +60,40 @@ def test_live_run_serves_only_promoted_versions_and_trains_once_despite_a_kill(t
             run_cli("keys", "create", run.run_dir, "--agent", agent, *options)["key"]
             for options in ((), ("--feedback",))
         ]
-        for agent in ("learner", "watched")
+        for agent in (*learners, "watched")
     }
     (url,) = run.query("SELECT url FROM endpoints WHERE role = 'gateway'")[0]
+
+    def use_learners(*scores: float) -> None:
+        for agent in learners:
+            for score in scores:
+                use_agent(url, *users[agent], score=score)
+
     use_agent(url, *users["watched"], score=1.0)
-    for score in (1.0, 0.0):
-        use_agent(url, *users["learner"], score=score)
-    assert run.wait_until(lambda: run.count_committed_steps() == 1), run.collect_logs()
-    assert run_cli("versions", "promote", run.run_dir) == {"serving": 1}
-    assert run.kill_role("trainer")
-    for score in (0.0, 1.0):
-        use_agent(url, *users["learner"], score=score)
+    use_learners(1.0, 0.0)
     assert run.wait_until(lambda: run.count_committed_steps() == 2), run.collect_logs()
+    name = config["name"]
+    promoted = run_cli("versions", "promote", run.run_dir, "--agent", "learner")
+    assert promoted == {"policy": f"{name}/learner", "serving": 1}
+    assert run.kill_role("trainer")
+    use_learners(0.0, 1.0)
+    assert run.wait_until(lambda: run.count_committed_steps() == 4), run.collect_logs()
     versions = run_cli("versions", "ls", run.run_dir)
-    assert {row["version"]: row["stage"] for row in versions if row["is_served"]} == {1: "serving"}
-    use_agent(url, *users["learner"], score=0.0)
-    use_agent(url, *users["learner"], score=0.5)
+    served = {(row["policy"], row["version"]): row["stage"] for row in versions if row["is_served"]}
+    assert served == {(f"{name}/learner", 1): "serving"}
+    use_learners(0.0, 0.5)
     run.finish()
     trained = run.query(
-        "SELECT c.step, s.agent_id FROM claims c JOIN sessions s USING (session_id) ORDER BY c.step"
+        "SELECT c.policy_id, c.step, s.agent_id FROM claims c JOIN sessions s USING (session_id) "
+        "ORDER BY c.policy_id, c.step"
     )
-    assert trained == [(step, "learner") for step in (1, 1, 2, 2, 3, 3)]
-    served = run.query(
-        "SELECT c.versions FROM calls c JOIN sessions s USING (session_id) "
-        "WHERE s.agent_id = 'learner' ORDER BY c.seq"
+    expected = [(f"{name}/{agent}", step, agent) for agent in learners for step in (1, 1, 2, 2, 3, 3)]
+    assert trained == expected
+    stages = run.query(
+        "SELECT policy_id, stage FROM policies WHERE state = 'published' ORDER BY policy_id, version"
     )
-    last_version = int.from_bytes(served[-1][0][:4], "little")
-    assert last_version == 1, "the engine must serve the promoted version, not the newest"
-    stages = run.query("SELECT stage FROM policies WHERE state = 'published' ORDER BY version")
-    assert stages == [("serving",), ("candidate",), ("candidate",)]
+    assert stages == [
+        (f"{name}/learner", "serving"),
+        *[(f"{name}/learner", "candidate")] * 2,
+        *[(f"{name}/second", "candidate")] * 3,
+    ]

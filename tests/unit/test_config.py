@@ -210,3 +210,18 @@ def test_live_data_with_settings_that_cannot_be_honoured_is_rejected(
     assert RunConfig.model_validate(live).trains_on_live
     with pytest.raises(ValidationError, match=message):
         RunConfig.model_validate({**live, **settings})
+
+
+def test_only_learning_agents_of_a_run_on_live_traffic_have_policies_of_their_own() -> None:
+    agents = {"support": {"mode": "learn"}, "a/b": {"mode": "learn"}, "watched": {}}
+    live = RunConfig.model_validate({"name": "run", "data": "live", "agents": agents})
+    assert live.policy_ids == ["run/support", "run/a/b"]
+    assert [live.get_policy_id(agent) for agent in ("a/b", "watched", "unknown")] == ["run/a/b", "run", "run"]
+    assert live.get_policy_dir("run/support") == live.run_dir / "agents" / "support"
+    assert live.get_policy_dir("run/a/b").parent == live.run_dir / "agents"
+    assert live.get_policy_dir("run") == live.run_dir
+    assert live.select_agent("a/b").policy_id == "run/a/b"
+    with pytest.raises(ValueError, match="too many values"):
+        _ = live.policy_id
+    other = RunConfig.model_validate({"name": "run", "agents": agents})
+    assert (other.policy_ids, other.get_policy_id("support")) == (["run"], "run")

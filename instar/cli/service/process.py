@@ -26,6 +26,7 @@ from instar.cluster.live_run import LiveRun, serve_run
 from instar.cluster.tasks import run_until_first
 from instar.config import RunConfig, UpstreamEngineConfig
 from instar.errors import ConfigError, InstarError
+from instar.types import PolicyRef
 
 PROVIDER_RUN_NAME = "providers"
 
@@ -137,7 +138,7 @@ async def serve_until_stopped(
     on_ready: Callable[[LiveRun], Awaitable[None]],
     logs: Sequence[Path] = (),
     *,
-    version: int | None = None,
+    version: PolicyRef | None = None,
     keep_sessions: bool = False,
 ) -> None:
     """Serve without training, and continue the run if its folder exists, until SIGINT or SIGTERM. The logs of

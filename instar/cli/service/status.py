@@ -52,6 +52,8 @@ class ServiceReport(msgspec.Struct, kw_only=True):
     model: str | None = None
     policy_version: int | None = None
     """The version that the engine samples with or, if the service is not running, the newest one."""
+    policies: dict[str, int] | None = None
+    """The serving version of each learning agent's policy, if the run trains on live traffic."""
     sessions: dict[str, int] | None = None
     """The number of live sessions by status."""
     rewards: dict[str, int] | None = None

@@ -7,17 +7,19 @@ import logging
 import os
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import TypeVar
 
 from instar.backends.factory import apply_capabilities, create_backend
 from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS, ROLLOUT_FINISHED, RoleContext
 from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.tasks import background_tasks, call_when_set
-from instar.config import LocalClusterConfig
+from instar.config import LocalClusterConfig, RunConfig
 from instar.live.learning_window import LearningWindow, yields_to_requests
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
+from instar.trainer.live import LineageTrainer, LiveTrainer
 from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 REDUCED_PRIORITY = 10
 """The niceness of a trainer that pauses for live requests, because it pauses only at the next layer."""
+T = TypeVar("T", bound=Trainer)
 
 
 async def run_trainer(context: RoleContext) -> None:
@@ -54,28 +57,35 @@ async def run_trainer(context: RoleContext) -> None:
             if penalty is not None:
                 resources.push_async_callback(penalty.close)
                 await penalty.start()
-            monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
-            resources.callback(monitor.close)
+            monitors = _open_monitors(config, resources)
             for warning in warnings:
                 logger.warning(warning)
-                monitor.record("warning", 0, {"text": warning})
+                next(iter(monitors.values())).record("warning", 0, {"text": warning})
             sync = await create_sync_route(config, backend, connected)
             resources.push_async_callback(sync.close)
             logger.info("sync route: %s", sync.description)
-            window = LearningWindow(config, store) if config.trains_on_live else None
-            if window is not None:
+            publisher = PolicyPublisher(sync, engines.refresh, every=config.sync.every)
+
+            def create(trainer_class: type[T], config: RunConfig, agent: str | None) -> T:
+                return trainer_class(
+                    config,
+                    store=store,
+                    backend=backend,
+                    publisher=publisher,
+                    monitor=monitors[agent],
+                    penalty=penalty,
+                )
+
+            window = None
+            if config.trains_on_live:
+                window = LearningWindow(config, store)
                 resources.callback(window.close)
                 backend.set_pause(window.pause)
-            trainer = Trainer(
-                config,
-                store=store,
-                backend=backend,
-                publisher=PolicyPublisher(sync, engines.refresh, every=config.sync.every),
-                monitor=monitor,
-                penalty=penalty,
-                may_run=None if window is None else window.may_run,
-            )
-            trainer.is_rollout_finished = not (config.trains_on_groups or config.trains_on_live)
+                lineages = [create(LineageTrainer, config.select_agent(a), a) for a in config.trained_agents]
+                trainer = LiveTrainer(config, backend, lineages, may_run=window.may_run)
+            else:
+                trainer = create(Trainer, config, None)
+                trainer.is_rollout_finished = not config.trains_on_groups
             context.is_started = True
             async with background_tasks(
                 call_when_set(partial(_stop, trainer, window), context.stop, context.drain),
@@ -89,19 +99,31 @@ async def run_trainer(context: RoleContext) -> None:
     await store.close()
 
 
-def _stop(trainer: Trainer, window: LearningWindow | None) -> None:
+def _stop(trainer: Trainer | LiveTrainer, window: LearningWindow | None) -> None:
     trainer.stop()
     if window is not None:
         window.release()  # the trainer finishes the current step, even if it was paused
 
 
-def _describe_activity(trainer: Trainer, window: LearningWindow | None) -> str:
+def _describe_activity(trainer: Trainer | LiveTrainer, window: LearningWindow | None) -> str:
     return trainer.activity if window is None else window.describe(trainer.activity)
 
 
-async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
+def _open_monitors(config: RunConfig, resources: AsyncExitStack) -> dict[str | None, Monitor]:
+    """Return a monitor for each policy, by agent. The agent is None if there is one policy for all agents."""
+    setting = config.trainer.tensorboard
+    monitors = {
+        agent: Monitor(config.run_dir, tensorboard=setting, agent=agent)
+        for agent in config.trained_agents or [None]
+    }
+    for monitor in monitors.values():
+        resources.callback(monitor.close)
+    return monitors
+
+
+async def _watch_rollout(store: Store, run_id: str, trainer: Trainer | LiveTrainer) -> None:
     """Make the trainer stop after the remaining groups once the rollout has finished and all are scored."""
-    while trainer.config.trains_on_groups and not trainer.is_rollout_finished:
+    while isinstance(trainer, Trainer) and not trainer.is_rollout_finished:
         endpoints = await store.endpoints(run_id)
         if any(e.role == "rollout" and e.doing == ROLLOUT_FINISHED for e in endpoints):
             trainer.is_rollout_finished = not await store.groups(run_id, Channel.TRAIN, GroupStatus.SCORING)

@@ -93,6 +93,7 @@ def test_forget_sessions_again_lists_the_versions_again(instar: Instar, config: 
     trained = {
         "session_id": "ada-1",
         "run_id": RUN,
+        "policy_id": RUN,
         "step": 1,
         "state": "committed",
         "version": 7,

@@ -13,7 +13,7 @@ from instar.store.factory import open_store
 from instar.types import Artifact, Claim, ClaimOutcome, Policy, SessionStatus, StepState
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
-from tests.unit.data.test_live import add_live, make_live_config
+from tests.unit.data.test_live import POLICY, add_live, make_live_config
 from tests.unit.live.prompts import list_prompts
 
 
@@ -26,7 +26,8 @@ def config(tmp_path: Path) -> RunConfig:
         store = open_store(config)
         await put_test_run(store)
         await add_live(store, "trained", ended=1)
-        await store.claim_step(RUN, 1, [Claim(RUN, 0, "trained/0", "trained", None, ClaimOutcome.TRAINED)])
+        claim = Claim(RUN, 0, "trained/0", "trained", None, ClaimOutcome.TRAINED)
+        await store.claim_step(POLICY, 1, [claim], run_id=RUN)
         await add_live(store, "first", 1.0, ended=2)
         await add_live(store, "watched", agent_id="watched", ended=2)
         await add_live(store, "open", status=SessionStatus.OPEN)
@@ -50,17 +51,17 @@ def test_plan_says_for_every_live_session_whether_it_is_included(instar: Instar,
         ("trained", "already trained in step 1", None),
     ]
     output = instar("plan", config.run_dir).out
-    assert "step 2 (from version 0) would train on 2 samples" in output
+    assert "default: step 2 (from version 0) would train on 2 samples" in output
     assert "already trained in step 1" in output
 
 
 def test_plan_after_a_rejection_continues_from_the_serving_version(instar: Instar, config: RunConfig) -> None:
     async def reject_candidate() -> None:
         store = open_store(config)
-        version = await store.reserve_version(RUN, RUN, 1, parent=0, is_candidate=True)
-        await store.publish(Policy(RUN, version, Artifact("adapter", "/none")))
-        await store.advance_step(RUN, 1, StepState.SUBMITTED, version=version)
-        await store.reject_version(RUN, version, "worse")
+        version = await store.reserve_version(POLICY, RUN, 1, parent=0, is_candidate=True)
+        await store.publish(Policy(POLICY, version, Artifact("adapter", "/none")))
+        await store.advance_step(POLICY, 1, StepState.SUBMITTED, version=version)
+        await store.reject_version(POLICY, version, "worse")
         await store.close()
 
     asyncio.run(reject_candidate())

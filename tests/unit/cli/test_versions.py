@@ -6,17 +6,18 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
 from instar.store.base import EvaluationItem
 from instar.store.factory import open_store
-from instar.trainer.checkpoint import checkpoint_path
+from instar.trainer.checkpoint import TrainerState, checkpoint_path
 from instar.types import Artifact, Claim, ClaimOutcome, Policy, PolicyStage, StepState
 from tests.unit.cli.conftest import Instar
 from tests.unit.data.builders import RUN, put_test_run
-from tests.unit.data.test_live import add_live, make_live_config
+from tests.unit.data.test_live import POLICY, add_live, make_live_config
 
 
 @pytest.fixture
@@ -31,15 +32,14 @@ def run_dir(tmp_path: Path) -> Path:
         await put_test_run(store)
         for step in (1, 2, 3):
             await add_live(store, f"s{step}")
-            await store.claim_step(
-                RUN, step, [Claim(RUN, 0, f"s{step}/0", f"s{step}", None, ClaimOutcome.TRAINED, reward=1.0)]
-            )
-            await store.reserve_version(RUN, RUN, step, parent=step - 1, is_candidate=True)
-            await store.publish(Policy(RUN, step, Artifact("adapter", str(folder / f"v{step}"))))
-            await store.advance_step(RUN, step, StepState.COMMITTED, version=step)
+            claim = Claim(RUN, 0, f"s{step}/0", f"s{step}", None, ClaimOutcome.TRAINED, reward=1.0)
+            await store.claim_step(POLICY, step, [claim], run_id=RUN)
+            await store.reserve_version(POLICY, RUN, step, parent=step - 1, is_candidate=True)
+            await store.publish(Policy(POLICY, step, Artifact("adapter", str(folder / f"v{step}"))))
+            await store.advance_step(POLICY, step, StepState.COMMITTED, version=step)
             (folder / f"v{step}").mkdir()
-            checkpoint_path(folder, step).mkdir(parents=True)
-        await store.promote_version(RUN, 1)
+            checkpoint_path(config.get_policy_dir(POLICY), step).mkdir(parents=True)
+        await store.promote_version(POLICY, 1)
         await store.close()
 
     asyncio.run(fill())
@@ -52,7 +52,7 @@ def list_stages(instar: Instar, run_dir: Path) -> dict[int, str]:
 
 def test_promote_serves_the_newest_candidate_by_default(instar: Instar, run_dir: Path) -> None:
     assert list_stages(instar, run_dir) == {1: "serving", 2: "candidate", 3: "candidate"}
-    assert instar("versions", "promote", run_dir, "--json").json == {"serving": 3}
+    assert instar("versions", "promote", run_dir, "--json").json == {"policy": POLICY, "serving": 3}
     assert list_stages(instar, run_dir) == {1: "retired", 2: "retired", 3: "serving"}
     result = instar("versions", "promote", run_dir)
     assert (result.code, result.err) == (1, "error: There are no candidates; see `instar versions ls`.\n")
@@ -60,13 +60,17 @@ def test_promote_serves_the_newest_candidate_by_default(instar: Instar, run_dir:
 
 
 def test_reject_keeps_the_serving_version(instar: Instar, run_dir: Path) -> None:
-    assert instar("versions", "reject", run_dir, "2", "--json").json == {"rejected": [2, 3]}
+    assert instar("versions", "reject", run_dir, "2", "--json").json == {"policy": POLICY, "rejected": [2, 3]}
     assert list_stages(instar, run_dir) == {1: "serving", 2: "rejected", 3: "rejected"}
 
 
 def test_rollback_by_default_returns_to_the_version_served_before(instar: Instar, run_dir: Path) -> None:
     instar("versions", "promote", run_dir, "2")
-    assert instar("versions", "rollback", run_dir, "--json").json == {"serving": 4, "source": 1}
+    assert instar("versions", "rollback", run_dir, "--json").json == {
+        "policy": POLICY,
+        "serving": 4,
+        "source": 1,
+    }
     assert list_stages(instar, run_dir) == {1: "retired", 2: "retired", 3: "rejected", 4: "serving"}
 
 
@@ -82,8 +86,8 @@ def test_promote_without_a_checkpoint_needs_a_backend_that_loads_adapters(
     instar: Instar, run_dir: Path
 ) -> None:
     for step in (2, 3):
-        checkpoint_path(run_dir, step).rmdir()
-    assert instar("versions", "promote", run_dir, "2", "--json").json == {"serving": 2}
+        checkpoint_path(RunFolder(run_dir).read_config().get_policy_dir(POLICY), step).rmdir()
+    assert instar("versions", "promote", run_dir, "2", "--json").json == {"policy": POLICY, "serving": 2}
     config = RunFolder(run_dir).read_config()
     verl = RunConfig.model_validate({"backend": {"type": "verl"}}).backend
     RunFolder(run_dir).create(config.model_copy(update={"backend": verl}))
@@ -166,3 +170,80 @@ def test_promote_in_a_run_without_live_data_is_refused(instar: Instar, run_dir: 
     result = instar("versions", "promote", run_dir, "2")
     assert result.code == 1
     assert "there is nothing to promote, reject or roll back" in result.err
+
+
+@pytest.fixture
+def other_policy(run_dir: Path) -> str:
+    """Add a second learning agent with one candidate, and return its policy."""
+    config = RunFolder(run_dir).read_config()
+    agents = {**config.agents, "B": config.agents["default"]}
+    config = config.model_copy(update={"agents": agents})
+    RunFolder(run_dir).create(config)
+    policy_id = config.get_policy_id("B")
+
+    async def fill() -> None:
+        store = open_store(config)
+        await add_live(store, "b1", agent_id="B")
+        await store.claim_step(
+            policy_id, 1, [Claim(RUN, 0, "b1/0", "b1", None, ClaimOutcome.TRAINED)], run_id=RUN
+        )
+        await store.reserve_version(policy_id, RUN, 1, parent=0, is_candidate=True)
+        await store.publish(Policy(policy_id, 1, Artifact("adapter", str(run_dir))))
+        await store.advance_step(policy_id, 1, StepState.COMMITTED, version=1)
+        checkpoint_path(config.get_policy_dir(policy_id), 1).mkdir(parents=True)
+        await store.close()
+
+    asyncio.run(fill())
+    return policy_id
+
+
+def test_versions_of_several_agents_are_listed_together_and_changed_one_by_one(
+    instar: Instar, run_dir: Path, other_policy: str
+) -> None:
+    rows = instar("versions", "ls", run_dir, "--json").json
+    assert [(row["policy"], row["version"]) for row in rows] == [
+        (POLICY, 1),
+        (POLICY, 2),
+        (POLICY, 3),
+        (other_policy, 1),
+    ]
+    assert f"{other_policy}:" in instar("versions", "ls", run_dir).out
+    result = instar("versions", "promote", run_dir)
+    assert result.code != 0
+    assert "--agent: this run trains a policy for each learning agent; choose one of default, B" in result.err
+    assert (
+        "the agents that learn in this run are default, B"
+        in instar("versions", "promote", run_dir, "--agent", "watched").err
+    )
+    promoted = instar("versions", "promote", run_dir, "--agent", "B", "--json").json
+    assert promoted == {"policy": other_policy, "serving": 1}
+    rows = instar("versions", "ls", run_dir, "--agent", "default", "--json").json
+    assert [row["stage"] for row in rows] == ["serving", "candidate", "candidate"]
+    shown = instar("versions", "show", run_dir, "--agent", "B", "--json").json
+    assert [claim["session_id"] for claim in shown["trained_on"]] == ["b1"]
+
+
+def test_plan_of_several_agents_shows_the_next_step_of_each(
+    instar: Instar, run_dir: Path, other_policy: str
+) -> None:
+    config = RunFolder(run_dir).read_config()
+    for policy_id, step in ((POLICY, 3), (other_policy, 1)):
+        checkpoint = checkpoint_path(config.get_policy_dir(policy_id), step)
+        (checkpoint / "trainer.json").write_bytes(msgspec.json.encode(TrainerState(step, 0.0)))
+    plans = instar("plan", run_dir, "--json").json
+    assert [(plan["policy_id"], plan["step"], plan["version"]) for plan in plans] == [
+        (POLICY, 4, 3),
+        (other_policy, 2, 1),
+    ]
+    assert [live["session_id"] for live in plans[1]["live_sessions"]] == ["b1"]
+    assert instar("plan", run_dir, "--agent", "B", "--json").json == plans[1]
+    output = instar("plan", run_dir).out
+    assert "default: step 4 (from version 3)" in output
+    assert "B: step 2 (from version 1)" in output
+
+
+def test_forget_lists_the_policy_that_was_trained_on_a_session(
+    instar: Instar, run_dir: Path, other_policy: str
+) -> None:
+    trained = instar("forget", run_dir, "b1", "--yes", "--json").json["trained"]
+    assert [(row["policy_id"], row["version"]) for row in trained] == [(other_policy, 1)]

@@ -19,7 +19,7 @@ from instar.conformance.batches import make_tree_samples
 from instar.errors import ConfigError
 from instar.store.sqlite import SqliteStore
 from instar.trainer.checkpoint import checkpoint_path, load_initial_weights, policy_path
-from instar.types import Artifact, Floats, Policy
+from instar.types import Artifact, Floats, Policy, StepState
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN
 from tests.unit.trainer.harness import (
@@ -323,3 +323,32 @@ async def test_run_without_a_version_starts_from_the_one_that_a_live_run_serves(
         assert f"run:{RUN}@6" in log[0]
         initial = config.run_dir / "initial" / "adapter"
         assert hash_adapter(initial) == hash_adapter(policy_path(source.run_dir, 2))
+
+
+async def test_run_from_a_live_run_starts_with_the_policy_of_the_chosen_agent(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = make_config(tmp_path / "first", model).model_dump(exclude_unset=True)
+    agents = {agent: {"mode": "learn"} for agent in ("a", "b")}
+    source = RunConfig.model_validate({**settings, "data": "live", "agents": agents})
+    RunFolder(source.run_dir).create(source)
+    store = SqliteStore(source.store_path)
+    for seed, agent in enumerate(agents):
+        policy_id = source.get_policy_id(agent)
+        await store.claim_step(policy_id, 1, [], run_id=RUN)
+        version = await store.reserve_version(policy_id, RUN, 1, parent=0, is_candidate=True)
+        folder = policy_path(source.get_policy_dir(policy_id), version)
+        await make_adapter(model, folder, rank=4 + seed)
+        await store.publish(Policy(policy_id, version, Artifact("adapter", str(folder))))
+        await store.advance_step(policy_id, 1, StepState.COMMITTED, version=version)
+        await store.promote_version(policy_id, version)
+    await store.close()
+    for agent in agents:
+        config, log = await start_run(make_run(source, f"run:first/{agent}", folder=f"from-{agent}"))
+        assert f"run:{RUN}/{agent}@1" in log[0]
+        expected = hash_adapter(policy_path(source.get_policy_dir(f"{RUN}/{agent}"), 1))
+        assert hash_adapter(config.run_dir / "initial" / "adapter") == expected
+    with pytest.raises(ConfigError, match="a policy for each learning agent; choose run:run/a or run:run/b"):
+        await start_run(make_run(source, "run:first"))
+    with pytest.raises(ConfigError, match="has no policy of the agent 'c'; agents with a policy: a, b"):
+        await start_run(make_run(source, f"run:{source.run_dir}/c"))

@@ -14,7 +14,7 @@ from instar.backends.resolve import RunSecrets
 from instar.cluster.base import RoleOptions
 from instar.cluster.control import ControlRequest, RoleController
 from instar.cluster.layout import RunFolder
-from instar.cluster.live_run import LiveRun, describe_agents_without_key
+from instar.cluster.live_run import LiveRun, describe_agents_without_key, serve_run
 from instar.cluster.roles.gateway import make_live_options
 from instar.cluster.run import (
     describe_changes,
@@ -31,6 +31,7 @@ from instar.errors import ConfigError, InstarError, StoreFull
 from instar.store.base import KeyRow, Run
 from instar.store.sqlite import SqliteStore
 from instar.types import Artifact, Endpoint, Policy
+from tests.tiny import make_tiny_model
 from tests.unit.cluster.test_supervisor import Script, script, wait_until
 
 __all__ = ["script"]
@@ -182,3 +183,24 @@ def test_gateway_rejects_an_engine_with_one_version_for_live_data(tmp_path: Path
         make_live_options(config, info)
     options = make_live_options(config, msgspec.structs.replace(info, serves_several_policies=True))
     assert options.initial == Artifact("base")
+
+
+async def test_run_with_one_policy_for_all_agents_cannot_continue_on_live_traffic(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", hidden=32)
+    config = RunConfig.model_validate(
+        {
+            "name": "run",
+            "dir": tmp_path / "run",
+            "model": {"name": str(model), "device": "cpu"},
+            "engine": {"type": "scripted"},
+            "data": "live",
+            "agents": {"support": {"mode": "learn"}},
+        }
+    )
+    RunFolder(config.run_dir).create(config)
+    store = SqliteStore(config.store_path)
+    await store.claim_step("run", 1, [])
+    await store.close()
+    with pytest.raises(ConfigError, match=r"already trained one for all agents.*model\.adapter: run:run"):
+        async with serve_run(config, resume=True):
+            pass

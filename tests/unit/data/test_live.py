@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -34,6 +33,7 @@ from tests.unit.data.builders import RUN, insert_session, make_call, make_sessio
 from tests.unit.live.prompts import list_prompts
 
 NOW = time.time()
+POLICY = f"{RUN}/default"
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ async def take_batch(batcher: Batcher, step: int = 1, version: int = 0) -> StepB
     batch = await batcher.next_batch(step, 0, version, timeout=0.0)
     if batch is not None:
         await batcher.store.drop_samples(batch.drops)
-        await batcher.store.claim_step(RUN, step, batch.claims)
+        await batcher.store.claim_step(POLICY, step, batch.claims, run_id=RUN)
     return batch
 
 
@@ -178,8 +178,8 @@ async def test_released_step_makes_its_live_sessions_available_again(store: Stor
         await add_live(store, name)
     batcher = Batcher(store, RUN, make_live_config())
     first = await take_batch(batcher)
-    await store.advance_step(RUN, 1, StepState.SUBMITTED)
-    await store.release_steps(RUN, after=0)
+    await store.advance_step(POLICY, 1, StepState.SUBMITTED)
+    await store.release_steps(POLICY, after=0)
     batcher.reset()
     again = await take_batch(batcher)
     assert first is not None
@@ -192,7 +192,7 @@ async def test_correction_claim_does_not_hide_the_session(store: Store) -> None:
     ids = np.array([5], np.int32)
     await store.add_feedback(Feedback("f", "s", "s#0", correction="x", correction_ids=ids))
     correction = Claim(RUN, 0, "feedback:f", "s", None, ClaimOutcome.TRAINED, step=7)
-    await store.claim_step(RUN, 7, [correction])
+    await store.claim_step(POLICY, 7, [correction], run_id=RUN)
     assert await take_batch(Batcher(store, RUN, make_live_config(groups_per_step=1))) is not None
 
 
@@ -262,17 +262,3 @@ def test_kind_depends_on_the_system_prompt_and_the_tools_unless_declared() -> No
 
     assert kind("sort", "a") == kind("sort", "b") != kind("search", "a")
     assert kind("sort", "a", kind="sorting") == "sorting"
-
-
-async def test_next_batch_is_built_only_while_it_is_allowed(store: Store) -> None:
-    for name in ("a", "b"):
-        await add_live(store, name, 1.0)
-    batcher = Batcher(store, RUN, make_live_config())
-    assert await batcher.next_batch(1, 0, 0, may_run=lambda: False, timeout=0.0) is None
-    answers = iter([False, False, True])
-    batch = await batcher.next_batch(1, 0, 0, may_run=lambda: next(answers), timeout=60.0)
-    assert batch is not None
-    assert len(batch.claims) == 2
-    stop = asyncio.Event()
-    stop.set()
-    assert await batcher.next_batch(2, 0, 0, may_run=lambda: False, stop=stop) is None

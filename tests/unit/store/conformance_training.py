@@ -51,12 +51,12 @@ class PolicyTests:
     async def test_latest_policy_ignores_candidates_until_one_is_promoted(self, store: Store) -> None:
         for step in (1, 2, 3):
             await store.reserve_version(POLICY_ID, RUN_ID, step, parent=step - 1, is_candidate=True)
-            await store.claim_step(RUN_ID, step, [])
+            await store.claim_step(POLICY_ID, step, [], run_id=RUN_ID)
             await store.publish(Policy(POLICY_ID, step, Artifact("adapter", f"/policies/{step}")))
         assert (await store.latest_policy(POLICY_ID)).version == 0
         with pytest.raises(StoreError, match="before step 2 is committed"):
             await store.promote_version(POLICY_ID, 2)
-        await store.advance_step(RUN_ID, 2, StepState.COMMITTED, version=2)
+        await store.advance_step(POLICY_ID, 2, StepState.COMMITTED, version=2)
         await store.promote_version(POLICY_ID, 2)
         assert (await store.latest_policy(POLICY_ID)).artifact.path == "/policies/2"
         with pytest.raises(StoreError, match=r"version 2 is serving, but must be a candidate. Candidates: 3"):
@@ -67,11 +67,11 @@ class PolicyTests:
 
     async def test_advance_version_moves_a_committed_candidate_only_forward(self, store: Store) -> None:
         await store.reserve_version(POLICY_ID, RUN_ID, 1, parent=0, is_candidate=True)
-        await store.claim_step(RUN_ID, 1, [])
+        await store.claim_step(POLICY_ID, 1, [], run_id=RUN_ID)
         await store.publish(Policy(POLICY_ID, 1, Artifact("adapter", "/policies/1")))
         with pytest.raises(StoreError, match="before step 1 is committed"):
             await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
-        await store.advance_step(RUN_ID, 1, StepState.COMMITTED, version=1)
+        await store.advance_step(POLICY_ID, 1, StepState.COMMITTED, version=1)
         await store.advance_version(POLICY_ID, 1, PolicyStage.CANARY, "better")
         with pytest.raises(StoreError, match="cannot move from the stage canary to shadow"):
             await store.advance_version(POLICY_ID, 1, PolicyStage.SHADOW, "better")
@@ -235,6 +235,32 @@ class GroupAndStepTests:
         assert await store.claims(RUN_ID, session_id="missing") == []
         with pytest.raises(ConflictError, match="step 2"):
             await store.claim_step(RUN_ID, 2, [make_claim("z")])
+
+    async def test_steps_and_claims_of_the_policies_of_a_run_are_independent(self, store: Store) -> None:
+        policies = [f"{RUN_ID}/a", f"{RUN_ID}/b"]
+        for policy_id in policies:
+            await store.claim_step(policy_id, 1, [make_claim("x", policy_id="")], run_id=RUN_ID)
+        with pytest.raises(StoreError, match=f"must be for step 2 of {RUN_ID}/a"):
+            await store.claim_step(policies[0], 2, [make_claim("y", policy_id=policies[1])], run_id=RUN_ID)
+        with pytest.raises(ConflictError, match=f"in epoch 0 of {RUN_ID}/b"):
+            await store.claim_step(policies[1], 2, [make_claim("x", policy_id="")], run_id=RUN_ID)
+        assert [claim.policy_id for claim in await store.claims(RUN_ID, step=1)] == policies
+        await store.advance_step(policies[0], 1, StepState.COMMITTED, version=1)
+        assert await store.release_steps(policies[1], after=0) == [1]
+        assert [claim.policy_id for claim in await store.claims(RUN_ID)] == policies[:1]
+        assert [step.state for step in await store.steps(policies[0])] == [StepState.COMMITTED]
+        assert await store.steps(policies[1]) == await store.steps(RUN_ID) == []
+        assert (await store.progress(RUN_ID)).committed_steps == 1
+
+    async def test_groups_unclaimed_by_a_policy_include_those_that_another_one_claimed(
+        self, store: Store
+    ) -> None:
+        await store.open_group(make_group("g0", 0, status=GroupStatus.READY))
+        claim = make_claim("x", group_id="g0", policy_id="")
+        await store.claim_step(f"{RUN_ID}/a", 1, [claim], run_id=RUN_ID)
+        for policy_id, expected in ((f"{RUN_ID}/a", []), (f"{RUN_ID}/b", ["g0"])):
+            groups = await store.groups(RUN_ID, Channel.TRAIN, unclaimed_in_epoch=0, unclaimed_by=policy_id)
+            assert [group.group_id for group in groups] == expected
 
     async def test_claim_step_called_concurrently_succeeds_once(self, store: Store) -> None:
         attempts = (

@@ -93,7 +93,8 @@ def make_claim(sample_key: str, **overrides: Any) -> Claim:
         "group_id": "g",
         "outcome": ClaimOutcome.TRAINED,
     }
-    return Claim(sample_key=sample_key, **(fields | overrides))
+    fields |= overrides
+    return Claim(sample_key=sample_key, **({"policy_id": fields["run_id"]} | fields))
 
 
 def make_dropped_claim(sample_key: str, reason: str = "too old", **overrides: Any) -> Claim:

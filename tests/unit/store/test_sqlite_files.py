@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from instar.errors import StoreCorrupt, StoreError, StoreTooNew
+from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreTooNew
 from instar.store import migrations
 from instar.store.schema import APPLICATION_ID, CALLS, TABLES, VERSION
 from instar.store.sqlite import SqliteStore
@@ -232,6 +232,17 @@ async def test_migration_to_version_5_finds_the_users_and_judged_sessions(path: 
     assert await store.session_ids("run", user_id="Ada") == ["s"]
     rows = await store.read(lambda db: db.execute("SELECT session_id FROM judgments ORDER BY key").fetchall())
     assert [row["session_id"] for row in rows] == [session_id, None]
+    await store.close()
+
+
+async def test_migration_to_version_6_gives_steps_and_claims_to_the_policy_of_the_run(path: Path) -> None:
+    restore(path, FIXTURES / "v5.sql")
+    store = SqliteStore(path)
+    (claim,) = await store.claims("run")
+    assert (claim.policy_id, claim.run_id, claim.step) == ("run", "run", 1)
+    assert [(step.policy_id, step.run_id) for step in await store.steps("run")] == [("run", "run")]
+    with pytest.raises(ConflictError):
+        await store.claim_step("run", 2, [replace(claim, step=None)])
     await store.close()
 
 

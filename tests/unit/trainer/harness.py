@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from instar.backends.base import ForwardBackwardResult, OptimStepResult
 from instar.backends.local.backend import LocalBackend
@@ -18,11 +18,15 @@ from instar.engines.base import Engine
 from instar.engines.scripted import ScriptedEngine
 from instar.store.sqlite import SqliteStore
 from instar.sync.files import FileSync
+from instar.trainer.live import LineageTrainer, LiveTrainer
 from instar.trainer.loop import Trainer
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher
 from instar.types import Artifact, Claim, Policy, Sample, StepState
 from tests.unit.data.builders import RUN, add_group, put_test_run
+
+T = TypeVar("T", bound=Trainer)
+R = TypeVar("R", bound=Trainer | LiveTrainer)
 
 
 class SimulatedCrash(Exception):
@@ -50,13 +54,15 @@ class FaultyStore(SqliteStore):
         super().__init__(path)
         self.faults = faults
 
-    async def claim_step(self, run_id: str, step: int, claims: Sequence[Claim]) -> frozenset[str]:
-        forgotten = await super().claim_step(run_id, step, claims)
+    async def claim_step(
+        self, policy_id: str, step: int, claims: Sequence[Claim], *, run_id: str | None = None
+    ) -> frozenset[str]:
+        forgotten = await super().claim_step(policy_id, step, claims, run_id=run_id)
         self.faults.reach("claimed")
         return forgotten
 
-    async def advance_step(self, run_id: str, step: int, state: StepState, **changes: Any) -> None:
-        await super().advance_step(run_id, step, state, **changes)
+    async def advance_step(self, policy_id: str, step: int, state: StepState, **changes: Any) -> None:
+        await super().advance_step(policy_id, step, state, **changes)
         self.faults.reach(state.value)
 
     async def reserve_version(self, policy_id: str, run_id: str, step: int, **lineage: Any) -> int:
@@ -72,8 +78,8 @@ class FaultyStore(SqliteStore):
         await super().tombstone(policy_id, version, reason)
         self.faults.reach("tombstoned")
 
-    async def release_steps(self, run_id: str, after: int, *, include_saved: bool = False) -> list[int]:
-        released = await super().release_steps(run_id, after, include_saved=include_saved)
+    async def release_steps(self, policy_id: str, after: int, *, include_saved: bool = False) -> list[int]:
+        released = await super().release_steps(policy_id, after, include_saved=include_saved)
         self.faults.reach("released")
         return released
 
@@ -121,8 +127,8 @@ class FaultyBackend(LocalBackend):
 
 
 @dataclass
-class TrainerHarness:
-    trainer: Trainer
+class TrainerHarness(Generic[R]):
+    trainer: R
     store: FaultyStore
     backend: FaultyBackend
     engine: ScriptedEngine
@@ -133,8 +139,8 @@ class TrainerHarness:
         """Return the step, sample key and advantage of each claim."""
         return sorted((c.step, c.sample_key, c.advantage) for c in await self.store.claims(RUN))
 
-    async def hash_latest_adapter(self) -> str:
-        return hash_adapter(Path((await self.store.latest_policy(RUN)).artifact.path))
+    async def hash_latest_adapter(self, policy_id: str = RUN) -> str:
+        return hash_adapter(Path((await self.store.latest_policy(policy_id)).artifact.path))
 
 
 class _ListHandler(logging.Handler):
@@ -196,31 +202,61 @@ async def fill_store(config: RunConfig, groups: int = 6) -> None:
 
 @asynccontextmanager
 async def open_trainer(
-    config: RunConfig, faults: FaultInjector | None = None, trainer_class: type[Trainer] = Trainer
-) -> AsyncGenerator[TrainerHarness]:
+    config: RunConfig, faults: FaultInjector | None = None, trainer_class: type[T] = Trainer
+) -> AsyncGenerator[TrainerHarness[T]]:
     """Open a new trainer on the run's store and folder, as a restart does."""
+    async with open_harness(config, faults, lambda create: create(trainer_class, config)) as harness:
+        harness.trainer.is_rollout_finished = True
+        yield harness
+
+
+@asynccontextmanager
+async def open_live_trainer(
+    config: RunConfig, faults: FaultInjector | None = None
+) -> AsyncGenerator[TrainerHarness[LiveTrainer]]:
+    """Open a new trainer of all learning agents' policies on the run's store and folder."""
+
+    def create_all(create: CreateTrainer) -> LiveTrainer:
+        lineages = [create(LineageTrainer, config.select_agent(agent)) for agent in config.trained_agents]
+        return LiveTrainer(config, lineages[0].backend, lineages)
+
+    async with open_harness(config, faults, create_all) as harness:
+        yield harness
+
+
+class CreateTrainer(Protocol):
+    def __call__(self, trainer_class: type[T], config: RunConfig) -> T: ...
+
+
+@asynccontextmanager
+async def open_harness(
+    config: RunConfig, faults: FaultInjector | None, make_trainer: Callable[[CreateTrainer], R]
+) -> AsyncGenerator[TrainerHarness[R]]:
     faults = faults or FaultInjector()
     store = FaultyStore(config.store_path, faults)
     backend = FaultyBackend(config, faults)
     engine = ScriptedEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType]
-    monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard)
 
     async def list_engines() -> list[Engine]:
         return [engine]
 
-    trainer = trainer_class(
-        config,
-        store=store,
-        backend=backend,
-        publisher=PolicyPublisher(FileSync(), list_engines, every=config.sync.every),
-        monitor=monitor,
-    )
-    trainer.is_rollout_finished = True
-    try:
-        with capture_log() as log:
-            yield TrainerHarness(trainer, store, backend, engine, faults, log)
-    finally:
-        monitor.close()
-        await backend.close()
-        await engine.close()
-        await store.close()
+    with ExitStack() as resources:
+
+        def create(trainer_class: type[T], config: RunConfig) -> T:
+            agent = next(iter(config.trained_agents), None)
+            monitor = Monitor(config.run_dir, tensorboard=config.trainer.tensorboard, agent=agent)
+            return trainer_class(
+                config,
+                store=store,
+                backend=backend,
+                publisher=PolicyPublisher(FileSync(), list_engines, every=config.sync.every),
+                monitor=resources.enter_context(closing(monitor)),
+            )
+
+        try:
+            with capture_log() as log:
+                yield TrainerHarness(make_trainer(create), store, backend, engine, faults, log)
+        finally:
+            await backend.close()
+            await engine.close()
+            await store.close()
