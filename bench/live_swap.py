@@ -9,8 +9,8 @@ time. A gap is the time between two consecutive pieces of one reply.
 
 ``gap_ratio`` is the median over the rounds with a promotion of the longest gap, divided by the same median
 over the others (goal: ≤ 2). ``gap_ratio_p95`` divides it by the 95th percentile of the gaps without a
-promotion instead. ``failed`` counts calls that failed or did not end, and ``wrong_versions`` replies whose tokens have
-different versions; both must be 0. ``versions`` is the number of versions that replied.
+promotion instead. ``failed`` counts calls that failed or did not end, and ``wrong_versions`` replies whose
+tokens have different versions; both must be 0. ``versions`` is the number of versions that replied.
 """
 
 from __future__ import annotations
