@@ -209,9 +209,9 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     controller, count = make_controller(store), 0
     assert await controller.check() is None
     while (decision := await controller.check()) is None:
-        await add_session(store, 0.2)
+        await add_session(store, 0.4)
         count += 1
-        assert count < 25
+        assert count < 35
     assert (decision.action, decision.version) == ("roll back", second)
     head = (await store.latest_policy(POLICY)).version
     assert await get_stages(store) == {
