@@ -43,6 +43,8 @@ class ShadowRequest:
     request: ModelRequest
     prompt_ids: Ids
     attempts: int = 0
+    is_sampled: bool = False
+    """True once the reply is complete. It is then stored, and not sampled again if a live call starts."""
 
 
 class ShadowSampler:
@@ -121,7 +123,7 @@ class ShadowSampler:
     def _on_finished(self, task: asyncio.Task[None], request: ShadowRequest) -> None:
         if task.cancelled():
             request.attempts += 1
-            if request.attempts < MAX_ATTEMPTS:
+            if request.attempts < MAX_ATTEMPTS and not request.is_sampled:
                 self._waiting.appendleft(request)
         elif (error := task.exception()) is not None:
             expected = isinstance(error, InstarError | TimeoutError)
@@ -162,5 +164,6 @@ class ShadowSampler:
             logprobs=np.asarray(reply.logprobs, np.float32),
             finish_reason=reply.finish_reason or "aborted",
         )
+        waiting.is_sampled = True
         with suppress(SessionNotFound):  # its data was deleted
-            await self._store.add_shadow_reply(shadow)
+            await asyncio.shield(self._store.add_shadow_reply(shadow))

@@ -104,7 +104,7 @@ def test_evidence_finds_a_lower_mean_after_few_differences() -> None:
     rng, counts = Random(1), []
     for _ in range(50):
         values: list[float] = []
-        while compute_evidence(values, 1.0) < 1 / ALPHA:
+        while compute_evidence(values, 1.0) < 1 / ALPHA and len(values) < 100:
             values.append(float(rng.random() < 0.2) - float(rng.random() < 0.8))
         counts.append(len(values))
     assert sorted(counts)[25] <= 20
@@ -158,7 +158,7 @@ async def test_canary_with_lower_rewards_is_rejected_before_it_has_all_sessions(
         await add_session(store, 1.0)
         await add_session(store, 0.0, canary)
         count += 1
-    assert count < 10
+        assert count < 10
     (row,) = await store.policy_versions(POLICY)
     assert row.stage is PolicyStage.REJECTED
     assert row.reason is not None
@@ -209,9 +209,9 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     controller, count = make_controller(store), 0
     assert await controller.check() is None
     while (decision := await controller.check()) is None:
-        await add_session(store, 0.0)
+        await add_session(store, 0.4)
         count += 1
-    assert count < 20
+        assert count < 35
     assert (decision.action, decision.version) == ("roll back", second)
     head = (await store.latest_policy(POLICY)).version
     assert await get_stages(store) == {
@@ -226,7 +226,7 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     assert rows[-1].reason.startswith(
         "rollback to version 1: live rewards fell after the promotion of version 2"
     )
-    for _ in range(20):
+    for _ in range(40):
         await add_session(store, 0.0)
     assert await controller.check() is None, "the version of a rollback is not rolled back"
     assert find_previous(rows, head) == second
