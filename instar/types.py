@@ -279,6 +279,14 @@ class Feedback:
     """The tokens of the correction, as the model would have sampled them after the call's prompt."""
     author: str = ""
     created_at: float = 0.0
+    preferred: str | None = None
+    """`this` if a person prefers the reply of the call to another reply, or `other` if they prefer the other
+    one; None if nothing was compared."""
+    other_call_id: str | None = None
+    """The call of the other reply, or None if it is a text."""
+    other_text: str | None = None
+    other_ids: Ids | None = None
+    """The tokens of the other reply, as they follow the call's prompt. None if it cannot be trained on."""
 
     @property
     def source(self) -> RewardSource:

@@ -15,7 +15,6 @@ from instar.cli.output import format_number, plain_table, print_json, select_fie
 from instar.cli.run_store import open_run_store
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
-from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
 from instar.store.base import Store, is_correction_key
@@ -29,6 +28,7 @@ from instar.types import (
     Group,
     GroupStatus,
     Json,
+    Sample,
     Session,
     StepState,
 )
@@ -58,7 +58,6 @@ class StepPlan:
     """Number of groups in a full step."""
     groups: list[Group]
     batch: StepBatch
-    corrections: CorrectionBatch
     waiting: dict[str, int]
     """Number of groups that no step has claimed, by status."""
     live: list[PlannedSession]
@@ -97,11 +96,10 @@ async def make_plan(store: Store, config: RunConfig) -> StepPlan:
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(run.policy_id)
     batch = await batcher.preview(step, SINGLE_EPOCH, version, step_by_version)
-    corrections = await load_corrections(store, config, step, SINGLE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
     live = await _describe_live(store, config, batch)
-    return StepPlan(step, version, groups_needed, groups, batch, corrections, waiting, live)
+    return StepPlan(step, version, groups_needed, groups, batch, waiting, live)
 
 
 async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> list[PlannedSession]:
@@ -147,7 +145,7 @@ async def _load_groups(
 
 
 def plan_json(plan: StepPlan) -> Json:
-    tokens = _tokens_by_sample(plan)
+    tokens, supervised = _tokens_by_sample(plan), plan.batch.supervised
     return {
         **select_fields(plan, "step", "version"),
         "ready": plan.batch.is_full,
@@ -174,9 +172,15 @@ def plan_json(plan: StepPlan) -> Json:
             }
             for live in plan.live
         ],
-        "corrections": [_claim_json(claim) for claim in plan.corrections.claims],
+        "corrections": _supervised_json(plan, supervised.corrections),
+        "preferences": _supervised_json(plan, [sample for p in supervised.pairs for sample in p.samples]),
         "report": plan.batch.report,
     }
+
+
+def _supervised_json(plan: StepPlan, samples: Sequence[Sample]) -> list[Json]:
+    keys = {sample.sample_key for sample in samples}
+    return [_claim_json(claim) for claim in plan.batch.supervised.claims if claim.sample_key in keys]
 
 
 def _claim_json(claim: Claim) -> Json:
@@ -240,8 +244,11 @@ def _print(console: Console, plan: StepPlan) -> None:
         f"{count} sample(s) from other groups would be dropped: {reason}"
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()
     ]
-    if plan.corrections.samples:
-        lines.append(f"{len(plan.corrections.samples)} corrected replies would be used for training")
+    supervised = plan.batch.supervised
+    if supervised.corrections:
+        lines.append(f"{len(supervised.corrections)} corrected replies would be used for training")
+    if supervised.pairs:
+        lines.append(f"{len(supervised.pairs)} preferences would be used for training")
     waiting = ", ".join(f"{count} {status}" for status, count in plan.waiting.items()) or "none"
     for line in (*lines, f"waiting groups: {waiting}"):
         console.print(line, highlight=False)

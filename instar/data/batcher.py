@@ -10,7 +10,7 @@ used for training or dropped for one of the following reasons:
 - ``too_long``: the sample is longer than the model's context. This only happens with exported data.
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
 - ``late``: the session ended after a step had consumed its group. Its claim belongs to that step.
-- ``greedy``, ``no_tokens``: the live session can never be trained on (see `live`).
+- ``held_out``, ``greedy``, ``no_tokens``: the live session can never be trained on (see `live`).
 
 Groups whose samples are all stale are claimed without a step. So are groups that the rollout dropped, with
 the rollout's reason. If `data` lists exported data, its groups make up part of each step and are claimed
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Set, Sized
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -40,12 +40,14 @@ from instar.data.advantages import (
     reweight_truncated_sampling,
 )
 from instar.data.claims import ClaimBuilder, ConsumedGroups
+from instar.data.corrections import load_feedback
 from instar.data.group_loader import GroupLoader, LoadedGroup, LoadedSession
 from instar.data.linearize import with_advantage
 from instar.data.live import LiveLoader
 from instar.data.mixture import DataMixture
 from instar.data.report import report_batch, report_groups, report_outputs
 from instar.data.staleness import Staleness
+from instar.data.supervised import SupervisedBatch
 from instar.store.base import Store
 from instar.types import UNTRAINABLE, Channel, Claim, Floats, GroupStatus, Json, Sample
 
@@ -75,18 +77,21 @@ class StepBatch:
     """True if the batch has all its groups except exported ones, and at least one group if it needs only
     exported ones."""
     report: Json
+    supervised: SupervisedBatch = field(default_factory=SupervisedBatch)
 
     def without(self, session_ids: Set[str]) -> StepBatch:
         """Return the batch without the samples of these sessions. The advantages, which are relative to the
         rewards of all sessions, and the divisor do not change."""
         if not session_ids:
             return self
+        supervised = self.supervised.without(session_ids)
         kept = [
             (s, scale)
             for s, scale in zip(self.samples, self.scales, strict=True)
             if s.session_id not in session_ids
         ]
-        return replace(self, samples=[sample for sample, _ in kept], scales=[scale for _, scale in kept])
+        samples, scales = [sample for sample, _ in kept], [scale for _, scale in kept]
+        return replace(self, samples=samples, scales=scales, supervised=supervised)
 
 
 class Batcher:
@@ -138,10 +143,12 @@ class Batcher:
             is_last = is_finished is not None and is_finished()
             fresh, new_drops = await self._load_fresh(step, epoch, staleness)
             drops += new_drops
-            if self._has_enough(step, fresh) or (is_last and fresh):
+            supervised = await self._load_feedback(step, epoch) if self.config.trains_on_live else None
+            drops += supervised.drops if supervised else []
+            if self._has_enough(step, fresh, supervised) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
                 if groups or self.mixture.has_own_data:
-                    return await self._assemble(groups, drops, step, epoch, staleness)
+                    return await self._assemble(groups, drops, step, epoch, staleness, supervised)
             if drops:
                 # Store the claims now, because the rollout is waiting to replace the dropped groups.
                 await self.store.drop_samples(drops)
@@ -161,12 +168,26 @@ class Batcher:
         staleness = Staleness(version, step_by_version)
         drops = await self._build_late_and_rollout_drops(epoch)
         fresh, new_drops = await self._load_fresh(step, epoch, staleness)
+        supervised = await self._load_feedback(step, epoch)
+        drops += [*new_drops, *supervised.drops]
         groups = [*fresh, *await self._load_exported(step)]
-        return await self._assemble(groups, [*drops, *new_drops], step, epoch, staleness)
+        return await self._assemble(groups, drops, step, epoch, staleness, supervised)
 
-    def _has_enough(self, step: int, fresh: Sequence[LoadedGroup]) -> bool:
-        """Return True if the groups that are not exported are as many as the step needs."""
-        return len(fresh) >= self.mixture.count_own_groups_in_step(step)
+    def _has_enough(self, step: int, own_groups: Sized, supervised: SupervisedBatch | None) -> bool:
+        """Return True if the groups that are not exported are as many as the step needs. If the run trains on
+        live traffic, each correction and preference counts as a group, and the maximum number of either is
+        enough for a step."""
+        count, limits = len(own_groups), self.config.trainer
+        if self.config.trains_on_live and supervised is not None:
+            count += supervised.count
+            if len(supervised.corrections) == limits.corrections.per_step:
+                return True
+            if len(supervised.pairs) == limits.preferences.per_step:
+                return True
+        return count >= self.mixture.count_own_groups_in_step(step)
+
+    async def _load_feedback(self, step: int, epoch: int) -> SupervisedBatch:
+        return await load_feedback(self.store, self.config, step, epoch)
 
     async def _load_fresh(
         self, step: int, epoch: int, staleness: Staleness
@@ -227,8 +248,17 @@ class Batcher:
         return drops
 
     async def _assemble(
-        self, groups: Sequence[LoadedGroup], drops: list[Claim], step: int, epoch: int, staleness: Staleness
+        self,
+        groups: Sequence[LoadedGroup],
+        drops: list[Claim],
+        step: int,
+        epoch: int,
+        staleness: Staleness,
+        supervised: SupervisedBatch | None,
     ) -> StepBatch:
+        if supervised is None:
+            supervised = await self._load_feedback(step, epoch)
+            drops = [*drops, *supervised.drops]
         # Read the tags now, because a user may have added one after the group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
@@ -276,12 +306,14 @@ class Batcher:
             drops=drops,
             recomputed=recomputed,
             session_starts=[start_by_session[sample.session_id] for sample in own_samples],
-            is_full=self._has_enough(step, own_groups) and bool(groups or self.mixture.has_own_data),
+            is_full=self._has_enough(step, own_groups, supervised)
+            and bool(groups or self.mixture.has_own_data),
             report=report_groups(groups)
             | report_batch(samples, own_samples, [*claims, *drops], staleness)
             | {"stale_masked_tokens": masked_tokens}
             | report_outputs([[session.samples for session in group.sessions] for group in own_groups])
             | {"zero_signal": zero_signal_groups},
+            supervised=supervised,
         )
 
     def _select_recomputed(

@@ -17,6 +17,7 @@ from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.data.group_loader import LoadedGroup, LoadedSession
 from instar.data.linearize import linearize
+from instar.live.base import is_held_out
 from instar.store.base import Store
 from instar.types import (
     UNTRAINABLE,
@@ -41,10 +42,11 @@ EXCLUSIONS = {
     "untrainable": "the session is tagged as untrainable",
     "no_reward": "it has no reward that counts",
     "fallback": "its only reward is the fallback of a scorer that failed",
+    "held_out": "it is held out, to evaluate new versions",
     "greedy": "it was sampled greedily, at temperature 0",
     "no_tokens": "none of its calls has exact tokens with logprobs",
 }
-"""The reasons to exclude a live session. The last two are final, so the session is claimed as dropped. With
+"""The reasons to exclude a live session. The last three are final, so the session is claimed as dropped. With
 any other reason it is not claimed, because it can still become trainable."""
 KIND_LENGTH = 16
 
@@ -153,7 +155,9 @@ class LiveLoader:
         requires_logprobs = self._config.trainer.loss.name != "cross_entropy"
         samples = linearize(session, sampled, requires_logprobs=requires_logprobs)
         reason = None
-        if not samples:
+        if calls and is_held_out(calls[0].messages):
+            reason = "held_out"
+        elif not samples:
             is_greedy = any(call.trainable and call.params.temperature == 0 for call in calls)
             reason = "greedy" if is_greedy else "no_tokens"
         key = session.session_id

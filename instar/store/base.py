@@ -239,6 +239,7 @@ class Store:
     add_feedback = _write(annotations.add_feedback)
     feedback = _read(annotations.get_feedback)
     corrections = _read(annotations.get_corrections)
+    preferences = _read(annotations.get_preferences)
     judgment = _read_statement(annotations.get_judgment)
     put_judgment = _write(annotations.put_judgment)
     judgment_totals = _read(annotations.get_judgment_totals)

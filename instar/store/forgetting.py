@@ -205,6 +205,11 @@ def forget_sessions(
         f"UPDATE sessions SET status = ? WHERE session_id {in_ids} AND status = ?",
         (SessionStatus.ABANDONED.value, *values, SessionStatus.OPEN.value),
     )
+    # The comparison of a reply with one of these sessions contains the tokens of both.
+    db.execute(
+        f"DELETE FROM feedback WHERE other_call_id IN (SELECT call_id FROM calls WHERE session_id {in_ids})",
+        values,
+    )
     for table in (*_CHILD_TABLES, "sessions"):
         db.execute(f"DELETE FROM {table} WHERE session_id {in_ids}", values)
     if db.for_delete:

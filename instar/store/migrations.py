@@ -49,6 +49,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
             for prefix in ("user:", "user_id:", "safety_identifier:")
         ),
     ),
+    5: _build_migration(6),
 }
 
 

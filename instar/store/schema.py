@@ -15,7 +15,7 @@ from instar.column_types import ColumnType, get_field_types
 from instar.store.models import DatasetRow, ForgottenSession, KeyRow, Run
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
-VERSION = 5
+VERSION = 6
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -239,9 +239,11 @@ FEEDBACK = Table(
         "run_id": TEXT,
         **_build_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
         **_build_columns(Feedback, "author", "created_at"),
+        **_build_columns(Feedback, "preferred", "other_call_id", "other_text", "other_ids"),
     },
     generated=("seq",),
     added_in=4,
+    later_columns={"preferred": 6, "other_call_id": 6, "other_text": 6, "other_ids": 6},
 )
 
 # The users whom the requests of a session named, so that the data of a user can be found and deleted.

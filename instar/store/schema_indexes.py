@@ -45,6 +45,7 @@ INDEXES_BY_VERSION = {
         # Also finds the calls that keep a row of `tools` from being deleted.
         "CREATE INDEX calls_by_tools ON calls (tools_hash) WHERE tools_hash IS NOT NULL",
     ),
+    6: ("CREATE INDEX feedback_by_other_call ON feedback (other_call_id) WHERE other_call_id IS NOT NULL",),
 }
 """The indexes, by the schema version that added or last redefined them."""
 INDEXES = tuple(index for indexes in INDEXES_BY_VERSION.values() for index in indexes)

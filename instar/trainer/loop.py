@@ -20,8 +20,6 @@ import msgspec
 from instar.backends.base import Backend
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
-from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
-from instar.data.off_policy import compute_importance_metrics
 from instar.data.report import report_session_ages
 from instar.errors import BackendLost, InstarError
 from instar.reference.penalty import ReferencePenalty
@@ -45,7 +43,16 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
-from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
+from instar.trainer.update import (
+    KlLimiter,
+    StepSamples,
+    apply_updates,
+    report_update,
+    reweight,
+    scale_loss,
+    schedule_adam,
+    weigh_supervised,
+)
 from instar.types import SINGLE_EPOCH, Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
@@ -172,18 +179,17 @@ class Trainer:
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step = self.step + 1
         started = time.monotonic()
-        corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
-        forgotten = await self.store.claim_step(self.run_id, step, [*batch.claims, *corrections.claims])
-        batch, corrections = batch.without(forgotten), corrections.without(forgotten)
+        claims = [*batch.claims, *batch.supervised.claims]
+        batch = batch.without(await self.store.claim_step(self.run_id, step, claims))
         await self.store.advance_step(self.run_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
             **report_session_ages(batch.session_starts, time.time()),
             "wait_seconds": wait_seconds,
         }
-        if batch.samples or corrections.samples:
-            metrics |= await self._update_weights(batch, corrections, step)
+        if batch.samples or batch.supervised.count:
+            metrics |= await self._update_weights(batch, step)
         else:
             logger.info("step %s: no samples to train on; the weights are unchanged", step)
         self.step = step
@@ -204,9 +210,9 @@ class Trainer:
         }
         self.monitor.record("train", step, metrics)
 
-    async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
-        """Update the weights, unless no samples and no corrections remain. Return the metrics."""
-        self.activity = f"step {step}: training on {len(batch.samples)} samples"
+    async def _update_weights(self, batch: StepBatch, step: int) -> Json:
+        """Update the weights, unless no samples remain. Return the metrics."""
+        self.activity = f"step {step}: training on {len(batch.samples) + batch.supervised.count} samples"
         metrics: Json = {}
         settings = self.config.trainer
         if batch.samples:
@@ -215,20 +221,16 @@ class Trainer:
                 logger.info(
                     "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
                 )
-        if not batch.samples and not corrections.samples:
+        supervised, supervised_metrics = await weigh_supervised(batch.supervised, self.backend, settings)
+        if not batch.samples and not supervised:
             return metrics
+        samples = StepSamples(batch.samples, supervised, batch.supervised.replies)
         loss = scale_loss(settings.loss, batch.divisor)
         adam = schedule_adam(settings, step, self.timer.seconds, self.rewind.lr_scale)
-        count, samples = settings.update_count, (batch.samples, loss, corrections.samples)
-        result, updates = await apply_updates(self.backend, *samples, adam, count, self.kl_limiter)
-        if result.samples is not None:
-            if settings.off_policy.proximal == "behavior":
-                metrics |= compute_importance_metrics(batch.samples, result.samples.logprobs)
-            metrics |= {**result.samples.metrics, "loss": result.samples.loss}
-        if result.corrections is not None:
-            correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
-            metrics |= {"corrections": len(corrections.samples), "correction_loss": correction_loss}
-        return {**metrics, **updates, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
+        result, updates = await apply_updates(
+            self.backend, samples, loss, adam, settings.update_count, self.kl_limiter
+        )
+        return {**metrics, **supervised_metrics, **report_update(batch, result, settings), **updates}
 
     async def _save_and_commit(self, step: int) -> int:
         self.activity = f"step {step}: saving"

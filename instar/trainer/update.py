@@ -12,11 +12,14 @@ from typing import Any
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
 from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
 from instar.data.batcher import StepBatch
+from instar.data.corrections import report_corrections
 from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics, estimate_kl
+from instar.data.supervised import SupervisedBatch
 from instar.reference.penalty import ReferencePenalty
+from instar.trainer.preferences import weigh_preferences
 from instar.types import Json, Sample
 
-CORRECTION_LOSS = LossConfig(name="cross_entropy")
+SUPERVISED_LOSS = LossConfig(name="cross_entropy")
 MIN_LR_CHANGE, MAX_LR_CHANGE = 0.5, 1.1
 """The limits of the factor by which the KL of one step changes the learning rate."""
 MIN_LR_SCALE = 0.01
@@ -27,13 +30,23 @@ MAX_MEASURED_SAMPLES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class StepSamples:
+    own: Sequence[Sample]
+    """The samples of the step's groups, for the run's loss."""
+    supervised: Sequence[Sample] = ()
+    """Weighted samples for the cross-entropy loss."""
+    replies: Sequence[Sample] = ()
+    """Replies of the policy on which the KL is measured, in addition to the step's groups."""
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateResult:
     """The results of the first update of a training step."""
 
     samples: ForwardBackwardResult | None
     """None if the step had no samples."""
-    corrections: ForwardBackwardResult | None
-    """The result for replies that users corrected, or None if the step had no corrections."""
+    supervised: ForwardBackwardResult | None
+    """The result for the samples with the cross-entropy loss, or None if the step had none."""
     optimizer: OptimStepResult
 
 
@@ -76,7 +89,7 @@ def scale_loss(loss: LossConfig, divisor: float) -> LossConfig:
     if loss.name != "dro":
         return loss
     beta = DEFAULT_BETA if loss.beta is None else loss.beta
-    return loss.model_copy(update={"beta": beta / divisor})
+    return loss.model_copy(update={"beta": beta / (divisor or 1.0)})  # 0 if the step has no groups
 
 
 def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: float = 1.0) -> AdamConfig:
@@ -106,30 +119,49 @@ class KlLimiter:
             self.lr_scale = min(max(scale, MIN_LR_SCALE), 1.0)
 
 
+async def weigh_supervised(
+    batch: SupervisedBatch, backend: Backend, settings: TrainerConfig
+) -> tuple[list[Sample], Json]:
+    """Return the samples for the cross-entropy loss, corrections first, and the metrics of preferences."""
+    preferences, metrics = await weigh_preferences(batch.pairs, backend, settings.preferences)
+    return [*batch.corrections, *preferences], metrics
+
+
 async def apply_updates(
     backend: Backend,
-    samples: Sequence[Sample],
+    samples: StepSamples,
     loss: LossConfig,
-    corrections: Sequence[Sample],
     adam: AdamConfig,
     count: int,
     limiter: KlLimiter,
 ) -> tuple[UpdateResult, Json]:
-    """Update the weights ``count`` times, the first time also with the corrections. ``adam`` does not include
-    the limiter's scale. Return the results of the first update, and the KL of all updates together if it is
-    limited."""
-    measured = select_measured(samples) if limiter.max_kl is not None else []
+    """Update the weights ``count`` times, the first time also with the supervised samples. ``adam`` does not
+    include the limiter's scale. Return the results of the first update, and the KL of all updates together if
+    it is limited."""
+    measured = select_measured([*samples.own, *samples.replies]) if limiter.max_kl is not None else []
     before = await backend.forward(measured) if measured else []
     scaled_adam = _scale_lr(adam, limiter.lr_scale)
-    first = await apply_update(backend, samples, loss, corrections, scaled_adam)
-    for _ in range(count - 1 if samples else 0):
-        await apply_update(backend, samples, loss, [], scaled_adam)
+    first = await apply_update(backend, samples.own, loss, samples.supervised, scaled_adam)
+    for _ in range(count - 1 if samples.own else 0):
+        await apply_update(backend, samples.own, loss, [], scaled_adam)
     if not measured:
         return first, {}
     # `forward_backward` may round differently, so its logprobs cannot be compared with those of `forward`.
     kl = estimate_kl(measured, before, await backend.forward(measured))
     limiter.adapt(kl)
     return first, {} if kl is None else {"step_kl": kl, "kl_lr_scale": limiter.lr_scale}
+
+
+def report_update(batch: StepBatch, result: UpdateResult, settings: TrainerConfig) -> Json:
+    """Return the metrics of a step's first update."""
+    metrics: Json = {}
+    if result.samples is not None:
+        if settings.off_policy.proximal == "behavior":
+            metrics |= compute_importance_metrics(batch.samples, result.samples.logprobs)
+        metrics |= {**result.samples.metrics, "loss": result.samples.loss}
+    if result.supervised is not None:
+        metrics |= report_corrections(batch.supervised.corrections, result.supervised.logprobs)
+    return {**metrics, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
 
 
 def select_measured(samples: Sequence[Sample]) -> list[Sample]:
@@ -145,21 +177,21 @@ async def apply_update(
     backend: Backend,
     samples: Sequence[Sample],
     loss: LossConfig,
-    corrections: Sequence[Sample],
+    supervised: Sequence[Sample],
     adam: AdamConfig,
 ) -> UpdateResult:
     # All calls are submitted before the first one is awaited, because a remote backend pipelines them.
     sample_pass = await _submit(backend, samples, loss)
-    correction_pass = await _submit(backend, corrections, CORRECTION_LOSS)
+    supervised_pass = await _submit(backend, supervised, SUPERVISED_LOSS)
     optimizer_step = asyncio.ensure_future(backend.optim_step(adam))
     try:
         return UpdateResult(
             await sample_pass if sample_pass else None,
-            await correction_pass if correction_pass else None,
+            await supervised_pass if supervised_pass else None,
             await optimizer_step,
         )
     except BaseException:  # including cancellation: no call may outlive this function
-        calls: list[asyncio.Future[Any] | None] = [sample_pass, correction_pass, optimizer_step]
+        calls: list[asyncio.Future[Any] | None] = [sample_pass, supervised_pass, optimizer_step]
         await asyncio.gather(*filter(None, calls), return_exceptions=True)
         raise
 
