@@ -133,7 +133,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
         print_json(msgspec.to_builtins(rows))
         return
     columns = [Column(name, no_wrap=True) for name in ("time", "session", "source", "reward", "trainable")]
-    table = plain_table(*columns, "author", "text", "correction", "preferred")
+    table = plain_table(*columns, "author", "text", "correction or preference")
     for row in rows:
         table.add_row(
             format_time(row.created_at),
@@ -141,10 +141,7 @@ async def _list_feedback(run_dir: Path, session_id: str | None, as_json: bool) -
             row.source.value,
             format_number(row.reward),
             "yes" if row.trainable else "",
-            *(
-                Text(value)
-                for value in (row.author, row.text, row.correction or "", _describe_preference(row))
-            ),
+            *(Text(value) for value in (row.author, row.text, row.correction or _describe_preference(row))),
         )
     Console().print(table)
 

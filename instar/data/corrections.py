@@ -96,12 +96,11 @@ async def load_preferences(store: Store, config: RunConfig, step: int, epoch: in
 
 async def _load_subject(store: Store, feedback: Feedback) -> tuple[Call | None, str | None]:
     """Return the call that the feedback is about, or None and the reason why it cannot be trained on."""
-    session = await store.session(feedback.session_id)
-    calls = await store.calls(feedback.session_id)
-    call = next((call for call in calls if call.call_id == feedback.call_id), None)
-    if session is None or call is None or not len(call.prompt_ids):
+    call = None if feedback.call_id is None else await store.call(feedback.call_id)
+    if call is None or not len(call.prompt_ids):
         return None, "no_tokens"
-    if session.channel is Channel.LIVE and is_held_out(calls[0].messages):
+    session, first = await store.session(feedback.session_id), await store.first_call(feedback.session_id)
+    if session is not None and session.channel is Channel.LIVE and first and is_held_out(first.messages):
         return None, "held_out"
     return call, None
 

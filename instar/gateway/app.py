@@ -26,7 +26,7 @@ from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.feedback import FeedbackService
-from instar.gateway.feedback_api import UnusedReasons, explain_unused
+from instar.gateway.feedback_api import NO_REASONS, UnusedReasons, explain_unused
 from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
@@ -122,7 +122,7 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
-    unused_feedback: UnusedReasons = UnusedReasons(),
+    unused_feedback: UnusedReasons = NO_REASONS,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
 ) -> GatewayApp:

@@ -19,9 +19,17 @@ from instar.config import ModelRoute
 from instar.errors import PromptTooLong, RenderError
 from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
-from instar.gateway.feedback_api import FeedbackBody, FeedbackList, FeedbackView, UnusedReasons, check_body
+from instar.gateway.feedback_api import (
+    NO_REASONS,
+    FeedbackBody,
+    FeedbackList,
+    FeedbackView,
+    UnusedReasons,
+    check_body,
+)
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON
 from instar.gateway.routing import match_model_route
+from instar.live.base import is_held_out
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
@@ -49,8 +57,9 @@ UNUSED_LIVE_REASON = (
     "this run does not train on live replies of this agent; in a run with data 'live', set agents.NAME.mode "
     "to learn"
 )
-COMPARED_FIELDS = ("session_id", "thumbs", "score", "text", "correction", "author", "preferred")
-COMPARED_FIELDS += ("other_call_id", "other_text")
+HELD_OUT_REASON = "the session is held out, to evaluate new versions"
+RATING_FIELDS = ("session_id", "thumbs", "score", "text", "correction", "author")
+COMPARED_FIELDS = (*RATING_FIELDS, "preferred", "other_call_id", "other_text")
 """The content of feedback, which a retry repeats."""
 
 
@@ -73,7 +82,7 @@ class FeedbackService:
     """Returns the model's context length in tokens, or None if it is unknown."""
     models: Mapping[str, ModelRoute]
     reward_range: tuple[float, float]
-    unused_reasons: UnusedReasons = UnusedReasons()
+    unused_reasons: UnusedReasons = NO_REASONS
     trained_agents: Collection[str] | None = None
     """The agents whose live replies the run trains on, or None if it trains on those of all agents."""
 
@@ -120,13 +129,16 @@ class FeedbackService:
         return view
 
     async def _explain_unused_live(self, session_id: str) -> str | None:
-        """Return why the run does not train on corrections of this session because it is live, or None."""
+        """Return why the run does not train on feedback on this session because it is live, or None."""
         if self.trained_agents is None:
             return None
         session = await self.store.session(session_id)
-        if session is None or session.channel is not Channel.LIVE or session.agent_id in self.trained_agents:
+        if session is None or session.channel is not Channel.LIVE:
             return None
-        return UNUSED_LIVE_REASON
+        if session.agent_id not in self.trained_agents:
+            return UNUSED_LIVE_REASON
+        first = await self.store.first_call(session_id)
+        return HELD_OUT_REASON if first is not None and is_held_out(first.messages) else None
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body.call_id, body.response_id, body.session_id)
@@ -182,8 +194,8 @@ class FeedbackService:
     async def _build_feedback(
         self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and why the model cannot be trained on its correction or preference. The reason
-        is None if training is possible, or if there is neither."""
+        """Return the feedback, and why the model cannot be trained on its correction or preference. The
+        reason is None if training is possible, or if there is neither."""
         redact = self.redactor.redact_text
         session_id = session.session_id
         is_from_person = is_allowed(caller, Action.GIVE_HUMAN_FEEDBACK, session)
@@ -293,9 +305,8 @@ def _explain_incomparable(call: Call, other: Call) -> str | None:
     if call.call_id == other.call_id:
         raise invalid_value("A reply cannot be compared with itself; name another one.", "other_call_id")
     if call.agent_id != other.agent_id:
-        raise invalid_value(
-            "The two replies belong to different agents; compare replies of one.", "other_call_id"
-        )
+        message = "The two replies belong to different agents; compare two replies of one agent."
+        raise invalid_value(message, "other_call_id")
     if not np.array_equal(call.prompt_ids, other.prompt_ids):
         return "the two replies have different prompts"
     if call.status is not CallStatus.OK or other.status is not CallStatus.OK:

@@ -74,6 +74,9 @@ class UnusedReasons(NamedTuple):
     preferences: str | None = None
 
 
+NO_REASONS = UnusedReasons()
+
+
 def explain_unused(config: RunConfig) -> UnusedReasons:
     if not config.trains:
         reason = "this run only serves the model; export its sessions and train another run on them"
@@ -95,10 +98,9 @@ def check_body(body: FeedbackBody) -> None:
     others = (body.other_call_id, body.other_response_id, body.other_text)
     count = sum(value is not None for value in others)
     if count != (0 if body.preferred is None else 1):
-        problem = f"got {count} of other_call_id, other_response_id, other_text"
-        raise invalid_value(
-            f"Send 'preferred' together with exactly one other reply; {problem}.", "preferred"
-        )
+        names = "other_call_id, other_response_id, other_text"
+        message = f"Send 'preferred' together with exactly one of {names}; got {count} of them."
+        raise invalid_value(message, "preferred")
     if body.preferred is not None and body.correction is not None:
         message = "Send a correction or a preference, not both; send the second one as feedback of its own."
         raise invalid_value(message, "correction")

@@ -211,6 +211,11 @@ class Store:
         """Return the calls of a request. A request for several replies has several calls."""
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
 
+    async def first_call(self, session_id: str) -> Call | None:
+        """Return the first call of the session, or None if it has no calls."""
+        call_id = await self.read_statement(lambda db: call_queries.get_first_call_id(db, session_id))
+        return None if call_id is None else await self.call(call_id)
+
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
         """Return the calls of a session in commit order, without the prefixes that they share with their base
         calls. The cost is linear in the stored tokens, not in the total length of the prompts."""

@@ -483,7 +483,7 @@ async def test_correction_in_a_run_without_training_is_not_trainable(
     ) as gateway:
         session, _ = await open_session_with_reply(gateway)
         view = await send_human_feedback(gateway, session, correction="Hello.")
-        assert (view["trainable"], view["reason"]) == (False, reason)
+        assert (view["trainable"], view["reason"]) == (False, reasons.corrections)
         assert await load_correction_ids(gateway)
 
 
