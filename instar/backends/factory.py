@@ -7,7 +7,7 @@ configured. To allow a different loss, set `trainer.loss_fallback`. It has a def
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from instar.backends.base import (
     DEFAULT_CLIP,
@@ -71,7 +71,16 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
     check_adapter_source(config, capabilities)
     preferences, preference_warnings = _choose_preferences(config.trainer, capabilities)
     trainer = config.trainer.model_copy(update={"loss": loss, "preferences": preferences})
-    return config.model_copy(update={"trainer": trainer}), [*warnings, *preference_warnings]
+    warnings += preference_warnings
+    changes: dict[str, Any] = {"trainer": trainer}
+    if config.max_base_kl is not None and not capabilities.has_reference:
+        problem = "this backend does not compute the base model's logprobs"
+        if "max_base_kl" in config.live.replay.model_fields_set:
+            raise ConfigError(f"live.replay.max_base_kl: must be null, got {config.max_base_kl}; {problem}")
+        warnings.append(f"live.replay.max_base_kl: null is used instead of the default, because {problem}")
+        replay = config.live.replay.model_copy(update={"max_base_kl": None})
+        changes["live"] = config.live.model_copy(update={"replay": replay})
+    return config.model_copy(update=changes), warnings
 
 
 def _choose_preferences(

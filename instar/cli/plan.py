@@ -108,6 +108,7 @@ async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> l
     rows = await store.sessions(config.name, channel=Channel.LIVE, limit=MAX_LIVE_SESSIONS)
     sessions = [row.session for row in reversed(rows)]
     planned = {claim.session_id: claim for claim in [*batch.drops, *batch.claims]}
+    replayed_ids = {sample.session_id for sample in batch.supervised.replayed}
     described: list[PlannedSession] = []
     for live in await LiveLoader(store, config).describe(sessions):
         session_id = live.session.session_id
@@ -124,6 +125,8 @@ async def _describe_live(store: Store, config: RunConfig, batch: StepBatch) -> l
             reason = "included" if claim.outcome is ClaimOutcome.TRAINED else f"dropped: {claim.reason}"
         else:
             reason = "waits for a later step, because sessions that ended earlier come first"
+        if session_id in replayed_ids:
+            reason += "; it would be replayed"
         claim = claims[0] if claims else planned.get(session_id)
         described.append(PlannedSession(live.session, claim, reason))
     return described
@@ -172,6 +175,8 @@ def plan_json(plan: StepPlan) -> Json:
             }
             for live in plan.live
         ],
+        "replayed": _supervised_json(plan, supervised.replayed),
+        "replay_share": _compute_replay_share(plan),
         "corrections": _supervised_json(plan, supervised.corrections),
         "preferences": _supervised_json(plan, [sample for p in supervised.pairs for sample in p.samples]),
         "report": plan.batch.report,
@@ -211,6 +216,22 @@ def _make_live_table(sessions: Sequence[PlannedSession]) -> Table:
     return table
 
 
+def _describe_replay(plan: StepPlan) -> str:
+    replayed = plan.batch.supervised.replayed
+    reference = sum(sample.group_id is not None for sample in replayed)
+    return (
+        f"{len(replayed)} earlier replies would be replayed ({_compute_replay_share(plan):.0%} of the step): "
+        f"{len(replayed) - reference} from live sessions, {reference} from the reference set"
+    )
+
+
+def _compute_replay_share(plan: StepPlan) -> float:
+    """Return the fraction of the step's samples that are replayed."""
+    supervised = plan.batch.supervised
+    count = len(supervised.replayed)
+    return count / max(1, len(plan.batch.samples) + supervised.count + count)
+
+
 def _print(console: Console, plan: StepPlan) -> None:
     report = plan.batch.report
     ready_count = len(plan.groups) + len({c.session_id for c in plan.batch.claims if c.group_id is None})
@@ -245,6 +266,8 @@ def _print(console: Console, plan: StepPlan) -> None:
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()
     ]
     supervised = plan.batch.supervised
+    if plan.live:
+        lines.append(_describe_replay(plan))
     if supervised.corrections:
         lines.append(f"{len(supervised.corrections)} corrected replies would be used for training")
     if supervised.pairs:

@@ -45,6 +45,7 @@ from instar.data.group_loader import GroupLoader, LoadedGroup, LoadedSession
 from instar.data.linearize import with_advantage
 from instar.data.live import LiveLoader
 from instar.data.mixture import DataMixture
+from instar.data.replay import ReplayLoader
 from instar.data.report import report_batch, report_groups, report_outputs
 from instar.data.staleness import Staleness
 from instar.data.supervised import SupervisedBatch
@@ -103,6 +104,7 @@ class Batcher:
         self.loader = GroupLoader(store, config)
         self.live_loader = LiveLoader(store, config)
         self.mixture = DataMixture(store, run_id, config)
+        self.replay = ReplayLoader(store, config)
         self._uses_reference = config.trainer.reference.weight > 0
         self._loaded: dict[str, LoadedGroup] = {}
         # Sessions can be late by several steps.
@@ -114,6 +116,7 @@ class Batcher:
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
+        self.replay.reset()
         self.live_loader.reset()
         self.estimator.load_json({})
 
@@ -259,6 +262,8 @@ class Batcher:
         if supervised is None:
             supervised = await self._load_feedback(step, epoch)
             drops = [*drops, *supervised.drops]
+        live_count = sum(group.is_live for group in groups) + supervised.count
+        supervised = supervised.merge(await self.replay.load(step, live_count))
         # Read the tags now, because a user may have added one after the group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
         samples: list[Sample] = []
@@ -373,8 +378,11 @@ class Batcher:
                     # Exported data may come from a model with a longer context.
                     claims.append(builder.build_sample_drop(session, fresh, advantage, "too_long"))
                 else:
+                    trained = with_advantage(fresh, advantage, session.call_rewards)
+                    if group.is_live:  # its calls may have rewards that the session's advantage lacks
+                        advantage = float(trained.advantages[trained.mask > 0].mean())
                     claims.append(builder.build_trained_claim(session, fresh, advantage))
-                    samples.append(with_advantage(fresh, advantage, session.call_rewards))
+                    samples.append(trained)
         claims += builder.build_superseded_drops(group)
         return samples, claims
 

@@ -27,6 +27,7 @@ from instar.types import (
     GroupStatus,
     Reward,
     RewardSource,
+    Sample,
     Score,
     Session,
     SessionStatus,
@@ -149,11 +150,9 @@ class LiveLoader:
 
     def _load(self, session: Session, calls: Sequence[Call], reward: LiveReward) -> LoadedGroup:
         """Return the session as a group of one, which has a reason if the session cannot be trained on."""
-        # A live session may carry the id of a group that it does not belong to; its sample keys must not.
         session = replace(session, group_id=None)
-        sampled = [call if call.params.temperature > 0 else replace(call, trainable=False) for call in calls]
         requires_logprobs = self._config.trainer.loss.name != "cross_entropy"
-        samples = linearize(session, sampled, requires_logprobs=requires_logprobs)
+        samples = linearize_live(session, calls, requires_logprobs=requires_logprobs)
         reason = None
         if calls and is_held_out(calls[0].messages):
             reason = "held_out"
@@ -166,6 +165,14 @@ class LiveLoader:
         group = Group(key, session.run_id, Channel.LIVE, 0, 1, task, GroupStatus.READY, reason)
         loaded = LoadedSession(session, samples, reward.session, reward.calls)
         return LoadedGroup(group, [loaded], [], kind=kind)
+
+
+def linearize_live(session: Session, calls: Sequence[Call], *, requires_logprobs: bool) -> list[Sample]:
+    """Return the session's samples. Calls that were sampled greedily are not trained."""
+    # A live session may carry the id of a group that it does not belong to; its sample keys must not.
+    session = replace(session, group_id=None)
+    sampled = [call if call.params.temperature > 0 else replace(call, trainable=False) for call in calls]
+    return linearize(session, sampled, requires_logprobs=requires_logprobs)
 
 
 def compute_kind(metadata: Mapping[str, object], calls: Sequence[Call]) -> str:

@@ -26,6 +26,8 @@ class SupervisedBatch:
     """Corrected replies, whose advantages are the weights of their tokens in the loss."""
     pairs: list[PreferencePair] = field(default_factory=list[PreferencePair])
     """Preferences of people. The trainer computes the weights of their tokens."""
+    replayed: list[Sample] = field(default_factory=list[Sample])
+    """Replies from earlier data, with the weights of their tokens in the loss."""
     replies: list[Sample] = field(default_factory=list[Sample])
     """The policy's own replies that people corrected or compared, on which the KL of the step is measured."""
     claims: list[Claim] = field(default_factory=list[Claim])
@@ -38,10 +40,15 @@ class SupervisedBatch:
         """The number of corrections and preferences."""
         return len(self.corrections) + len(self.pairs)
 
+    @property
+    def is_empty(self) -> bool:
+        return not (self.corrections or self.pairs or self.replayed)
+
     def merge(self, other: SupervisedBatch) -> SupervisedBatch:
         return SupervisedBatch(
             corrections=[*self.corrections, *other.corrections],
             pairs=[*self.pairs, *other.pairs],
+            replayed=[*self.replayed, *other.replayed],
             replies=[*self.replies, *other.replies],
             claims=[*self.claims, *other.claims],
             drops=[*self.drops, *other.drops],
@@ -53,5 +60,6 @@ class SupervisedBatch:
             self,
             corrections=[s for s in self.corrections if s.session_id not in session_ids],
             pairs=[p for p in self.pairs if session_ids.isdisjoint(s.session_id for s in p.samples)],
+            replayed=[s for s in self.replayed if s.session_id not in session_ids],
             replies=[s for s in self.replies if s.session_id not in session_ids],
         )

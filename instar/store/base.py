@@ -137,6 +137,7 @@ class Store:
     seq_before_oldest_open = _read(annotations.get_seq_before_oldest_open)
     sessions = _read(listing.get_sessions)
     rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
+    replayable_sessions = _read(live.get_replayable_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:

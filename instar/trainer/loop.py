@@ -77,8 +77,7 @@ class Trainer:
         self.batcher = Batcher(self.store, self.run_id, self.config)
         self.alarms = AlarmDetector(self.config.run_dir)
         self.rewind = RewindState()
-        is_imitation = self.config.trainer.loss.name == "cross_entropy"
-        self.kl_limiter = KlLimiter(None if is_imitation else self.config.trainer.max_kl)
+        self.kl_limiter = KlLimiter.from_config(self.config)
         self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
@@ -120,7 +119,7 @@ class Trainer:
         logger.warning("the training session was lost; loading the last saved state: %s", error)
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = self.version = 0
-        self.rewind, self.kl_limiter.lr_scale = RewindState(), 1.0
+        self.rewind, self.kl_limiter = RewindState(), KlLimiter.from_config(self.config)
 
     async def _run_step(self) -> bool:
         """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
@@ -188,7 +187,7 @@ class Trainer:
             **report_session_ages(batch.session_starts, time.time()),
             "wait_seconds": wait_seconds,
         }
-        if batch.samples or batch.supervised.count:
+        if batch.samples or not batch.supervised.is_empty:
             metrics |= await self._update_weights(batch, step)
         else:
             logger.info("step %s: no samples to train on; the weights are unchanged", step)
@@ -236,8 +235,9 @@ class Trainer:
         self.activity = f"step {step}: saving"
         if self.config.trainer.on_collapse == "rewind":
             self.rewind = self.rewind.update(step, self.alarms.recent_reward)
-        baseline, lr_scale = self.batcher.estimator.to_json(), self.kl_limiter.lr_scale
-        state = TrainerState(step, self.timer.seconds, baseline, self.rewind, lr_scale)
+        baseline, limiter = self.batcher.estimator.to_json(), self.kl_limiter
+        kl_state = (limiter.lr_scale, limiter.base_weight)
+        state = TrainerState(step, self.timer.seconds, baseline, self.rewind, *kl_state)
         path = await save_checkpoint(self.config.run_dir, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
         await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
@@ -362,7 +362,7 @@ class Trainer:
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
             self.rewind = state.rewind
-            self.kl_limiter.lr_scale = state.kl_lr_scale
+            self.kl_limiter.restore(state.kl_lr_scale, state.base_kl_weight)
         else:
             await load_initial_weights(self.config, self.backend)
             if self.makes_candidates:  # training continues from here if no version was ever promoted

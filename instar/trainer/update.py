@@ -9,15 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from instar.backends.base import DEFAULT_BETA, Backend, ForwardBackwardResult, OptimStepResult
-from instar.config import AdamConfig, LossConfig, OffPolicyConfig, TrainerConfig
+from instar.config import AdamConfig, LossConfig, OffPolicyConfig, RunConfig, TrainerConfig
 from instar.data.batcher import StepBatch
 from instar.data.corrections import report_corrections
 from instar.data.off_policy import apply_decoupled_ppo, compute_importance_metrics, estimate_kl
 from instar.data.supervised import SupervisedBatch
 from instar.reference.penalty import ReferencePenalty
 from instar.trainer.preferences import weigh_preferences
-from instar.types import Json, Sample
+from instar.types import Floats, Json, Sample
 
 SUPERVISED_LOSS = LossConfig(name="cross_entropy")
 MIN_LR_CHANGE, MAX_LR_CHANGE = 0.5, 1.1
@@ -25,6 +27,8 @@ MIN_LR_CHANGE, MAX_LR_CHANGE = 0.5, 1.1
 MIN_LR_SCALE = 0.01
 """The minimum of the learning rate's scale, so that training continues even if the KL does not fall."""
 MIN_KL = 1e-9
+MAX_BASE_WEIGHT = 64.0
+"""The maximum weight of the KL to the base model. It starts at 1, the weight of a large advantage."""
 MAX_MEASURED_SAMPLES = 8
 """The maximum number of samples on which the KL of a step is measured."""
 
@@ -106,10 +110,49 @@ def schedule_adam(settings: TrainerConfig, step: int, seconds: float, scale: flo
 
 @dataclass
 class KlLimiter:
-    """Lowers the learning rate while steps change the policy by more than `trainer.max_kl`."""
+    """Lowers the learning rate while steps change the policy by more than `trainer.max_kl`, and pulls it back
+    to the base model while all steps together have changed it by more than `live.replay.max_base_kl`."""
 
     max_kl: float | None
     lr_scale: float = 1.0
+    max_base_kl: float | None = None
+    base_weight: float = 0.0
+    """The weight of the KL to the base model in the loss."""
+
+    @classmethod
+    def from_config(cls, config: RunConfig) -> KlLimiter:
+        is_imitation = config.trainer.loss.name == "cross_entropy"
+        return cls(None if is_imitation else config.trainer.max_kl, max_base_kl=config.max_base_kl)
+
+    def restore(self, lr_scale: float, base_weight: float) -> None:
+        self.lr_scale, self.base_weight = lr_scale, base_weight
+
+    @property
+    def is_active(self) -> bool:
+        return self.max_kl is not None or self.max_base_kl is not None
+
+    async def penalize_base_kl(
+        self, samples: Sequence[Sample], logprobs: Sequence[Floats], backend: Backend
+    ) -> tuple[list[Sample], Json]:
+        """Measure the KL between the base model and the policy, whose logprobs of the samples are given, and
+        adapt its weight. Return the metrics, and samples whose cross-entropy loss has the gradient of the KL
+        as `estimate_kl` computes it, or none if the weight is 0."""
+        if self.max_base_kl is None or not samples:
+            return [], {}
+        base = await backend.reference_logprobs(samples)
+        kl = estimate_kl(samples, base, logprobs)
+        if kl is None:
+            return [], {}
+        if kl > self.max_base_kl:
+            self.base_weight = min(max(2 * self.base_weight, 1.0), MAX_BASE_WEIGHT)
+        else:
+            self.base_weight = self.base_weight / 2 if self.base_weight > 1.0 else 0.0
+        penalties: list[Sample] = []
+        for sample, reference, current in zip(samples, base, logprobs, strict=True):
+            pull = np.where(sample.mask > 0, reference - current, 0.0) * self.base_weight / len(samples)
+            penalties.append(replace(sample, advantages=pull.astype(np.float32)))
+        metrics: Json = {"base_kl": kl, "base_kl_weight": self.base_weight}
+        return penalties if self.base_weight else [], metrics
 
     def adapt(self, kl: float | None) -> None:
         """Adapt the scale after a step with this KL, which grows with the square of the learning rate."""
@@ -122,9 +165,11 @@ class KlLimiter:
 async def weigh_supervised(
     batch: SupervisedBatch, backend: Backend, settings: TrainerConfig
 ) -> tuple[list[Sample], Json]:
-    """Return the samples for the cross-entropy loss, corrections first, and the metrics of preferences."""
+    """Return the samples for the cross-entropy loss, corrections first, and the metrics of preferences and
+    replay."""
     preferences, metrics = await weigh_preferences(batch.pairs, backend, settings.preferences)
-    return [*batch.corrections, *preferences], metrics
+    metrics |= {"replayed": len(batch.replayed)} if batch.replayed else {}
+    return [*batch.corrections, *preferences, *batch.replayed], metrics
 
 
 async def apply_updates(
@@ -138,18 +183,19 @@ async def apply_updates(
     """Update the weights ``count`` times, the first time also with the supervised samples. ``adam`` does not
     include the limiter's scale. Return the results of the first update, and the KL of all updates together if
     it is limited."""
-    measured = select_measured([*samples.own, *samples.replies]) if limiter.max_kl is not None else []
+    measured = select_measured([*samples.own, *samples.replies]) if limiter.is_active else []
     before = await backend.forward(measured) if measured else []
+    penalties, metrics = await limiter.penalize_base_kl(measured, before, backend)
     scaled_adam = _scale_lr(adam, limiter.lr_scale)
-    first = await apply_update(backend, samples.own, loss, samples.supervised, scaled_adam)
+    first = await apply_update(backend, samples.own, loss, [*samples.supervised, *penalties], scaled_adam)
     for _ in range(count - 1 if samples.own else 0):
         await apply_update(backend, samples.own, loss, [], scaled_adam)
-    if not measured:
-        return first, {}
+    if not measured or limiter.max_kl is None:
+        return first, metrics
     # `forward_backward` may round differently, so its logprobs cannot be compared with those of `forward`.
     kl = estimate_kl(measured, before, await backend.forward(measured))
     limiter.adapt(kl)
-    return first, {} if kl is None else {"step_kl": kl, "kl_lr_scale": limiter.lr_scale}
+    return first, metrics | ({} if kl is None else {"step_kl": kl, "kl_lr_scale": limiter.lr_scale})
 
 
 def report_update(batch: StepBatch, result: UpdateResult, settings: TrainerConfig) -> Json:

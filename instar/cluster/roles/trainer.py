@@ -12,7 +12,13 @@ from instar.cluster.context import ENGINE_TOKEN_ENV, HEARTBEAT_INTERVAL_SECONDS,
 from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.tasks import background_tasks, call_when_set
-from instar.config import LocalClusterConfig
+from instar.config import LocalClusterConfig, RunConfig
+from instar.config.live_data import BASE_REFERENCE
+from instar.engines.base import Engine
+from instar.live.base import may_always_run
+from instar.live.reference_set import sample_reference_set
+from instar.models import resolve_tokenizer
+from instar.record.base import Renderer
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
@@ -70,10 +76,18 @@ async def run_trainer(context: RoleContext) -> None:
                 _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
                 context.heartbeat(store, lambda: trainer.activity),
+                _prepare_reference_set(store, config, connected[0]),
             ):
                 await trainer.run()
     await context.announce(store, trainer.activity)
     await store.close()
+
+
+async def _prepare_reference_set(store: Store, config: RunConfig, engine: Engine) -> None:
+    if config.reference_label == BASE_REFERENCE:
+        folder = resolve_tokenizer(config.model.name)
+        renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
+        await sample_reference_set(store, config, engine, renderer, may_always_run)
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:

@@ -1,0 +1,108 @@
+"""Samples the built-in reference set: replies of version 0 to fixed prompts, which training replays.
+
+The replies are sampled once per run and stored as groups of the data channel, so they are the same for all
+later versions.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from instar.config import RunConfig
+from instar.config.data import group_id_prefix
+from instar.config.live_data import BASE_REFERENCE
+from instar.engines.base import Engine
+from instar.errors import EngineError, RenderError
+from instar.live.base import MayRun, wait_until_allowed
+from instar.live.reference_prompts import REFERENCE_PROMPTS
+from instar.record.base import Renderer
+from instar.store.base import SessionRecord, Store
+from instar.types import (
+    Call,
+    Channel,
+    FinishReason,
+    Group,
+    GroupStatus,
+    Message,
+    PolicyRef,
+    SamplingParams,
+    Session,
+    SessionStatus,
+    Task,
+    TokenChunk,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLY_TOKENS = 96
+
+
+async def sample_reference_set(
+    store: Store, config: RunConfig, engine: Engine, renderer: Renderer, may_run: MayRun
+) -> None:
+    """Sample the replies that are missing, one at a time, while ``may_run`` allows it. If the engine cannot
+    sample from version 0, log a warning, and replay no reference set."""
+    if config.reference_label != BASE_REFERENCE:
+        return
+    prefix = group_id_prefix(config.name, BASE_REFERENCE)
+    existing = {group.group_id for group in await store.groups(config.name, Channel.DATA)}
+    for index, prompt in enumerate(REFERENCE_PROMPTS):
+        group_id = f"{prefix}{index:06d}"
+        if group_id in existing:
+            continue
+        await wait_until_allowed(may_run)
+        try:
+            record = await _sample(config, engine, renderer, group_id, prompt)
+        except (EngineError, RenderError) as error:
+            logger.warning("the reference set of live.replay is incomplete: %s", error)
+            return
+        task = Task(f"{BASE_REFERENCE}-{index}", {})
+        group = Group(group_id, config.name, Channel.DATA, index, 1, task, GroupStatus.READY)
+        await store.put_records([group], [record])
+
+
+async def _sample(
+    config: RunConfig, engine: Engine, renderer: Renderer, group_id: str, prompt: str
+) -> SessionRecord:
+    messages = (Message(role="user", content=prompt),)
+    prompt_ids = renderer.render(messages)
+    policy = PolicyRef(config.policy_ids[0], 0)
+    params = SamplingParams(max_tokens=MAX_REPLY_TOKENS, stop_token_ids=tuple(renderer.stop_token_ids))
+    started_at = time.time()
+    chunks = [chunk async for chunk in engine.generate(prompt_ids, params, policy)]
+    sampled_ids = [token for chunk in chunks for token in chunk.token_ids]
+    session_id = group_id.replace("/", "-")
+    identity = (config.name, config.agent_id, policy.policy_id)
+    session = Session(
+        session_id,
+        *identity,
+        Channel.DATA,
+        SessionStatus.COMPLETED,
+        group_id,
+        created_at=started_at,
+        ended_at=time.time(),
+    )
+    call = Call(
+        f"{session_id}-call",
+        session_id,
+        *identity,
+        request_id=f"{session_id}-call",
+        prompt_ids=np.asarray(prompt_ids, np.int32),
+        sampled_ids=np.asarray(sampled_ids, np.int32),
+        logprobs=np.asarray([value for chunk in chunks for value in chunk.logprobs], np.float32),
+        versions=np.asarray([value for chunk in chunks for value in chunk.versions], np.int32),
+        messages=messages,
+        reply=renderer.parse(sampled_ids, prompt_ids=prompt_ids),
+        finish_reason=_get_finish_reason(chunks),
+        params=params,
+        started_at=started_at,
+        ended_at=time.time(),
+    )
+    return SessionRecord(session, (call,))
+
+
+def _get_finish_reason(chunks: list[TokenChunk]) -> FinishReason:
+    return chunks[-1].finish_reason or "stop"
