@@ -19,6 +19,7 @@ import numpy as np
 
 from instar.model_types import Artifact as Artifact
 from instar.model_types import ArtifactKind as ArtifactKind
+from instar.model_types import Endpoint as Endpoint
 from instar.model_types import FinishReason as FinishReason
 from instar.model_types import Floats as Floats
 from instar.model_types import Ids as Ids
@@ -54,6 +55,8 @@ class Channel(StrEnum):
     LIVE = "live"
     DATA = "data"
     """Sessions that were imported as training data."""
+    RESAMPLED = "resampled"
+    """Sessions that the trainer sampled for the prompts of live sessions."""
 
 
 class SessionStatus(StrEnum):
@@ -392,17 +395,3 @@ class Step:
     """The policy version that this step published; None until then."""
     metrics: Json = field(default_factory=dict[str, Any])
     updated_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The address, process and current activity of a running role."""
-
-    run_id: str
-    role: str
-    name: str
-    url: str
-    pid: int
-    doing: str = ""
-    log: str = ""
-    heartbeat: float = 0.0

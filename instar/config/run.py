@@ -30,6 +30,7 @@ from instar.config.rollout import (
     RewardConfig,
     RolloutConfig,
     ScoringConfig,
+    can_score_live,
 )
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
@@ -167,6 +168,12 @@ class RunConfig(Section):
         for setting, is_set in conflicts.items():
             if is_set:
                 raise ValueError(f"{setting} cannot be used with data 'live'; remove this setting")
+        if self.live.resample > 1 and not any(can_score_live(section) for section in self.reward):
+            raise ValueError(
+                f"live.resample: got {self.live.resample}, but `reward` has no rule with a function and no "
+                "judge that can score a single session, so new replies would have no reward; add one, or set "
+                "live.resample to 1"
+            )
         if self.model.adapter is not None and self.max_base_kl is not None:
             raise ValueError(
                 "live.replay.max_base_kl: must be unset or null if model.adapter is set, because the KL is "

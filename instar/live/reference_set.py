@@ -7,7 +7,6 @@ later versions.
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 
@@ -18,12 +17,12 @@ from instar.engines.base import Engine
 from instar.errors import EngineError, RenderError
 from instar.live.base import MayRun, wait_until_allowed
 from instar.live.reference_prompts import REFERENCE_PROMPTS
+from instar.live.resample import sample_reply
 from instar.record.base import Renderer
 from instar.store.base import SessionRecord, Store
 from instar.types import (
     Call,
     Channel,
-    FinishReason,
     Group,
     GroupStatus,
     Message,
@@ -32,7 +31,6 @@ from instar.types import (
     Session,
     SessionStatus,
     Task,
-    TokenChunk,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,41 +66,32 @@ async def _sample(
     config: RunConfig, engine: Engine, renderer: Renderer, group_id: str, prompt: str
 ) -> SessionRecord:
     messages = (Message(role="user", content=prompt),)
-    prompt_ids = renderer.render(messages)
     policy = PolicyRef(config.policy_ids[0], 0)
-    params = SamplingParams(max_tokens=MAX_REPLY_TOKENS, stop_token_ids=tuple(renderer.stop_token_ids))
-    started_at = time.time()
-    chunks = [chunk async for chunk in engine.generate(prompt_ids, params, policy)]
-    sampled_ids = [token for chunk in chunks for token in chunk.token_ids]
     session_id = group_id.replace("/", "-")
+    empty = np.empty(0, np.float32)
     identity = (config.name, config.agent_id, policy.policy_id)
+    prompt_call = Call(
+        f"{session_id}-call",
+        session_id,
+        *identity,
+        request_id=f"{session_id}-call",
+        prompt_ids=np.asarray(renderer.render(messages), np.int32),
+        sampled_ids=empty.astype(np.int32),
+        logprobs=empty,
+        versions=empty.astype(np.int32),
+        messages=messages,
+        reply=Message(role="assistant", content=""),
+        finish_reason="stop",
+        params=SamplingParams(max_tokens=MAX_REPLY_TOKENS, stop_token_ids=tuple(renderer.stop_token_ids)),
+    )
+    call = await sample_reply(engine, prompt_call, policy, renderer)
     session = Session(
         session_id,
         *identity,
         Channel.DATA,
         SessionStatus.COMPLETED,
         group_id,
-        created_at=started_at,
-        ended_at=time.time(),
-    )
-    call = Call(
-        f"{session_id}-call",
-        session_id,
-        *identity,
-        request_id=f"{session_id}-call",
-        prompt_ids=np.asarray(prompt_ids, np.int32),
-        sampled_ids=np.asarray(sampled_ids, np.int32),
-        logprobs=np.asarray([value for chunk in chunks for value in chunk.logprobs], np.float32),
-        versions=np.asarray([value for chunk in chunks for value in chunk.versions], np.int32),
-        messages=messages,
-        reply=renderer.parse(sampled_ids, prompt_ids=prompt_ids),
-        finish_reason=_get_finish_reason(chunks),
-        params=params,
-        started_at=started_at,
-        ended_at=time.time(),
+        created_at=call.started_at,
+        ended_at=call.ended_at,
     )
     return SessionRecord(session, (call,))
-
-
-def _get_finish_reason(chunks: list[TokenChunk]) -> FinishReason:
-    return chunks[-1].finish_reason or "stop"

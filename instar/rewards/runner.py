@@ -74,7 +74,7 @@ class ScoringRunner:
         self._scorer_queues: list[_ScorerQueue] = []
         for scorer in session_scorers:
             channels = ROLLOUT_CHANNELS if scorer in rollout_scorers else ()
-            channels += (Channel.LIVE,) if scorer in live_scorers else ()
+            channels += (Channel.LIVE, Channel.RESAMPLED) if scorer in live_scorers else ()
             if channels:
                 self._scorer_queues.append(_ScorerQueue(self, scorer, channels))
         self.is_draining = False

@@ -21,6 +21,8 @@ from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.group_members import is_member
 from instar.store.models import JUDGED_TAG as JUDGED_TAG
+from instar.store.models import RESAMPLED_PREFIX as RESAMPLED_PREFIX
+from instar.store.models import RESAMPLED_TAG as RESAMPLED_TAG
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
 from instar.store.models import ForgottenSession as ForgottenSession
@@ -37,6 +39,7 @@ from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
 from instar.store.models import is_correction_key as is_correction_key
 from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
+from instar.store.models import make_resampled_group_id as make_resampled_group_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
@@ -138,6 +141,7 @@ class Store:
     sessions = _read(listing.get_sessions)
     rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
     replayable_sessions = _read(live.get_replayable_sessions)
+    unresampled_sessions = _read(live.get_unresampled_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from instar.store.database import Database
-from instar.store.models import FEEDBACK_ID_PREFIX
+from instar.store.models import FEEDBACK_ID_PREFIX, RESAMPLED_PREFIX
 from instar.store.rows import SESSION_ROWS
-from instar.types import UNTRAINABLE, Channel, ClaimOutcome, RewardSource, Session
+from instar.types import UNTRAINABLE, Channel, ClaimOutcome, RewardSource, Session, SessionStatus
 
 REWARD_OVERLAP = 256
 """So many earlier rewards are read again, because a PostgreSQL server may commit rewards out of order."""
@@ -100,3 +100,26 @@ def get_rewarded_live_sessions(
         },
     )
     return RewardedSessions(sessions, last)
+
+
+def get_unresampled_sessions(
+    db: Database, run_id: str, agent_ids: Sequence[str], *, limit: int
+) -> list[Session]:
+    """Return completed live sessions of the agents that were not resampled yet, oldest first."""
+    return SESSION_ROWS.select(
+        db,
+        f"""
+        SELECT * FROM sessions s
+        WHERE s.run_id = ? AND s.channel = ? AND s.status = ?
+          AND s.agent_id IN ({db.json_array_sql.format("?")})
+          AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.group_id = ? || s.session_id)
+        ORDER BY s.seq LIMIT ?""",
+        (
+            run_id,
+            Channel.LIVE.value,
+            SessionStatus.COMPLETED.value,
+            json.dumps(list(agent_ids)),
+            RESAMPLED_PREFIX,
+            limit,
+        ),
+    )

@@ -170,8 +170,8 @@ class Trainer:
 
     def _is_done(self) -> bool:
         settings = self.config.trainer
-        is_out_of_time = settings.seconds is not None and self.timer.seconds >= settings.seconds
-        return self.stop_event.is_set() or self.step >= settings.steps or is_out_of_time
+        is_over = settings.seconds is not None and self.timer.seconds >= settings.seconds
+        return self.stop_event.is_set() or self.step >= settings.steps or is_over
 
     # --- one step --------------------------------------------------------------------------------
 
@@ -217,9 +217,7 @@ class Trainer:
         if batch.samples:
             batch, metrics = await reweight(batch, self.backend, self.penalty, settings.off_policy)
             if not batch.samples:
-                logger.info(
-                    "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
-                )
+                logger.info("step %s: trainer.off_policy.drop_above dropped the tokens of all samples", step)
         supervised, supervised_metrics = await weigh_supervised(batch.supervised, self.backend, settings)
         if not batch.samples and not supervised:
             return metrics

@@ -14,9 +14,9 @@ from instar.cluster.endpoints import EndpointDirectory, EngineConnections, conne
 from instar.cluster.tasks import background_tasks, call_when_set
 from instar.config import LocalClusterConfig, RunConfig
 from instar.config.live_data import BASE_REFERENCE
-from instar.engines.base import Engine
 from instar.live.base import may_always_run
 from instar.live.reference_set import sample_reference_set
+from instar.live.resample import Resampler
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
 from instar.reference.factory import create_penalty
@@ -76,18 +76,28 @@ async def run_trainer(context: RoleContext) -> None:
                 _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
                 context.heartbeat(store, lambda: trainer.activity),
-                _prepare_reference_set(store, config, connected[0]),
+                _sample_for_live(context, store, config),
             ):
                 await trainer.run()
     await context.announce(store, trainer.activity)
     await store.close()
 
 
-async def _prepare_reference_set(store: Store, config: RunConfig, engine: Engine) -> None:
-    if config.reference_label == BASE_REFERENCE:
-        folder = resolve_tokenizer(config.model.name)
-        renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
-        await sample_reference_set(store, config, engine, renderer, may_always_run)
+async def _sample_for_live(context: RoleContext, store: Store, config: RunConfig) -> None:
+    """Sample the reference set, and resample live sessions, if the run is configured so."""
+    samples_reference = config.reference_label == BASE_REFERENCE
+    resamples = config.trains_on_live and config.live.resample > 1
+    if not (samples_reference or resamples):
+        return
+    folder = resolve_tokenizer(config.model.name)
+    renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
+    engine, watch_engines = await connect_to_engines(context, store, "engine")
+    assert engine is not None, "a run that trains on live traffic has an engine"
+    async with background_tasks(watch_engines()):
+        if samples_reference:
+            await sample_reference_set(store, config, engine, renderer, may_always_run)
+        if resamples:
+            await Resampler(store, config, renderer, engine, may_always_run).run()
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer) -> None:
