@@ -257,3 +257,23 @@ def test_backend_without_reference_disables_or_rejects_the_kl_limit(tmp_path: Pa
     assert any("live.replay.max_base_kl" in warning for warning in warnings)
     with pytest.raises(ConfigError, match=r"live\.replay\.max_base_kl: must be null, got 1"):
         apply_capabilities(make_replay_config(tmp_path, model, {"max_base_kl": 1.0}), capabilities)
+
+
+async def test_live_data_older_than_a_day_is_weighted_with_recomputed_logprobs(
+    tmp_path: Path, model: Path
+) -> None:
+    """The stored logprobs of a session, which are far from the policy's, count only in the weights of its
+    tokens. The loss is relative to the recomputed ones."""
+    ratios: list[tuple[bool, float]] = []
+    for ended in (0.0, -2 * 86400.0):
+        config = make_replay_config(tmp_path / str(ended), model, {"share": 0}, steps=1, groups_per_step=1)
+        store = await open_store(config)
+        await add_live(store, "s", 1.0, ended=ended)
+        await store.close()
+        async with open_trainer(config) as harness:
+            await harness.trainer.run()
+        (step,) = read_steps(config.run_dir)
+        ratios.append(("proximal_seconds" in step, step["ratio_mean"]))
+    assert ratios[1] == (True, pytest.approx(1.0))
+    assert ratios[0][0] is False
+    assert ratios[0][1] < 0.5, "the recorded logprobs are too high"
