@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Literal, NotRequired, TypedDict
 
@@ -146,3 +147,17 @@ class PolicyStage(StrEnum):
     def is_pending(self) -> bool:
         """True if the version may still be promoted or rejected."""
         return self in (PolicyStage.CANDIDATE, PolicyStage.SHADOW, PolicyStage.CANARY)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The address, process and current activity of a running role."""
+
+    run_id: str
+    role: str
+    name: str
+    url: str
+    pid: int
+    doing: str = ""
+    log: str = ""
+    heartbeat: float = 0.0

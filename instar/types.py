@@ -19,6 +19,7 @@ import numpy as np
 
 from instar.model_types import Artifact as Artifact
 from instar.model_types import ArtifactKind as ArtifactKind
+from instar.model_types import Endpoint as Endpoint
 from instar.model_types import FinishReason as FinishReason
 from instar.model_types import Floats as Floats
 from instar.model_types import Ids as Ids
@@ -58,6 +59,8 @@ class Channel(StrEnum):
     LIVE = "live"
     DATA = "data"
     """Sessions that were imported as training data."""
+    RESAMPLED = "resampled"
+    """Sessions that the trainer sampled for the prompts of live sessions."""
 
 
 class SessionStatus(StrEnum):
@@ -284,6 +287,14 @@ class Feedback:
     """The tokens of the correction, as the model would have sampled them after the call's prompt."""
     author: str = ""
     created_at: float = 0.0
+    preferred: str | None = None
+    """`this` if a person prefers the reply of the call to another reply, or `other` if they prefer the other
+    one; None if nothing was compared."""
+    other_call_id: str | None = None
+    """The call of the other reply, or None if it is a text."""
+    other_text: str | None = None
+    other_ids: Ids | None = None
+    """The tokens of the other reply, as they follow the call's prompt. None if it cannot be trained on."""
 
     @property
     def source(self) -> RewardSource:
@@ -339,17 +350,3 @@ class Sample:
     @property
     def trained_tokens(self) -> int:
         return int(self.mask.sum())
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The address, process and current activity of a running role."""
-
-    run_id: str
-    role: str
-    name: str
-    url: str
-    pid: int
-    doing: str = ""
-    log: str = ""
-    heartbeat: float = 0.0

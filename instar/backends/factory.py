@@ -7,7 +7,7 @@ configured. To allow a different loss, set `trainer.loss_fallback`. It has a def
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from instar.backends.base import (
     DEFAULT_CLIP,
@@ -26,6 +26,7 @@ from instar.config import (
     CloudEngineConfig,
     LocalBackendConfig,
     LossConfig,
+    PreferencesConfig,
     RunConfig,
     TrainerConfig,
     VerlBackendConfig,
@@ -47,8 +48,9 @@ def create_backend(config: RunConfig) -> Backend:
 
 
 def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> tuple[RunConfig, list[str]]:
-    """Return the config to train with, and a warning if the loss was replaced with `trainer.loss_fallback`.
-    Raises ConfigError for a setting that is invalid or that the backend does not support."""
+    """Return the config to train with, and warnings if the loss was replaced with `trainer.loss_fallback`, or
+    if the backend cannot train on preferences. Raises ConfigError for a setting that is invalid or that the
+    backend does not support."""
     loss, warnings = _choose_loss(config.trainer, capabilities)
     _check_optimizer(config.trainer.adam, capabilities)
     reference = config.trainer.reference
@@ -67,10 +69,33 @@ def apply_capabilities(config: RunConfig, capabilities: BackendCapabilities) -> 
             "backend.lora: null trains all weights, which this backend does not support; set a LoRA rank"
         )
     check_adapter_source(config, capabilities)
-    if loss is config.trainer.loss:
-        return config, warnings
-    trainer = config.trainer.model_copy(update={"loss": loss})
-    return config.model_copy(update={"trainer": trainer}), warnings
+    preferences, preference_warnings = _choose_preferences(config.trainer, capabilities)
+    trainer = config.trainer.model_copy(update={"loss": loss, "preferences": preferences})
+    warnings += preference_warnings
+    changes: dict[str, Any] = {"trainer": trainer}
+    if config.max_base_kl is not None and not capabilities.has_reference:
+        problem = "this backend does not compute the base model's logprobs"
+        if "max_base_kl" in config.live.replay.model_fields_set:
+            raise ConfigError(f"live.replay.max_base_kl: must be null, got {config.max_base_kl}; {problem}")
+        warnings.append(f"live.replay.max_base_kl: null is used instead of the default, because {problem}")
+        replay = config.live.replay.model_copy(update={"max_base_kl": None})
+        changes["live"] = config.live.model_copy(update={"replay": replay})
+    return config.model_copy(update=changes), warnings
+
+
+def _choose_preferences(
+    trainer: TrainerConfig, capabilities: BackendCapabilities
+) -> tuple[PreferencesConfig, list[str]]:
+    """Return the settings for preferences, which are disabled if the backend cannot train on them. Raises
+    ConfigError if their weight was set."""
+    section = trainer.preferences
+    if section.weight == 0 or (capabilities.has_reference and "cross_entropy" in capabilities.losses):
+        return section, []
+    problem = "preferences need the cross_entropy loss and the base model's logprobs from the backend"
+    if "weight" in section.model_fields_set:
+        raise ConfigError(f"trainer.preferences.weight: must be 0, got {section.weight}; {problem}")
+    warning = f"trainer.preferences.weight: 0 is used instead of the default, because {problem}"
+    return section.model_copy(update={"weight": 0.0}), [warning]
 
 
 def check_adapter_source(config: RunConfig, capabilities: BackendCapabilities) -> None:

@@ -16,7 +16,6 @@ from instar.cli.run_store import open_run_store
 from instar.cluster.versions import choose_policy_id
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
-from instar.data.corrections import CorrectionBatch, load_corrections
 from instar.data.live import EXCLUSIONS, LiveLoader
 from instar.errors import InstarError
 from instar.store.base import SessionFilter, Store, is_correction_key
@@ -30,6 +29,7 @@ from instar.types import (
     Group,
     GroupStatus,
     Json,
+    Sample,
     Session,
     StepState,
 )
@@ -62,7 +62,6 @@ class StepPlan:
     """Number of groups in a full step."""
     groups: list[Group]
     batch: StepBatch
-    corrections: CorrectionBatch
     waiting: dict[str, int]
     """Number of groups that no step has claimed, by status."""
     live: list[PlannedSession]
@@ -111,11 +110,10 @@ async def make_plan(store: Store, config: RunConfig, agent_id: str | None = None
         batcher.estimator.load_json(state.baseline)
     step_by_version = await store.steps_by_version(policy_id)
     batch = await batcher.preview(step, SINGLE_EPOCH, version, step_by_version)
-    corrections = await load_corrections(store, config, step, SINGLE_EPOCH)
     groups, waiting = await _load_groups(store, config, batch)
     groups_needed = config.trainer.groups_per_step
     live = await _describe_live(store, config, batch, agent_id)
-    return StepPlan(policy_id, step, version, groups_needed, groups, batch, corrections, waiting, live)
+    return StepPlan(policy_id, step, version, groups_needed, groups, batch, waiting, live)
 
 
 async def _describe_live(
@@ -128,6 +126,7 @@ async def _describe_live(
     sessions = [row.session for row in reversed(rows)]
     planned = {claim.session_id: claim for claim in [*batch.drops, *batch.claims]}
     rejected = {agent: await store.rejected_versions(config.get_policy_id(agent)) for agent in config.agents}
+    replayed_ids = {sample.session_id for sample in batch.supervised.replayed}
     described: list[PlannedSession] = []
     for live in await LiveLoader(store, config).describe(sessions):
         session_id = live.session.session_id
@@ -149,6 +148,8 @@ async def _describe_live(
             reason = "included" if claim.outcome is ClaimOutcome.TRAINED else f"dropped: {claim.reason}"
         else:
             reason = "waits for a later step, because sessions that ended earlier come first"
+        if session_id in replayed_ids:
+            reason += "; it would be replayed"
         claim = claims[0] if claims else planned.get(session_id)
         described.append(PlannedSession(live.session, claim, reason, rejected_version))
     return described
@@ -170,7 +171,7 @@ async def _load_groups(
 
 
 def plan_json(plan: StepPlan) -> Json:
-    tokens = _tokens_by_sample(plan)
+    tokens, supervised = _tokens_by_sample(plan), plan.batch.supervised
     return {
         **select_fields(plan, "policy_id", "step", "version"),
         "ready": plan.batch.is_full,
@@ -197,9 +198,17 @@ def plan_json(plan: StepPlan) -> Json:
             }
             for live in plan.live
         ],
-        "corrections": [_claim_json(claim) for claim in plan.corrections.claims],
+        "replayed": _supervised_json(plan, supervised.replayed),
+        "replay_share": _compute_replay_share(plan),
+        "corrections": _supervised_json(plan, supervised.corrections),
+        "preferences": _supervised_json(plan, [sample for p in supervised.pairs for sample in p.samples]),
         "report": plan.batch.report,
     }
+
+
+def _supervised_json(plan: StepPlan, samples: Sequence[Sample]) -> list[Json]:
+    keys = {sample.sample_key for sample in samples}
+    return [_claim_json(claim) for claim in plan.batch.supervised.claims if claim.sample_key in keys]
 
 
 def _claim_json(claim: Claim) -> Json:
@@ -228,6 +237,22 @@ def _make_live_table(sessions: Sequence[PlannedSession]) -> Table:
             Text(live.reason),
         )
     return table
+
+
+def _describe_replay(plan: StepPlan) -> str:
+    replayed = plan.batch.supervised.replayed
+    reference = sum(sample.group_id is not None for sample in replayed)
+    return (
+        f"{len(replayed)} earlier replies would be replayed ({_compute_replay_share(plan):.0%} of the step): "
+        f"{len(replayed) - reference} from live sessions, {reference} from the reference set"
+    )
+
+
+def _compute_replay_share(plan: StepPlan) -> float:
+    """Return the fraction of the step's samples that are replayed."""
+    supervised = plan.batch.supervised
+    count = len(supervised.replayed)
+    return count / max(1, len(plan.batch.samples) + supervised.count + count)
 
 
 def _print(console: Console, plan: StepPlan) -> None:
@@ -265,8 +290,13 @@ def _print(console: Console, plan: StepPlan) -> None:
         f"{count} sample(s) from other groups would be dropped: {reason}"
         for reason, count in Counter(claim.reason for claim in plan.batch.drops).items()
     ]
-    if plan.corrections.samples:
-        lines.append(f"{len(plan.corrections.samples)} corrected replies would be used for training")
+    supervised = plan.batch.supervised
+    if plan.live:
+        lines.append(_describe_replay(plan))
+    if supervised.corrections:
+        lines.append(f"{len(supervised.corrections)} corrected replies would be used for training")
+    if supervised.pairs:
+        lines.append(f"{len(supervised.pairs)} preferences would be used for training")
     waiting = ", ".join(f"{count} {status}" for status, count in plan.waiting.items()) or "none"
     for line in (*lines, f"waiting groups: {waiting}"):
         console.print(line, highlight=False)

@@ -34,6 +34,7 @@ async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> Ru
     """Return the config with the version and content hash of all exported data filled in. A resumed run keeps
     those in ``previous``, the `data` of its saved config. Otherwise, datasets without a version get their
     newest one."""
+    config = await _pin_reference(config)
     if not any(section.is_exported for section in config.data):
         return config
     previous_by_index = _match_previous(config.data, previous)
@@ -48,8 +49,17 @@ async def pin_data(config: RunConfig, previous: Sequence[DataConfig] = ()) -> Ru
     return config.model_copy(update={"data": pinned})
 
 
+async def _pin_reference(config: RunConfig) -> RunConfig:
+    replay = config.live.replay
+    if replay.reference_data is None or config.reference_label is None:
+        return config
+    section = _pin(replay.reference_data, None, await _list_datasets(config), "live.replay.reference")
+    pinned = replay.model_copy(update={"reference": section.source, "content": section.content})
+    return config.model_copy(update={"live": config.live.model_copy(update={"replay": pinned})})
+
+
 async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
-    if all(section.dataset is None for section in config.data):
+    if all(section.dataset is None for section in _list_exported(config)):
         return []
     is_shared = isinstance(config.store, PostgresStoreConfig)
     if not is_shared and not (config.run_dir.absolute().parent / DATASET_INDEX_FILE).is_file():
@@ -59,6 +69,13 @@ async def _list_datasets(config: RunConfig) -> list[DatasetRow]:
         return await index.datasets()
     finally:
         await index.close()
+
+
+def _list_exported(config: RunConfig) -> list[DataConfig]:
+    """Return the sections of the exported data that the run trains on or replays."""
+    reference = config.live.replay.reference_data if config.reference_label is not None else None
+    sections = [section for section in config.data if section.is_exported]
+    return sections if reference is None else [*sections, reference]
 
 
 def _match_previous(sections: Sequence[DataConfig], previous: Sequence[DataConfig]) -> dict[int, DataConfig]:
@@ -131,13 +148,10 @@ def _find_dataset(section: DataConfig, rows: Sequence[DatasetRow], path: str) ->
 async def import_data(store: Store, config: RunConfig, log: Callable[[str], None]) -> None:
     """Import the run's exported data into its store. Groups that were already imported are not changed.
     Raises DataError if the data has changed or cannot be trained on."""
-    if not any(section.is_exported for section in config.data):
-        return
-    rows = await _list_datasets(config)
-    for index, section in enumerate(config.data):
-        if not section.is_exported:
-            continue
-        row = _find_dataset(section, rows, f"data.{index}")
+    sections = _list_exported(config)
+    rows = await _list_datasets(config) if sections else []
+    for section in sections:
+        row = _find_dataset(section, rows, "data")
         folder = Path(section.source if row is None else row.path)
         manifest = await run_in_daemon_thread(lambda: verify_content(folder))  # noqa: B023 - awaited
         if manifest.hash != section.content:
@@ -150,7 +164,7 @@ async def import_data(store: Store, config: RunConfig, log: Callable[[str], None
             config.name,
             section.label,
             manifest,
-            needs_logprobs=config.trainer.loss.name != "cross_entropy",
+            needs_logprobs=section in config.data and config.trainer.loss.name != "cross_entropy",
         )
         if not imported.groups and not imported.unchanged:
             raise DataError(f"{folder} has no finished groups to train on")

@@ -84,4 +84,5 @@ from instar.config.trainer import BaseReferenceConfig as BaseReferenceConfig
 from instar.config.trainer import CompletionsReferenceConfig as CompletionsReferenceConfig
 from instar.config.trainer import EngineReferenceConfig as EngineReferenceConfig
 from instar.config.trainer import OffPolicyConfig as OffPolicyConfig
+from instar.config.trainer import PreferencesConfig as PreferencesConfig
 from instar.config.trainer import TrainerConfig as TrainerConfig

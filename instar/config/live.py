@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from instar.config.base import Section
+from instar.config.base import PositiveInt, Section
 from instar.config.live_data import ReplayConfig
 from instar.config.live_gate import CanaryConfig, GateConfig
 from instar.config.live_window import WindowConfig
@@ -25,3 +25,8 @@ class LiveConfig(Section):
     canary: CanaryConfig = CanaryConfig()
     window: WindowConfig = WindowConfig()
     replay: ReplayConfig = ReplayConfig()
+    resample: PositiveInt = 1
+    """Number of replies to the last prompt of a live session that are compared, including the reply that the
+    agent received. The others are sampled from the serving version, and scored by the rules and judges in
+    `reward`, of which at least one is required. This is the only way to learn from greedily sampled calls.
+    1 disables resampling."""

@@ -117,6 +117,14 @@ RewardConfig = Annotated[
 ]
 
 
+def can_score_live(section: RewardConfig) -> bool:
+    """Return True if the reward can score a live session, which has no task set and no group."""
+    if isinstance(section, JudgeRewardConfig):
+        return section.rubric != "pairwise"
+    needs_task_set = isinstance(section, RuleRewardConfig) and section.function is None
+    return not isinstance(section, AgentRewardConfig) and not needs_task_set
+
+
 class CombineConfig(Section):
     """Combines the rewards of a session or a call into one. Rewards are named by their scorer (`math`,
     `judge:outcome`) or their source (`human`, `judge`, `rule`, `agent` or `fallback`)."""

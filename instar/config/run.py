@@ -28,6 +28,7 @@ from instar.config.engines import (
     VllmEngineConfig,
 )
 from instar.config.live import LiveAgentConfig, LiveConfig
+from instar.config.live_data import BASE_REFERENCE
 from instar.config.model import GatewayConfig, ModelConfig, ModelRoute, SqliteStoreConfig, StoreConfig
 from instar.config.rollout import (
     AgentRewardConfig,
@@ -37,6 +38,7 @@ from instar.config.rollout import (
     RewardConfig,
     RolloutConfig,
     ScoringConfig,
+    can_score_live,
 )
 from instar.config.simulate import SimulateConfig
 from instar.config.trainer import TrainerConfig
@@ -183,6 +185,17 @@ class RunConfig(Section):
         for setting, is_set in conflicts.items():
             if is_set:
                 raise ValueError(f"{setting} cannot be used with data 'live'; remove this setting")
+        if self.live.resample > 1 and not any(can_score_live(section) for section in self.reward):
+            raise ValueError(
+                f"live.resample: got {self.live.resample}, but `reward` has no rule with a function and no "
+                "judge that can score a single session, so new replies would have no reward; add one, or set "
+                "live.resample to 1"
+            )
+        if self.model.adapter is not None and self.max_base_kl is not None:
+            raise ValueError(
+                "live.replay.max_base_kl: must be unset or null if model.adapter is set, because the KL is "
+                "relative to the model without an adapter"
+            )
         return self
 
     @model_validator(mode="after")
@@ -284,6 +297,23 @@ class RunConfig(Section):
     def trained_agents(self) -> list[str]:
         """The agents whose live sessions and corrected live replies the run trains on."""
         return self.learning_agents if self.trains_on_live else []
+
+    @property
+    def reference_label(self) -> str | None:
+        """The label in the ids of the groups of `live.replay.reference`, or None if it is not used."""
+        replay = self.live.replay
+        if not self.trains_on_live or not replay.share or replay.reference is None:
+            return None
+        return BASE_REFERENCE if replay.reference_data is None else replay.reference_data.label
+
+    @property
+    def max_base_kl(self) -> float | None:
+        """`live.replay.max_base_kl` with its default filled in, or None if no KL to the base is limited."""
+        replay = self.live.replay
+        is_default = "max_base_kl" not in replay.model_fields_set
+        if not self.trains_on_live or (is_default and self.model.adapter is not None):
+            return None
+        return replay.max_base_kl
 
     @property
     def trains_on_live(self) -> bool:

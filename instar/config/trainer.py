@@ -130,6 +130,19 @@ class CorrectionsConfig(Section):
     """Maximum number of corrections in one step, oldest first."""
 
 
+class PreferencesConfig(Section):
+    """Trains on pairs of replies of which people preferred one (DPO)."""
+
+    weight: NonNegativeFloat = 1.0
+    """Weight of the tokens in both replies, relative to a step's advantages. It is multiplied by the
+    probability that the policy would choose the other reply, which is 1/2 at first; 0 disables
+    preferences."""
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """How far the policy may move from the base model to satisfy a preference: further if it is lower."""
+    per_step: PositiveInt = 4
+    """Maximum number of preferences in one step, oldest first."""
+
+
 class TrainerConfig(Section):
     """Settings of the trainer."""
 
@@ -164,6 +177,7 @@ class TrainerConfig(Section):
     adam: AdamConfig = AdamConfig()
     advantage: AdvantageConfig = AdvantageConfig()
     corrections: CorrectionsConfig = CorrectionsConfig()
+    preferences: PreferencesConfig = PreferencesConfig()
     updates_per_step: PositiveInt | None = None
     """Number of optimizer updates on the samples of a step. Each update computes the gradient again, with
     ratios between the current policy and the one that sampled or, with `off_policy.proximal: recompute`, the

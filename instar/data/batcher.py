@@ -10,7 +10,7 @@ used for training or dropped for one of the following reasons:
 - ``too_long``: the sample is longer than the model's context. This only happens with exported data.
 - ``superseded``, ``untrainable``: the session was run again, or is tagged as untrainable.
 - ``late``: the session ended after a step had consumed its group. Its claim belongs to that step.
-- ``greedy``, ``no_tokens``: the live session can never be trained on (see `live`).
+- ``held_out``, ``greedy``, ``no_tokens``: the live session can never be trained on (see `live`).
 
 Groups whose samples are all stale are claimed without a step. So are groups that the rollout dropped, with
 the rollout's reason. If `data` lists exported data, its groups make up part of each step and are claimed
@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,53 +40,24 @@ from instar.data.advantages import (
     reweight_truncated_sampling,
 )
 from instar.data.claims import ClaimBuilder, ConsumedGroups
+from instar.data.corrections import load_feedback
 from instar.data.group_loader import GroupLoader, LoadedGroup, LoadedSession
 from instar.data.linearize import with_advantage
 from instar.data.live import LiveLoader
 from instar.data.mixture import DataMixture
+from instar.data.replay import ReplayLoader
 from instar.data.report import report_batch, report_groups, report_outputs
+from instar.data.resampled import ResampledLoader
 from instar.data.staleness import Staleness
+from instar.data.step_batch import StepBatch
+from instar.data.supervised import SupervisedBatch
 from instar.store.base import Store
-from instar.types import UNTRAINABLE, Channel, Claim, Floats, GroupStatus, Json, Sample
+from instar.types import UNTRAINABLE, Channel, Claim, GroupStatus, Sample
 
 POLL_INTERVAL_SECONDS = 0.05
 LIVE_POLL_INTERVAL_SECONDS = 0.5
 MAX_LIVE_AGE_SECONDS = 86400.0
 """The logprobs of live sessions that ended earlier are recomputed."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    samples: list[Sample]
-    """The samples to train on, with normalized advantages."""
-    scales: list[Floats]
-    """For each sample, the scale of every token's advantage (see `compute_token_scales`)."""
-    divisor: float
-    """The divisor of the step's per-token terms (see `compute_divisor`)."""
-    claims: list[Claim]
-    """Claims for all samples in the step's groups, trained or dropped."""
-    drops: list[Claim]
-    """Drops without a step and, for late sessions, drops in an earlier step."""
-    recomputed: frozenset[str]
-    """The keys of the samples whose logprobs the trainer must recompute."""
-    session_starts: list[float]
-    """For each sample that is not exported data, the Unix time at which its session started."""
-    is_full: bool
-    """True if the batch has all its groups except exported ones, and at least one group if it needs only
-    exported ones."""
-    report: Json
-
-    def without(self, session_ids: Set[str]) -> StepBatch:
-        """Return the batch without the samples of these sessions. The advantages, which are relative to the
-        rewards of all sessions, and the divisor do not change."""
-        if not session_ids:
-            return self
-        kept = [
-            (s, scale)
-            for s, scale in zip(self.samples, self.scales, strict=True)
-            if s.session_id not in session_ids
-        ]
-        return replace(self, samples=[sample for sample, _ in kept], scales=[scale for _, scale in kept])
 
 
 class Batcher:
@@ -98,7 +69,9 @@ class Batcher:
         self.estimator = AdvantageEstimator(config.trainer.advantage, config.gateway.reward_range)
         self.loader = GroupLoader(store, config)
         self.live_loader = LiveLoader(store, config)
+        self.resampled_loader = ResampledLoader(store, config)
         self.mixture = DataMixture(store, run_id, config)
+        self.replay = ReplayLoader(store, config)
         self._uses_reference = config.trainer.reference.weight > 0
         self._loaded: dict[str, LoadedGroup] = {}
         # Sessions can be late by several steps.
@@ -110,6 +83,7 @@ class Batcher:
         self._loaded = {}
         self._consumed.reset()
         self.mixture.reset()
+        self.replay.reset()
         self.live_loader.reset()
         self.estimator.load_json({})
 
@@ -139,10 +113,12 @@ class Batcher:
             is_last = is_finished is not None and is_finished()
             fresh, new_drops = await self._load_fresh(step, epoch, staleness)
             drops += new_drops
-            if self._has_enough(step, fresh) or (is_last and fresh):
+            supervised = await self._load_feedback(step, epoch) if self.config.trains_on_live else None
+            drops += supervised.drops if supervised else []
+            if self._has_enough(step, fresh, supervised) or (is_last and fresh):
                 groups = [*fresh, *await self._load_exported(step)]
                 if groups or self.mixture.has_own_data:
-                    return await self._assemble(groups, drops, step, epoch, staleness)
+                    return await self._assemble(groups, drops, step, epoch, staleness, supervised)
             if drops:
                 # Store the claims now, because the rollout is waiting to replace the dropped groups.
                 await self.store.drop_samples(drops)
@@ -162,12 +138,26 @@ class Batcher:
         staleness = Staleness(version, step_by_version)
         drops = await self._build_late_and_rollout_drops(epoch)
         fresh, new_drops = await self._load_fresh(step, epoch, staleness)
+        supervised = await self._load_feedback(step, epoch)
+        drops += [*new_drops, *supervised.drops]
         groups = [*fresh, *await self._load_exported(step)]
-        return await self._assemble(groups, [*drops, *new_drops], step, epoch, staleness)
+        return await self._assemble(groups, drops, step, epoch, staleness, supervised)
 
-    def _has_enough(self, step: int, fresh: Sequence[LoadedGroup]) -> bool:
-        """Return True if the groups that are not exported are as many as the step needs."""
-        return len(fresh) >= self.mixture.count_own_groups_in_step(step)
+    def _has_enough(self, step: int, own_groups: Sized, supervised: SupervisedBatch | None) -> bool:
+        """Return True if the groups that are not exported are as many as the step needs. If the run trains on
+        live traffic, each correction and preference counts as a group, and the maximum number of either is
+        enough for a step."""
+        count, limits = len(own_groups), self.config.trainer
+        if self.config.trains_on_live and supervised is not None:
+            count += supervised.count
+            if len(supervised.corrections) == limits.corrections.per_step:
+                return True
+            if len(supervised.pairs) == limits.preferences.per_step:
+                return True
+        return count >= self.mixture.count_own_groups_in_step(step)
+
+    async def _load_feedback(self, step: int, epoch: int) -> SupervisedBatch:
+        return await load_feedback(self.store, self.config, step, epoch)
 
     async def _load_fresh(
         self, step: int, epoch: int, staleness: Staleness
@@ -176,7 +166,12 @@ class Batcher:
         trained on."""
         fresh, drops = await self._load_ready(step, epoch, staleness)
         live_count = self.mixture.count_groups_in_step(step, LIVE)
-        ready, excluded = await self.live_loader.load_ready(epoch, live_count)
+        resampled = await self.resampled_loader.load_ready(epoch, live_count)
+        # Half of the groups are live sessions, unless there are too few of them.
+        ready, excluded = await self.live_loader.load_ready(
+            epoch, live_count - min(len(resampled), live_count // 2)
+        )
+        ready += resampled[: live_count - len(ready)]
         builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
         for group in excluded:
             drops += builder.build_group_drops(group, group.group.reason or "no_tokens")
@@ -228,32 +223,22 @@ class Batcher:
         return drops
 
     async def _assemble(
-        self, groups: Sequence[LoadedGroup], drops: list[Claim], step: int, epoch: int, staleness: Staleness
+        self,
+        groups: Sequence[LoadedGroup],
+        drops: list[Claim],
+        step: int,
+        epoch: int,
+        staleness: Staleness,
+        supervised: SupervisedBatch | None,
     ) -> StepBatch:
+        if supervised is None:
+            supervised = await self._load_feedback(step, epoch)
+            drops = [*drops, *supervised.drops]
+        live_count = sum(group.is_from_live for group in groups) + supervised.count
+        supervised = supervised.merge(await self.replay.load(step, live_count))
         # Read the tags now, because a user may have added one after the group was loaded.
         groups = await self.loader.exclude_untrainable(groups)
-        samples: list[Sample] = []
-        claims: list[Claim] = []
-        zero_signal_groups = 0
-        for group in groups:
-            builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
-            if group.epoch is not None:
-                builder = ClaimBuilder(self.run_id, group.epoch, policy_id=self.policy_id)
-            group, advantages = self._estimate(group)
-            for session in group.untrainable:
-                claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)
-            call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
-            is_useful = self._uses_reference or has_signal(advantages) or any(call_rewards)
-            if group.sessions and is_useful:
-                selected, selected_claims = self._select_samples(group, advantages, builder)
-                samples += selected
-                claims += selected_claims
-            else:
-                zero_signal_groups += any(advantage is not None for advantage in advantages)
-                claims += builder.build_group_drops(group, "zero_signal", advantages)
-            if group.epoch is None and not group.is_live:
-                self._consumed.add(group, step)
-        claims = [replace(claim, step=step) for claim in claims]
+        samples, claims, zero_signal_groups = self._claim_groups(groups, step, epoch, staleness)
         recomputed = self._select_recomputed(groups, samples, staleness)
         mode = self.config.trainer.advantage.normalize
         own_groups = [group for group in groups if group.epoch is None]
@@ -277,13 +262,43 @@ class Batcher:
             drops=drops,
             recomputed=recomputed,
             session_starts=[start_by_session[sample.session_id] for sample in own_samples],
-            is_full=self._has_enough(step, own_groups) and bool(groups or self.mixture.has_own_data),
+            is_full=self._has_enough(step, own_groups, supervised)
+            and bool(groups or self.mixture.has_own_data),
             report=report_groups(groups)
             | report_batch(samples, own_samples, [*claims, *drops], staleness)
             | {"stale_masked_tokens": masked_tokens}
             | report_outputs([[session.samples for session in group.sessions] for group in own_groups])
             | {"zero_signal": zero_signal_groups},
+            supervised=supervised,
         )
+
+    def _claim_groups(
+        self, groups: Sequence[LoadedGroup], step: int, epoch: int, staleness: Staleness
+    ) -> tuple[list[Sample], list[Claim], int]:
+        """Return the samples to train on, claims for everything in the groups, and the number of groups
+        without a signal."""
+        samples: list[Sample] = []
+        claims: list[Claim] = []
+        zero_signal_groups = 0
+        for group in groups:
+            builder = ClaimBuilder(self.run_id, epoch, staleness, self.policy_id)
+            if group.epoch is not None:
+                builder = ClaimBuilder(self.run_id, group.epoch, policy_id=self.policy_id)
+            group, advantages = self._estimate(group)
+            for session in group.untrainable:
+                claims += builder.build_loaded_session_drops(session, UNTRAINABLE, None)
+            call_rewards = [value for session in group.sessions for value in session.call_rewards.values()]
+            is_useful = self._uses_reference or has_signal(advantages) or any(call_rewards)
+            if group.sessions and is_useful:
+                selected, selected_claims = self._select_samples(group, advantages, builder)
+                samples += selected
+                claims += selected_claims
+            else:
+                zero_signal_groups += any(advantage is not None for advantage in advantages)
+                claims += builder.build_group_drops(group, "zero_signal", advantages)
+            if group.epoch is None and not group.is_from_live:
+                self._consumed.add(group, step)
+        return samples, [replace(claim, step=step) for claim in claims], zero_signal_groups
 
     def _select_recomputed(
         self, groups: Sequence[LoadedGroup], samples: Sequence[Sample], staleness: Staleness
@@ -293,7 +308,9 @@ class Batcher:
         if self.config.trainer.off_policy.proximal == "recompute":
             return frozenset(sample.sample_key for sample in samples)
         oldest = time.time() - MAX_LIVE_AGE_SECONDS
-        live_sessions = [group.sessions[0].session for group in groups if group.is_live and group.sessions]
+        live_sessions = [
+            loaded.session for group in groups if group.is_from_live for loaded in group.sessions
+        ]
         is_old = {session.session_id: (session.ended_at or 0.0) < oldest for session in live_sessions}
         return frozenset(
             sample.sample_key
@@ -305,18 +322,22 @@ class Batcher:
     def _estimate(self, group: LoadedGroup) -> tuple[LoadedGroup, Advantages]:
         """Return the group's advantages, and the group with what the rewards of its calls add to them."""
         if not group.is_live or not group.sessions:
-            return group, self._estimate_advantages(group.sessions)
+            return group, self._estimate_advantages(group.sessions, group.other_rewards)
         (loaded,) = group.sessions
         advantage, call_rewards = self.estimator.estimate_live(
             loaded.session, group.kind, loaded.reward, loaded.call_rewards
         )
         return replace(group, sessions=[replace(loaded, call_rewards=call_rewards)]), [advantage]
 
-    def _estimate_advantages(self, sessions: Sequence[LoadedSession]) -> Advantages:
-        """Return the advantages of a group's sessions. A session without a reward gets advantage 0 if its
-        calls have rewards, or if the run learns only from a reference and the session did not fail."""
+    def _estimate_advantages(
+        self, sessions: Sequence[LoadedSession], other_rewards: Sequence[float]
+    ) -> Advantages:
+        """Return the advantages of a group's sessions, relative to their and to other rewards. A session
+        without a reward gets advantage 0 if its calls have rewards, or if the run learns only from a
+        reference and the session did not fail."""
         ignores_rewards = self._uses_reference and self.config.trainer.advantage.weight == 0
-        estimated = self.estimator([session.reward for session in sessions])
+        estimated = self.estimator([*(session.reward for session in sessions), *other_rewards])
+        estimated = estimated[: len(sessions)]
         return [
             0.0
             if advantage is None and (session.call_rewards or (ignores_rewards and not session.is_failed))
@@ -335,15 +356,18 @@ class Batcher:
                 claims += builder.build_loaded_session_drops(session, "no_reward", advantage)
                 continue
             for sample in session.samples:
-                fresh = sample if group.is_live else self._mask_stale_tokens(sample, builder.staleness)
+                fresh = sample if group.is_from_live else self._mask_stale_tokens(sample, builder.staleness)
                 if fresh is None:
                     claims.append(builder.build_sample_drop(session, sample, advantage, "stale"))
                 elif len(fresh) > self.config.model.context_length:
                     # Exported data may come from a model with a longer context.
                     claims.append(builder.build_sample_drop(session, fresh, advantage, "too_long"))
                 else:
+                    trained = with_advantage(fresh, advantage, session.call_rewards)
+                    if group.is_live:  # its calls may have rewards that the session's advantage lacks
+                        advantage = float(trained.advantages[trained.mask > 0].mean())
                     claims.append(builder.build_trained_claim(session, fresh, advantage))
-                    samples.append(with_advantage(fresh, advantage, session.call_rewards))
+                    samples.append(trained)
         claims += builder.build_superseded_drops(group)
         return samples, claims
 

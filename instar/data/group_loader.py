@@ -43,9 +43,17 @@ class LoadedGroup:
     kind: str = ""
     """The kind of a live session's task, whose earlier rewards are its baseline."""
 
+    other_rewards: list[float] = field(default_factory=list[float])
+    """Rewards of replies that are compared with the sessions, but not trained."""
+
     @property
     def is_live(self) -> bool:
         return self.group.channel is Channel.LIVE
+
+    @property
+    def is_from_live(self) -> bool:
+        """True for live sessions and for further replies to their prompts, which are never stale."""
+        return self.group.channel in (Channel.LIVE, Channel.RESAMPLED)
 
     @property
     def samples(self) -> list[Sample]:

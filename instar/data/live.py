@@ -27,6 +27,7 @@ from instar.types import (
     GroupStatus,
     Reward,
     RewardSource,
+    Sample,
     Score,
     Session,
     SessionStatus,
@@ -149,11 +150,9 @@ class LiveLoader:
 
     def _load(self, session: Session, calls: Sequence[Call], reward: LiveReward) -> LoadedGroup:
         """Return the session as a group of one, which has a reason if the session cannot be trained on."""
-        # A live session may carry the id of a group that it does not belong to; its sample keys must not.
         session = replace(session, group_id=None)
-        sampled = [call if call.params.temperature > 0 else replace(call, trainable=False) for call in calls]
         requires_logprobs = self._config.trainer.loss.name != "cross_entropy"
-        samples = linearize(session, sampled, requires_logprobs=requires_logprobs)
+        samples = linearize_live(session, calls, requires_logprobs=requires_logprobs)
         reason = None
         if is_session_held_out(self._config, calls):
             reason = "held_out"
@@ -171,6 +170,14 @@ class LiveLoader:
 def is_session_held_out(config: RunConfig, calls: Sequence[Call]) -> bool:
     """Return True if the run evaluates candidates on the live session, and so never trains on it."""
     return config.has_gate and bool(calls) and is_held_out(calls[0].messages)
+
+
+def linearize_live(session: Session, calls: Sequence[Call], *, requires_logprobs: bool) -> list[Sample]:
+    """Return the session's samples. Calls that were sampled greedily are not trained."""
+    # A live session may carry the id of a group that it does not belong to; its sample keys must not.
+    session = replace(session, group_id=None)
+    sampled = [call if call.params.temperature > 0 else replace(call, trainable=False) for call in calls]
+    return linearize(session, sampled, requires_logprobs=requires_logprobs)
 
 
 def compute_kind(metadata: Mapping[str, object], calls: Sequence[Call]) -> str:

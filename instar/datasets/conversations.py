@@ -4,7 +4,8 @@ which TRL renders and tokenizes. Only the importable formats contain sampled tok
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -12,7 +13,17 @@ from instar.datasets.columns import dump_canonical_json
 from instar.datasets.manifest import ContentHash
 from instar.record.base import to_template_message
 from instar.store.base import SessionRecord
-from instar.types import UNTRAINABLE, Call, CallStatus, Json, Message, RewardSource, SessionStatus, Tool
+from instar.types import (
+    UNTRAINABLE,
+    Call,
+    CallStatus,
+    Feedback,
+    Json,
+    Message,
+    RewardSource,
+    SessionStatus,
+    Tool,
+)
 
 Rows = list[Json]
 FILE_NAMES = {
@@ -98,6 +109,32 @@ def build_dpo_rows(group: Sequence[tuple[SessionRecord, float | None]], margin: 
         if high - low > margin and (pair := _make_pair(chosen, rejected)):
             pairs.append({**pair, "chosen_reward": high, "rejected_reward": low})
     return pairs
+
+
+def build_preference_rows(record: SessionRecord, other_calls: Mapping[str, Call]) -> Rows:
+    """Return a pair for each preference of a person in the session. ``other_calls`` are the calls that the
+    preferences name, by id. Preferences between replies to different prompts are left out."""
+    if _is_untrainable(record):
+        return []
+    calls = {call.call_id: call for call in record.calls}
+    pairs: Rows = []
+    for item in record.feedback:
+        call = calls.get(item.call_id or "")
+        other = _find_other_reply(item, call, other_calls)
+        if call is not None and other is not None:
+            chosen, rejected = (call, other) if item.preferred == "this" else (other, call)
+            if pair := _make_pair(chosen, rejected):
+                pairs.append(pair)
+    return pairs
+
+
+def _find_other_reply(item: Feedback, call: Call | None, other_calls: Mapping[str, Call]) -> Call | None:
+    """Return the other reply of a preference, as a call."""
+    if call is None or item.preferred is None or item.source is not RewardSource.HUMAN:
+        return None
+    if item.other_call_id is not None:
+        return other_calls.get(item.other_call_id)
+    return replace(call, reply=Message(role="assistant", content=item.other_text or ""))
 
 
 def _make_pair(chosen: Call, rejected: Call) -> Json | None:

@@ -13,7 +13,12 @@ import numpy as np
 
 from instar import __version__
 from instar.datasets.columns import CONTENT_TABLES, ExportRow, TableName
-from instar.datasets.conversations import ConversationWriter, build_dpo_rows, build_sft_rows
+from instar.datasets.conversations import (
+    ConversationWriter,
+    build_dpo_rows,
+    build_preference_rows,
+    build_sft_rows,
+)
 from instar.datasets.files import WRITERS
 from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetManifest, Format
 from instar.datasets.records import encode_group, encode_record
@@ -226,8 +231,8 @@ class _Export:
             required = "above 0" if minimum is None else f"of at least {minimum:g}"
             problem = f"no completed session has a reward {required}; lower the minimum"
         else:
-            problem = "no group has two completed sessions with the same prompt whose rewards differ by more "
-            problem += f"than {self.options.margin:g}"
+            problem = "there is no preference, and no group has two completed sessions with the same prompt "
+            problem += f"whose rewards differ by more than {self.options.margin:g}"
         raise DataError(f"nothing to export: {problem}")
 
     async def _write_pairs(self, writer: ConversationWriter) -> None:
@@ -243,6 +248,21 @@ class _Export:
             self.counts["rows"] += len(pairs)
             if self.progress is not None:
                 self.progress(number, len(sessions_by_group))
+        await self._write_preferences(writer)
+
+    async def _write_preferences(self, writer: ConversationWriter) -> None:
+        """Write the pairs of which people preferred one reply."""
+        compared = [item for item in await self.store.feedback(self.run_id) if item.preferred is not None]
+        for session_id in sorted({item.session_id for item in compared} & set(self.group_by_session)):
+            others: dict[str, Call] = {}
+            for item in compared:
+                if item.session_id == session_id and item.other_call_id is not None:
+                    other = await self.store.call(item.other_call_id)
+                    others |= {} if other is None else {other.call_id: other}
+            async for record in read_records(self.store, self.run_id, [session_id]):
+                pairs = build_preference_rows(record, others)
+                writer.add(pairs=pairs)
+                self.counts["rows"] += len(pairs)
 
 
 async def read_records(

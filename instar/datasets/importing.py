@@ -238,7 +238,9 @@ def _convert_record(record: SessionRecord, group: Group, label: str) -> SessionR
         rewards=tuple(convert(reward, "call_id", "reward_id") for reward in record.rewards),
         scores=tuple(convert(score) for score in record.scores),
         tags=tuple(convert(tag) for tag in record.tags),
-        feedback=tuple(convert(feedback, "call_id", "feedback_id") for feedback in record.feedback),
+        feedback=tuple(
+            convert(feedback, "call_id", "other_call_id", "feedback_id") for feedback in record.feedback
+        ),
     )
 
 

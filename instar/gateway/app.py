@@ -25,7 +25,8 @@ from instar.gateway.context import GatewayContext, RunIdentity
 from instar.gateway.control import ControlApi, ControlServices, LoopLagMonitor
 from instar.gateway.dialects.base import Dialect
 from instar.gateway.engine_source import EngineSource
-from instar.gateway.feedback import FeedbackService, explain_unused_corrections
+from instar.gateway.feedback import FeedbackService
+from instar.gateway.feedback_api import NO_REASONS, UnusedReasons, explain_unused
 from instar.gateway.forgetting import RetentionPolicy, run_forgetting_tasks
 from instar.gateway.groups import GroupOptions, GroupService
 from instar.gateway.http_protocol import find_post_path
@@ -102,7 +103,7 @@ async def open_gateway(
             upstream=open_upstream(provider_config, "engine") if provider_config else None,
             upstreams={name: open_upstream(s, f"upstreams.{name}") for name, s in config.upstreams.items()},
             models=config.models,
-            unused_corrections_reason=explain_unused_corrections(config),
+            unused_feedback=explain_unused(config),
             trained_agents=config.trained_agents,
             retention=RetentionPolicy(config.store.retention, config.trainer.keep_checkpoints),
         )
@@ -132,7 +133,7 @@ def create_app(
     upstreams: Mapping[str, HttpUpstream] | None = None,
     upstream: HttpUpstream | None = None,
     models: Mapping[str, ModelRoute] | None = None,
-    unused_corrections_reason: str | None = None,
+    unused_feedback: UnusedReasons = NO_REASONS,
     trained_agents: Collection[str] | None = None,
     retention: RetentionPolicy | None = None,
     agent_policies: Mapping[str, str] | None = None,
@@ -143,9 +144,9 @@ def create_app(
     ``train_sampling`` are the sampling settings of the `train` channel. ``groups`` are the options for groups
     from outside, or None if the run does not accept them. If ``upstream`` is set, it replies instead of the
     engine. ``models`` maps model name patterns to routes, which may select ``upstreams``.
-    ``unused_corrections_reason`` says why the run does not train on corrections, or is None if it does.
-    ``trained_agents`` are the agents whose live replies it trains on, or None for all. ``agent_policies``
-    maps agents to policies of their own. If ``live`` is set, the versions that the store names reply.
+    ``unused_feedback`` says why the run does not train on corrections or preferences. ``trained_agents`` are
+    the agents whose live replies it trains on, or None for all. ``agent_policies`` maps agents to policies of
+    their own. If ``live`` is set, the versions that the store names reply.
     """
     identity = RunIdentity(run_id, agent_id, policy_id, agent_policies or {})
     context = GatewayContext(
@@ -167,9 +168,7 @@ def create_app(
         engine_source = _create_engine_source(context, engine, renderer, live)
         submissions = SubmissionService(context, states, recorder, renderer)
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
-    feedback = _create_feedback(
-        context, engine, renderer, models or {}, unused_corrections_reason, trained_agents
-    )
+    feedback = _create_feedback(context, engine, renderer, models or {}, unused_feedback, trained_agents)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
     services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
@@ -223,7 +222,7 @@ def _create_feedback(
     engine: Engine | None,
     renderer: Renderer | None,
     models: Mapping[str, ModelRoute],
-    unused_corrections_reason: str | None,
+    unused_feedback: UnusedReasons,
     trained_agents: Collection[str] | None,
 ) -> FeedbackService:
     return FeedbackService(
@@ -234,7 +233,7 @@ def _create_feedback(
         get_max_context=lambda: engine.info.max_context if engine else None,
         models=models,
         reward_range=context.config.reward_range,
-        unused_reason=unused_corrections_reason,
+        unused_reasons=unused_feedback,
         trained_agents=trained_agents,
     )
 

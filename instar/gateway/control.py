@@ -22,7 +22,8 @@ from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.chat import ChatDialect
 from instar.gateway.dialects.common import decode_body
 from instar.gateway.dialects.messages import format_models
-from instar.gateway.feedback import FeedbackBody, FeedbackList, FeedbackService, FeedbackView
+from instar.gateway.feedback import FeedbackService
+from instar.gateway.feedback_api import FeedbackBody, FeedbackList, FeedbackView
 from instar.gateway.groups import GroupService
 from instar.gateway.openapi import PREFIXES, ApiRoute
 from instar.gateway.pipeline.parse import RequestReader, RetryHeaders, check_metadata

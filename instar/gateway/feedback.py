@@ -6,21 +6,30 @@ A corrected reply is recorded as text and, if possible, as the tokens that the m
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import KW_ONLY, dataclass
 from itertools import compress
-from typing import Annotated, Literal
+from typing import Any
 
 import msgspec
+import numpy as np
 
-from instar.config import ModelRoute, RunConfig
+from instar.config import ModelRoute
 from instar.errors import PromptTooLong, RenderError
 from instar.gateway.auth import Action, Caller, authorize, check_reward, is_allowed
 from instar.gateway.base import ApiError, bad_request, invalid_value
+from instar.gateway.feedback_api import (
+    NO_REASONS,
+    FeedbackBody,
+    FeedbackList,
+    FeedbackView,
+    UnusedReasons,
+    check_body,
+)
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON
 from instar.gateway.routing import match_model_route
+from instar.live.base import is_held_out
 from instar.record.base import Renderer
 from instar.record.correction import encode_correction
 from instar.record.redact import Redactor
@@ -48,60 +57,10 @@ UNUSED_LIVE_REASON = (
     "this run does not train on live replies of this agent; in a run with data 'live', set agents.NAME.mode "
     "to learn"
 )
-
-FeedbackId = Annotated[str, msgspec.Meta(pattern=f"^(?!{AGENT_FEEDBACK_PREFIX})[!-~]{{1,200}}$")]
-FeedbackText = Annotated[str, msgspec.Meta(max_length=100_000)]
-
-
-class FeedbackBody(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """Feedback on a session, a call or a response. With a session's key, no id is needed."""
-
-    session_id: str | None = None
-    call_id: str | None = None
-    response_id: str | None = None
-    feedback_id: FeedbackId | None = None
-    """The client's id for the feedback. A retry with the same id is not recorded again."""
-    thumbs: Literal["up", "down", 1, -1] | None = None
-    score: float | None = None
-    text: FeedbackText = ""
-    correction: Annotated[str, msgspec.Meta(min_length=1, max_length=100_000)] | None = None
-    """The corrected reply of the call or, if no call is named, of the session's last complete call."""
-    author: Annotated[str, msgspec.Meta(max_length=200)] = ""
-
-
-class FeedbackView(msgspec.Struct):
-    feedback_id: str
-    session_id: str
-    call_id: str | None
-    thumbs: int | None
-    score: float | None
-    text: str
-    correction: str | None
-    author: str
-    created_at: float
-    source: RewardSource
-    reward: float | None = None
-    trainable: bool = False
-    """True if the run trains on the correction, in a later step if it is training, or else when it is trained
-    again."""
-    reason: str | None = None
-    """Why the run does not train on the correction. In lists of feedback, the reasons why a correction has no
-    tokens are not included."""
-
-
-class FeedbackList(msgspec.Struct):
-    feedback: list[FeedbackView]
-    next: str | None = None
-    """The value of `after` with which the next request continues, or None at the end of the list."""
-
-
-def explain_unused_corrections(config: RunConfig) -> str | None:
-    """Return why no step of the run trains on corrections, or None if its steps do."""
-    if not config.trains:
-        return "this run only serves the model; export its sessions and train another run on them"
-    if config.trainer.corrections.weight == 0:
-        return "trainer.corrections.weight is 0"
-    return None
+HELD_OUT_REASON = "the session is held out, to evaluate new versions"
+RATING_FIELDS = ("session_id", "thumbs", "score", "text", "correction", "author")
+COMPARED_FIELDS = (*RATING_FIELDS, "preferred", "other_call_id", "other_text")
+"""The content of feedback, which a retry repeats."""
 
 
 def compute_reward_value(feedback: Feedback) -> float | None:
@@ -123,9 +82,7 @@ class FeedbackService:
     """Returns the model's context length in tokens, or None if it is unknown."""
     models: Mapping[str, ModelRoute]
     reward_range: tuple[float, float]
-    unused_reason: str | None = None
-    """Why the run does not train on any correction (see `explain_unused_corrections`), or None if it does.
-    The tokens are stored in any case, because another run may train on them after an export."""
+    unused_reasons: UnusedReasons = NO_REASONS
     trained_agents: Collection[str] | None = None
     """The agents whose live replies the run trains on, or None if it trains on those of all agents."""
 
@@ -137,7 +94,7 @@ class FeedbackService:
         If the body has no ``feedback_id``, the request's idempotency key (``client_key``) identifies the
         feedback within its session. Raise ApiError (409) if the id was used for different feedback.
         """
-        _check_body(body)
+        check_body(body)
         session, call = await self._find_subject(caller, body)
         check_reward(caller, body.score, self.reward_range, "score")
         feedback, reason = await self._build_feedback(session, call, body, client_key, caller)
@@ -162,24 +119,29 @@ class FeedbackService:
     async def _build_view(self, feedback: Feedback, reason: str | None = None) -> FeedbackView:
         view = msgspec.convert(feedback, FeedbackView, from_attributes=True)
         view.reward = compute_reward_value(feedback)
-        if feedback.correction_ids is None:
+        if feedback.correction_ids is None and feedback.other_ids is None:
             view.reason = reason
         else:
-            view.reason = self.unused_reason or await self._explain_unused_live(feedback.session_id)
+            unused = self.unused_reasons
+            view.reason = unused.preferences if feedback.correction_ids is None else unused.corrections
+            view.reason = view.reason or await self._explain_unused_live(feedback.session_id)
             view.trainable = view.reason is None
         return view
 
     async def _explain_unused_live(self, session_id: str) -> str | None:
-        """Return why the run does not train on corrections of this session because it is live, or None."""
+        """Return why the run does not train on feedback on this session because it is live, or None."""
         if self.trained_agents is None:
             return None
         session = await self.store.session(session_id)
-        if session is None or session.channel is not Channel.LIVE or session.agent_id in self.trained_agents:
+        if session is None or session.channel is not Channel.LIVE:
             return None
-        return UNUSED_LIVE_REASON
+        if session.agent_id not in self.trained_agents:
+            return UNUSED_LIVE_REASON
+        first = await self.store.first_call(session_id)
+        return HELD_OUT_REASON if first is not None and is_held_out(first.messages) else None
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
-        call = await self._find_call(caller, body)
+        call = await self._find_call(caller, body.call_id, body.response_id, body.session_id)
         session_id = call.session_id if call else body.session_id or caller.session_id
         if session_id is None:
             message = "Send a session_id, a call_id or a response_id."
@@ -197,34 +159,43 @@ class FeedbackService:
         session = await self.store.session(session_id)
         return session if session is not None and session.run_id == self.run_id else None
 
-    async def _find_call(self, caller: Caller, body: FeedbackBody) -> Call | None:
-        if body.call_id is not None:
-            param, call = "call_id", await self.store.call(body.call_id)
+    async def _find_call(
+        self,
+        caller: Caller,
+        call_id: str | None,
+        response_id: str | None,
+        session_id: str | None = None,
+        prefix: str = "",
+    ) -> Call | None:
+        """Return the call with one of the two ids, or None if both are None. ``prefix`` is that of the names
+        of the request fields that contain the ids."""
+        if call_id is not None:
+            param, call = f"{prefix}call_id", await self.store.call(call_id)
             calls = [] if call is None else [call]
-        elif body.response_id is not None:
-            param, calls = "response_id", await self.store.calls_by_request(body.response_id)
+        elif response_id is not None:
+            param, calls = f"{prefix}response_id", await self.store.calls_by_request(response_id)
         else:
             return None
         # Calls that the caller may not use are treated as missing. Several responses may have the same id.
         sessions = [await self._find_session(call.session_id) for call in calls]
         is_usable = [session and is_allowed(caller, Action.GIVE_FEEDBACK, session) for session in sessions]
         calls = list(compress(calls, is_usable))
-        if body.session_id is not None and len(calls) > 1:
-            calls = [call for call in calls if call.session_id == body.session_id]
+        if session_id is not None and len(calls) > 1:
+            calls = [call for call in calls if call.session_id == session_id]
         if not calls:
-            message = f"There is no reply {body.call_id or body.response_id!r} that this key may access."
+            message = f"There is no reply {call_id or response_id!r} that this key may access."
             raise ApiError(404, message, code="reply_not_found", param=param)
         if len(calls) > 1:
             ids = ", ".join(call.call_id for call in calls)
-            problem = f"{len(calls)} calls have the response_id {body.response_id!r}"
-            raise bad_request(f"{problem}; send one of these call_ids instead: {ids}.", param)
+            problem = f"{len(calls)} calls have the {param} {response_id!r}"
+            raise bad_request(f"{problem}; send one of these as {prefix}call_id instead: {ids}.", param)
         return calls[0]
 
     async def _build_feedback(
         self, session: Session, call: Call | None, body: FeedbackBody, client_key: str | None, caller: Caller
     ) -> tuple[Feedback, str | None]:
-        """Return the feedback, and why the model cannot be trained on its correction. The reason is None if
-        training is possible, or if there is no correction."""
+        """Return the feedback, and why the model cannot be trained on its correction or preference. The
+        reason is None if training is possible, or if there is neither."""
         redact = self.redactor.redact_text
         session_id = session.session_id
         is_from_person = is_allowed(caller, Action.GIVE_HUMAN_FEEDBACK, session)
@@ -236,17 +207,14 @@ class FeedbackService:
             feedback_id = f"{session_id}/{client_key}"
         if redact(feedback_id) != feedback_id:
             raise bad_request("The feedback id looks like a secret; send a different id.", "feedback_id")
-        ids, reason, correction = None, None, None
-        if body.correction is not None:
-            correction = redact(body.correction)
+        fields: dict[str, Any] = {}
+        reason = None
+        if body.correction is not None or body.preferred is not None:
             call = call or await self._find_last_call(session_id)
-            if correction != body.correction:
-                reason = "a secret was removed from the correction"
-            elif not is_from_person:
-                reason = f"corrections from {caller.kind} keys are not used for training; use a feedback key"
-            else:
-                # A long correction must not block the event loop.
-                ids, reason = await asyncio.to_thread(self._encode_correction, session, call, correction)
+        if body.correction is not None and call is not None:
+            fields, reason = await self._build_correction(caller, session, call, body.correction)
+        elif body.preferred is not None and call is not None:
+            fields, reason = await self._build_preference(caller, session, call, body)
         feedback = Feedback(
             feedback_id=feedback_id,
             session_id=session_id,
@@ -254,31 +222,71 @@ class FeedbackService:
             thumbs=None if body.thumbs is None else THUMBS[body.thumbs],
             score=body.score,
             text=redact(body.text),
-            correction=correction,
-            correction_ids=ids,
             author=redact(body.author),
             created_at=time.time(),
+            **fields,
         )
         return feedback, reason
+
+    async def _build_correction(
+        self, caller: Caller, session: Session, call: Call, text: str
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return the fields of the feedback, and why the model cannot be trained on the correction."""
+        correction = self.redactor.redact_text(text)
+        ids = None
+        if correction != text:
+            reason = "a secret was removed from the correction"
+        elif not is_allowed(caller, Action.GIVE_HUMAN_FEEDBACK, session):
+            reason = f"corrections from {caller.kind} keys are not used for training; use a feedback key"
+        else:
+            # A long correction must not block the event loop.
+            ids, reason = await asyncio.to_thread(self._encode_reply, session, call, correction)
+        return {"correction": correction, "correction_ids": ids}, reason
+
+    async def _build_preference(
+        self, caller: Caller, session: Session, call: Call, body: FeedbackBody
+    ) -> tuple[dict[str, Any], str | None]:
+        """Return the fields of the feedback, and why the model cannot be trained on the preference."""
+        authorize(caller, Action.GIVE_HUMAN_FEEDBACK, session, param="preferred")
+        fields: dict[str, Any] = {"preferred": body.preferred}
+        other = await self._find_call(caller, body.other_call_id, body.other_response_id, prefix="other_")
+        if other is not None:
+            reason = self._explain_untrainable(session, call) or _explain_incomparable(call, other)
+            ids = other.sampled_ids if reason is None else None
+            return {**fields, "other_call_id": other.call_id, "other_ids": ids}, reason
+        assert body.other_text is not None, "checked in `check_body`"
+        text, ids = self.redactor.redact_text(body.other_text), None
+        if text != body.other_text:
+            reason = "a secret was removed from the other reply"
+        elif not len(call.sampled_ids):
+            reason = "the call's reply has no tokens"
+        else:
+            ids, reason = await asyncio.to_thread(self._encode_reply, session, call, text)
+        return {**fields, "other_text": text, "other_ids": ids}, reason
 
     async def _find_last_call(self, session_id: str) -> Call:
         for call in reversed(await self.store.calls(session_id)):
             if call.status is CallStatus.OK:
                 return call
-        message = "The session has no complete reply to correct; leave 'correction' out."
-        raise invalid_value(message, "correction")
+        message = "The session has no complete reply; leave 'correction' and 'preferred' out."
+        raise invalid_value(message, "session_id")
 
-    def _encode_correction(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
-        """Return the correction's tokens, or None and the reason why the model cannot be trained on it."""
+    def _explain_untrainable(self, session: Session, call: Call) -> str | None:
+        """Return why the model cannot be trained on any reply to the call's prompt, or None if it can."""
         route = match_model_route(self.models, call.model)
         if session.channel is Channel.VAL:
-            return None, "sessions on the val channel are not used for training"
+            return "sessions on the val channel are not used for training"
         if route is not None and not route.trainable:
-            return None, MODEL_UNTRAINABLE_REASON
-        if not len(call.prompt_ids):
-            return None, f"the call's tokens were not stored: {call.reason}"
+            return MODEL_UNTRAINABLE_REASON
+        return None if len(call.prompt_ids) else f"the call's tokens were not stored: {call.reason}"
+
+    def _encode_reply(self, session: Session, call: Call, text: str) -> tuple[Ids | None, str | None]:
+        """Return the tokens of a text as a reply to the call's prompt, or None and the reason why the model
+        cannot be trained on them."""
+        if (reason := self._explain_untrainable(session, call)) is not None:
+            return None, reason
         if self.renderer is None:
-            return None, "the run has no engine, so the correction cannot be tokenized"
+            return None, "the run has no engine, so the text cannot be tokenized"
         try:
             self.renderer.max_prompt_tokens = max_context = self.get_max_context()
             ids = encode_correction(self.renderer, call, text)
@@ -286,18 +294,24 @@ class FeedbackService:
             return None, str(error)
         length = len(call.prompt_ids) + len(ids)
         if max_context is not None and length > max_context:
-            problem = f"the prompt and the correction have {length} tokens"
+            problem = f"the prompt and the text have {length} tokens"
             return None, f"{problem}; the context holds {max_context}"
         return ids, None
 
 
-def _check_body(body: FeedbackBody) -> None:
-    if body.thumbs is None and body.score is None and not body.text and body.correction is None:
-        raise invalid_value("Send at least one of thumbs, score, text, correction.")
-    if body.score is not None and not math.isfinite(body.score):
-        raise invalid_value(f"'score' is {body.score}; it must be a finite number.", "score")
-    if body.call_id is not None and body.response_id is not None:
-        raise invalid_value("Send a call_id or a response_id, not both.", "response_id")
+def _explain_incomparable(call: Call, other: Call) -> str | None:
+    """Return why the model cannot be trained on a preference between the two calls, or None if it can. Raise
+    ApiError (400) if they cannot be compared at all."""
+    if call.call_id == other.call_id:
+        raise invalid_value("A reply cannot be compared with itself; name another one.", "other_call_id")
+    if call.agent_id != other.agent_id:
+        message = "The two replies belong to different agents; compare two replies of one agent."
+        raise invalid_value(message, "other_call_id")
+    if not np.array_equal(call.prompt_ids, other.prompt_ids):
+        return "the two replies have different prompts"
+    if call.status is not CallStatus.OK or other.status is not CallStatus.OK:
+        return "one of the replies is not complete"
+    return None if len(call.sampled_ids) and len(other.sampled_ids) else "one of the replies has no tokens"
 
 
 def _build_reward(feedback: Feedback, value: float, call: Call | None, caller: Caller) -> Reward:
@@ -322,6 +336,5 @@ def _has_same_content(recorded: Feedback, feedback: Feedback, call: Call | None)
     recorded for an earlier call, because the session may have made more calls since then."""
     is_same_call = recorded.call_id == feedback.call_id or (call is None and feedback.correction is not None)
     return is_same_call and all(
-        getattr(recorded, name) == getattr(feedback, name)
-        for name in ("session_id", "thumbs", "score", "text", "correction", "author")
+        getattr(recorded, name) == getattr(feedback, name) for name in COMPARED_FIELDS
     )

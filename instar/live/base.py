@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import re
 import unicodedata
@@ -12,6 +13,7 @@ import msgspec
 
 from instar.types import PolicyStage
 
+POLL_SECONDS = 5.0
 HELD_OUT_SHARE = 0.1
 """The share of live sessions that evaluate candidates and are never trained on."""
 _ESCAPED_SPACE = re.compile(r"\\[nrt]")
@@ -64,5 +66,10 @@ MayRun = Callable[[], Awaitable[bool]]
 """Returns True if work in the background may run now."""
 
 
-async def run_always() -> bool:
+async def may_always_run() -> bool:
     return True
+
+
+async def wait_until_allowed(may_run: MayRun, poll_seconds: float = POLL_SECONDS) -> None:
+    while not await may_run():  # noqa: ASYNC110 - the answer depends on the time and on other processes
+        await asyncio.sleep(poll_seconds)

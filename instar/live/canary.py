@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, variance
-from typing import Literal
+from typing import NamedTuple
 
 from instar.config import RunConfig
+from instar.live.base import StageCheck, StageOutcome
 from instar.store.base import PolicyVersion, Store
 from instar.types import Message, PolicyStage, Reward, RewardSource, Score, Session
 
 CombineRewards = Callable[[Sequence[Reward], Sequence[Score]], float | None]
-Action = Literal["advance", "promote", "reject", "roll back"]
 
 ALPHA = 0.05
 """The probability of rejecting a version, or rolling it back, that is as good as the one before it."""
@@ -41,11 +41,11 @@ class Outcome:
     reward: float
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    action: Action
+class Rollback(NamedTuple):
     version: int
-    """The version that was advanced, promoted, rejected or replaced by a rollback."""
+    """The version that was replaced."""
+    previous: int
+    """The version whose weights serve again."""
     reason: str
 
 
@@ -108,8 +108,8 @@ def is_broken(reply: Message, finish_reason: str) -> bool:
 
 
 class CanaryController:
-    """Decides about the shadow, canary and newly promoted version of one policy. Only one process may use it.
-    ``combine`` combines the rewards of a session, or of one of its calls. ``clock`` returns the Unix time."""
+    """Decides about the shadow, canary and newly promoted version of one policy. ``combine`` combines the
+    rewards of a session, or of one of its calls. ``clock`` returns the Unix time."""
 
     def __init__(
         self,
@@ -127,51 +127,38 @@ class CanaryController:
         self._combine = combine
         self._clock = clock
 
-    async def check(self) -> Decision | None:
-        """Make at most one decision and carry it out. Raises StoreError if the version changed meanwhile."""
+    async def check_stage(self, policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+        """Decide about a version in the stage `shadow` or `canary`, as a `StageCheck`."""
+        rows = await self._store.policy_versions(policy_id)
+        row = next(row for row in rows if row.policy.version == version)
+        return await (self._check_canary(row) if stage is PolicyStage.CANARY else self._check_shadow(row))
+
+    async def check_serving(self) -> Rollback | None:
+        """If live rewards fell after the last promotion, serve the version before it again, and return what
+        was done. Raises StoreError if the version changed meanwhile."""
         rows = await self._store.policy_versions(self._policy_id)
         head = (await self._store.latest_policy(self._policy_id)).version
-        by_stage = {row.stage: row for row in rows}  # the newest of each stage
-        decision = None
-        if (serving := next((row for row in rows if row.policy.version == head), None)) is not None:
-            decision = await self._check_serving(serving, rows)
-        if decision is None and (canary := by_stage.get(PolicyStage.CANARY)) is not None:
-            decision = await self._check_canary(canary)
-        elif decision is None and (shadow := by_stage.get(PolicyStage.SHADOW)) is not None:
-            decision = await self._check_shadow(shadow)
-        if decision is not None:
-            await self._apply(decision, rows)
-        return decision
+        serving = next((row for row in rows if row.policy.version == head), None)
+        reason = None if serving is None else await self._find_fall(serving, rows)
+        if reason is None:
+            return None
+        previous = find_previous(rows, head)
+        await self._store.roll_back(self._policy_id, self._run_id, previous, reason)
+        return Rollback(head, previous, reason)
 
-    async def _apply(self, decision: Decision, rows: Sequence[PolicyVersion]) -> None:
-        store, policy_id, version = self._store, self._policy_id, decision.version
-        match decision.action:
-            case "advance":
-                await store.advance_version(policy_id, version, PolicyStage.CANARY, decision.reason)
-            case "promote":
-                await store.promote_version(policy_id, version)
-            case "reject":
-                await store.reject_version(policy_id, version, decision.reason)
-            case "roll back":
-                previous = find_previous(rows, version)
-                await store.roll_back(policy_id, self._run_id, previous, decision.reason)
-
-    async def _check_shadow(self, row: PolicyVersion) -> Decision | None:
-        version, pairs = (
-            row.policy.version,
-            await self._store.shadow_pairs(self._policy_id, row.policy.version),
-        )
+    async def _check_shadow(self, row: PolicyVersion) -> StageOutcome:
+        pairs = await self._store.shadow_pairs(self._policy_id, row.policy.version)
         served = [is_broken(pair.served_reply, pair.served_finish_reason) for pair in pairs]
         shadow = [is_broken(pair.shadow.reply, pair.shadow.finish_reason) for pair in pairs]
         differences = [float(a) - float(b) for a, b in zip(served, shadow, strict=True)]
         counts = f"{sum(shadow)} of {len(pairs)} shadow replies are empty or did not end"
         if compute_evidence(differences, 1.0) >= 1 / ALPHA:
-            return Decision("reject", version, f"{counts}, but only {sum(served)} of the served replies")
+            return StageOutcome("reject", f"{counts}, but only {sum(served)} of the served replies")
         if len(pairs) >= self._config.shadow_replies or self._is_older(row, self._config.shadow_days):
-            return Decision("advance", version, counts)
-        return None
+            return StageOutcome("advance", counts)
+        return StageOutcome("wait", counts)
 
-    async def _check_canary(self, row: PolicyVersion) -> Decision | None:
+    async def _check_canary(self, row: PolicyVersion) -> StageOutcome:
         version, since = row.policy.version, row.updated_at
         earlier = await self._load(0.0, since)
         sessions = await self._list_sessions(since, None)
@@ -180,17 +167,18 @@ class CanaryController:
         others = clip(await self._load_outcomes([s for s in sessions if s.canary_version is None]), limits)
         reason = f"{_describe(canary)}, compared with {_describe(others)} at the same time"
         if compute_evidence(compare_by_time(canary, others), limits[1] - limits[0]) >= 1 / ALPHA:
-            return Decision("reject", version, f"lower live rewards: {reason}")
+            return StageOutcome("reject", f"lower live rewards: {reason}")
         is_overdue = self._is_older(row, self._config.days)
         has_sessions = len(canary) >= self._config.sessions and len(others) > 0
         if not is_overdue and not has_sessions:
-            return None
+            return StageOutcome("wait", reason)
         if not is_lower(canary, others, limits):
-            return Decision("promote", version, reason)
-        return Decision("reject", version, f"lower live rewards: {reason}") if is_overdue else None
+            return StageOutcome("advance", reason)
+        return StageOutcome("reject" if is_overdue else "wait", f"lower live rewards: {reason}")
 
-    async def _check_serving(self, row: PolicyVersion, rows: Sequence[PolicyVersion]) -> Decision | None:
-        """Compare the sessions since a promotion with those before it."""
+    async def _find_fall(self, row: PolicyVersion, rows: Sequence[PolicyVersion]) -> str | None:
+        """Compare the sessions since a promotion with those before it. Return a description of the fall of
+        their rewards, or None if they did not fall."""
         if row.promoted_at is None or _is_rollback(row, rows):
             return None
         if self._clock() > row.promoted_at + self._config.rollback_days * SECONDS_PER_DAY:
@@ -206,7 +194,7 @@ class CanaryController:
         if compute_evidence(differences, limits[1] - limits[0]) < 1 / ALPHA:
             return None
         reason = f"live rewards fell after the promotion of version {version}: "
-        return Decision("roll back", version, reason + f"{_describe(after)}, before it {_describe(before)}")
+        return reason + f"{_describe(after)}, before it {_describe(before)}"
 
     def _is_older(self, row: PolicyVersion, days: float) -> bool:
         return self._clock() - row.updated_at >= days * SECONDS_PER_DAY
@@ -242,6 +230,20 @@ class CanaryController:
         combined = [self._combine(calls, scores) for calls in by_call.values()]
         values = [value for value in combined if value is not None]
         return fmean(values) if values else None
+
+
+def repeat_waits(check: StageCheck, seconds: float) -> StageCheck:
+    """Return a check that repeats the answer `wait` for some seconds, because every check reads many
+    sessions."""
+    answers: dict[tuple[str, int, PolicyStage], tuple[float, StageOutcome]] = {}
+
+    async def check_stage(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+        key = (policy_id, version, stage)
+        if key not in answers or time.monotonic() - answers[key][0] >= seconds:
+            answers[key] = time.monotonic(), await check(*key)
+        return answers[key][1]
+
+    return check_stage
 
 
 def find_previous(rows: Sequence[PolicyVersion], version: int) -> int:

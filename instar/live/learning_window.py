@@ -85,19 +85,10 @@ class LearningWindow:
                 self._checked_at = float("-inf") if self._must_wait_for_requests() else now
         return self._state
 
-    async def wait_until_allowed(
-        self, *, stop: asyncio.Event | None = None, timeout: float | None = None
-    ) -> bool:
-        """Return True as soon as work may be done, or False if ``stop`` is set or after ``timeout`` s."""
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while True:
-            await self.refresh_budget()
-            if self.may_run():
-                return True
-            has_timed_out = deadline is not None and time.monotonic() >= deadline
-            if has_timed_out or (stop is not None and stop.is_set()):
-                return False
-            await asyncio.sleep(5 * POLL_SECONDS)
+    async def may_run_now(self) -> bool:
+        """Return True if work may be done now, after counting the tokens of today if they are limited."""
+        await self.refresh_budget()
+        return self.may_run()
 
     # --- pausing a thread ---
 

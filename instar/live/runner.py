@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 
 from instar.errors import EngineError
-from instar.live.base import MayRun, run_always
+from instar.live.base import MayRun, may_always_run
 from instar.live.gate import Gate
 
 logger = logging.getLogger(__name__)
@@ -18,7 +18,7 @@ POLL_SECONDS = 1.0
 class GateRunner:
     """Lets each gate do a small piece of work in turn, whenever ``may_run`` allows it."""
 
-    def __init__(self, gates: Mapping[str, Gate], *, may_run: MayRun = run_always) -> None:
+    def __init__(self, gates: Mapping[str, Gate], *, may_run: MayRun = may_always_run) -> None:
         """``gates`` are the gates by policy id."""
         self._gates = gates
         self._may_run = may_run

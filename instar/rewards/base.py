@@ -81,6 +81,8 @@ class Scorer(ABC):
     """Identifies the settings that affect the scores, for example by a hash. Empty if there are none."""
     background: bool = False
     """True if rollouts do not wait for this scorer, because it is slow or may be unavailable."""
+    scores_open_sessions: bool = False
+    """True if `score_open` gives rewards to calls of live sessions that are still open."""
     concurrency_limit: asyncio.Semaphore | None = None
     """Limits concurrent attempts. The timeout of an attempt starts when it acquires the semaphore."""
 
@@ -95,6 +97,11 @@ class Scorer(ABC):
     @abstractmethod
     async def score(self, task: Task, transcript: Transcript) -> list[Reward]:
         """Return any number of rewards for the session and its calls. Raises ScoreError if scoring fails."""
+
+    async def score_open(self, task: Task, transcript: Transcript) -> list[Reward]:
+        """Return rewards, each with a ``reward_id``, for calls of an open session that can be scored already.
+        Later calls of this method and of ``score`` may repeat them. Raises ScoreError if scoring fails."""
+        return []
 
     async def close(self) -> None:  # noqa: B027 - most scorers have no resources to release
         ...

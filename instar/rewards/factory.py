@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from instar import registry
-from instar.config import AgentRewardConfig, RewardConfig, RuleRewardConfig, RunConfig
+from instar.config import RewardConfig, RunConfig
+from instar.config.rollout import can_score_live
 from instar.errors import ConfigError, ScoreError
 from instar.rewards.base import GroupScorer, Scorer
 from instar.rewards.scoring import InlineScoring
@@ -66,9 +67,7 @@ def create_background_scorers(config: RunConfig) -> BackgroundScorers:
     live = [
         scorer
         for scorer, section in zip(scorers, config.reward, strict=True)
-        if not isinstance(section, AgentRewardConfig)
-        and not (isinstance(section, RuleRewardConfig) and section.function is None)
-        and not isinstance(scorer, GroupScorer)
+        if can_score_live(section) and not isinstance(scorer, GroupScorer)
     ]
     background = [scorer for scorer in scorers if scorer.background]
     if config.accepts_groups:

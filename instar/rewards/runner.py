@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from instar.config import ScoringConfig
 from instar.errors import ConflictError, SessionNotFound
 from instar.rewards.base import JUDGE_AGENT, GroupScorer, Scorer, ScoringResult, Transcript, get_task
+from instar.rewards.open_sessions import OpenSessionQueue
 from instar.rewards.scoring import score_sessions
 from instar.store.base import Store
 from instar.types import Channel, Group, GroupStatus, ScoreState, Session, SessionStatus, Task
@@ -74,9 +75,11 @@ class ScoringRunner:
         self._scorer_queues: list[_ScorerQueue] = []
         for scorer in session_scorers:
             channels = ROLLOUT_CHANNELS if scorer in rollout_scorers else ()
-            channels += (Channel.LIVE,) if scorer in live_scorers else ()
+            channels += (Channel.LIVE, Channel.RESAMPLED) if scorer in live_scorers else ()
             if channels:
                 self._scorer_queues.append(_ScorerQueue(self, scorer, channels))
+        open_scorers = [scorer for scorer in live_scorers if scorer.scores_open_sessions]
+        self._open_queue = OpenSessionQueue(store, run_id, open_scorers, config)
         self.is_draining = False
 
     @property
@@ -99,6 +102,7 @@ class ScoringRunner:
                 for queue in self._scorer_queues:
                     tasks.create_task(queue.run(tasks))
                 tasks.create_task(self._group_queue.run(tasks))
+                tasks.create_task(self._open_queue.run(lambda: self.is_draining))
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
 

@@ -240,10 +240,28 @@ def get_corrections(
     """Return up to ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
     first. Evaluation sessions, sessions tagged as untrainable, and live sessions of agents that are not in
     ``live_agents`` are excluded."""
+    return _select_unclaimed(db, "f.correction_ids IS NOT NULL", run_id, epoch, limit, live_agents)
+
+
+def get_preferences(
+    db: Database, run_id: str, epoch: int, limit: int, live_agents: Sequence[str] = ()
+) -> list[Feedback]:
+    """Return up to ``limit`` preferences, like `get_corrections`. Neither of the two sessions may be tagged
+    as untrainable."""
+    condition = (
+        "f.other_ids IS NOT NULL AND NOT EXISTS (SELECT 1 FROM calls o JOIN tags u "
+        f"ON u.session_id = o.session_id AND u.name = '{UNTRAINABLE}' WHERE o.call_id = f.other_call_id)"
+    )
+    return _select_unclaimed(db, condition, run_id, epoch, limit, live_agents)
+
+
+def _select_unclaimed(
+    db: Database, condition: str, run_id: str, epoch: int, limit: int, live_agents: Sequence[str]
+) -> list[Feedback]:
     return FEEDBACK_ROWS.select(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
-        "WHERE f.run_id = ? AND f.correction_ids IS NOT NULL AND s.channel != ? "
+        f"WHERE f.run_id = ? AND {condition} AND s.channel != ? "
         f"AND (s.channel != ? OR s.agent_id IN ({db.json_array_sql.format('?')})) "
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "

@@ -22,6 +22,8 @@ from instar.store import steps as step_queries
 from instar.store.database import Database
 from instar.store.group_members import is_member
 from instar.store.models import JUDGED_TAG as JUDGED_TAG
+from instar.store.models import RESAMPLED_PREFIX as RESAMPLED_PREFIX
+from instar.store.models import RESAMPLED_TAG as RESAMPLED_TAG
 from instar.store.models import ActiveVersion as ActiveVersion
 from instar.store.models import CallDelta as CallDelta
 from instar.store.models import DatasetRow as DatasetRow
@@ -44,6 +46,7 @@ from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
 from instar.store.models import is_correction_key as is_correction_key
 from instar.store.models import make_feedback_reward_id as make_feedback_reward_id
+from instar.store.models import make_resampled_group_id as make_resampled_group_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
 from instar.types import Call, Group, Session
@@ -146,6 +149,8 @@ class Store:
     rewarded_live_sessions = _read(live.get_rewarded_live_sessions)
     newest_live_sessions = _read_statement(live.get_newest_live_sessions)
     completed_live_sessions = _read_statement(live.get_completed_live_sessions)
+    replayable_sessions = _read(live.get_replayable_sessions)
+    unresampled_sessions = _read(live.get_unresampled_sessions)
     sessions_by_group = _read(listing.get_sessions_by_group)
 
     async def group_sessions(self, groups: Sequence[Group], agent_id: str) -> dict[str, list[Session]]:
@@ -220,6 +225,11 @@ class Store:
         """Return the calls of a request. A request for several replies has several calls."""
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
 
+    async def first_call(self, session_id: str) -> Call | None:
+        """Return the first call of the session, or None if it has no calls."""
+        call_id = await self.read_statement(lambda db: call_queries.get_first_call_id(db, session_id))
+        return None if call_id is None else await self.call(call_id)
+
     async def call_deltas(self, session_id: str) -> list[CallDelta]:
         """Return the calls of a session in commit order, without the prefixes that they share with their base
         calls. The cost is linear in the stored tokens, not in the total length of the prompts."""
@@ -249,6 +259,7 @@ class Store:
     add_feedback = _write(annotations.add_feedback)
     feedback = _read(annotations.get_feedback)
     corrections = _read(annotations.get_corrections)
+    preferences = _read(annotations.get_preferences)
     judgment = _read_statement(annotations.get_judgment)
     put_judgment = _write(annotations.put_judgment)
     judgment_totals = _read(annotations.get_judgment_totals)

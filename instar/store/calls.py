@@ -279,6 +279,12 @@ def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:
     return FetchedCalls(rows, [], _fetch_tools(db, [row for row in rows if row["messages"] is not None]))
 
 
+def get_first_call_id(db: Database, session_id: str) -> str | None:
+    sql = "SELECT call_id FROM calls WHERE session_id = ? ORDER BY seq LIMIT 1"
+    row = db.execute(sql, (session_id,)).fetchone()
+    return None if row is None else row["call_id"]
+
+
 def get_first_messages(db: Database, session_ids: Sequence[str], role: str) -> dict[str, str]:
     """Return the text of the first message with this role in each session's first call, by session id."""
     return {

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from instar.store.database import Database
-from instar.store.models import JUDGED_TAG, ForgetCause, ForgottenSession, TrainedSession
+from instar.store.models import JUDGED_TAG, RESAMPLED_TAG, ForgetCause, ForgottenSession, TrainedSession
 from instar.store.rows import FORGOTTEN_ROWS, TRAINED_ROWS
 from instar.store.schema import FORGOTTEN_SESSIONS
 from instar.types import Channel, ClaimOutcome, GroupStatus, SessionStatus, StepState
@@ -224,6 +224,7 @@ def forget_sessions(
         f"UPDATE sessions SET status = ? WHERE session_id {in_ids} AND status = ?",
         (SessionStatus.ABANDONED.value, *values, SessionStatus.OPEN.value),
     )
+    _delete_comparisons_of_replies(db, ids)
     for table in (*_CHILD_TABLES, "sessions"):
         db.execute(f"DELETE FROM {table} WHERE session_id {in_ids}", values)
     if db.for_delete:
@@ -268,14 +269,23 @@ def _select_questions(
     db: Database, run_id: str, judged_ids: Sequence[str], known: Sequence[str]
 ) -> list[Any]:
     """Return the sessions, other than the ``known`` ones, in which the run's own model judged one of the
-    sessions ``judged_ids``. They contain these sessions' texts."""
+    sessions ``judged_ids``, or which repeat a prompt of them. They contain these sessions' texts."""
     array = db.json_array_sql.format("?")
     return db.execute(
         "SELECT s.* FROM sessions s WHERE s.session_id IN (SELECT session_id FROM tags "
-        f"WHERE run_id = ? AND name = ? AND value IN ({array})) AND s.session_id NOT IN ({array}) "
+        f"WHERE run_id = ? AND name IN (?, ?) AND value IN ({array})) AND s.session_id NOT IN ({array}) "
         f"ORDER BY s.session_id{db.for_delete}",
-        (run_id, JUDGED_TAG, json.dumps(list(judged_ids)), json.dumps(list(known))),
+        (run_id, JUDGED_TAG, RESAMPLED_TAG, json.dumps(list(judged_ids)), json.dumps(list(known))),
     ).fetchall()
+
+
+def _delete_comparisons_of_replies(db: Database, session_ids: Sequence[str]) -> None:
+    """Delete the feedback that compares a reply with one of these sessions, whose tokens it contains."""
+    db.execute(
+        "DELETE FROM feedback WHERE other_call_id IN "
+        f"(SELECT call_id FROM calls WHERE session_id IN ({db.json_array_sql.format('?')}))",
+        (json.dumps(list(session_ids)),),
+    )
 
 
 def _clear_comparisons(db: Database, session_ids: Sequence[str]) -> None:

@@ -9,15 +9,66 @@ from typing import NamedTuple
 
 from instar.store.codec import load_message
 from instar.store.database import Database
-from instar.store.models import FEEDBACK_ID_PREFIX, ActiveVersion, ShadowPair, ShadowReply
+from instar.store.models import FEEDBACK_ID_PREFIX, RESAMPLED_PREFIX, ActiveVersion, ShadowPair, ShadowReply
 from instar.store.policies import decode_policy
 from instar.store.rows import SESSION_ROWS, SHADOW_ROWS
 from instar.store.schema import SHADOW_REPLIES
 from instar.store.sessions import insert_for_session
-from instar.types import Channel, PolicyStage, PolicyState, RewardSource, Session, SessionStatus
+from instar.types import (
+    UNTRAINABLE,
+    Channel,
+    ClaimOutcome,
+    PolicyStage,
+    PolicyState,
+    RewardSource,
+    Session,
+    SessionStatus,
+)
 
 REWARD_OVERLAP = 256
 """So many earlier rewards are read again, because a PostgreSQL server may commit rewards out of order."""
+
+
+def get_replayable_sessions(
+    db: Database,
+    run_id: str,
+    agent_ids: Sequence[str],
+    epoch: int,
+    *,
+    steps: Sequence[int],
+    min_advantage: float,
+    limit: int,
+) -> list[Session]:
+    """Return the agents' live sessions that one of ``steps`` trained on in epoch 0 with an advantage above
+    ``min_advantage``, and that have no claim in ``epoch``. The oldest session is first. Sessions that are
+    tagged as untrainable are excluded."""
+    return SESSION_ROWS.select(
+        db,
+        f"""
+        SELECT * FROM sessions s
+        WHERE s.run_id = :run AND s.channel = :live
+          AND s.agent_id IN ({db.json_array_sql.format(":agents")})
+          AND s.session_id IN (SELECT session_id FROM claims
+            WHERE run_id = :run AND step IN ({db.json_array_sql.format(":steps")}) AND epoch = 0
+              AND outcome = :trained AND advantage > :advantage
+              AND substr(sample_key, 1, {len(FEEDBACK_ID_PREFIX)}) != :feedback)
+          AND NOT EXISTS (SELECT 1 FROM claims c
+            WHERE c.session_id = s.session_id AND c.run_id = :run AND c.epoch = :epoch)
+          AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = s.session_id AND t.name = :tag)
+        ORDER BY s.seq LIMIT :limit""",
+        {
+            "run": run_id,
+            "live": Channel.LIVE.value,
+            "agents": json.dumps(list(agent_ids)),
+            "steps": json.dumps(list(steps)),
+            "trained": ClaimOutcome.TRAINED.value,
+            "advantage": min_advantage,
+            "feedback": FEEDBACK_ID_PREFIX,
+            "epoch": epoch,
+            "tag": UNTRAINABLE,
+            "limit": limit,
+        },
+    )
 
 
 class RewardedSessions(NamedTuple):
@@ -132,3 +183,26 @@ def get_shadow_pairs(db: Database, policy_id: str, version: int, limit: int = 10
         for row in rows
     ]
     return pairs[::-1]
+
+
+def get_unresampled_sessions(
+    db: Database, run_id: str, agent_ids: Sequence[str], *, limit: int
+) -> list[Session]:
+    """Return completed live sessions of the agents that were not resampled yet, oldest first."""
+    return SESSION_ROWS.select(
+        db,
+        f"""
+        SELECT * FROM sessions s
+        WHERE s.run_id = ? AND s.channel = ? AND s.status = ?
+          AND s.agent_id IN ({db.json_array_sql.format("?")})
+          AND NOT EXISTS (SELECT 1 FROM groups g WHERE g.group_id = ? || s.session_id)
+        ORDER BY s.seq LIMIT ?""",
+        (
+            run_id,
+            Channel.LIVE.value,
+            SessionStatus.COMPLETED.value,
+            json.dumps(list(agent_ids)),
+            RESAMPLED_PREFIX,
+            limit,
+        ),
+    )

@@ -134,8 +134,10 @@ SESSION_ROWS = RowMapping(types.Session, text=["reason", "external_id"], default
 REWARD_ROWS = RowMapping(types.Reward, default_now="created_at")
 SCORE_ROWS = RowMapping(types.Score, text=["reason"], default_now="created_at")
 TAG_ROWS = RowMapping(types.Tag, text=["value", "reason", "author"], default_now="created_at")
-FEEDBACK_ROWS = RowMapping(types.Feedback, text=["text", "correction", "author"], default_now="created_at")
 SHADOW_ROWS = RowMapping(ShadowReply, default_now="created_at")
+FEEDBACK_ROWS = RowMapping(
+    types.Feedback, text=["text", "correction", "author", "other_text"], default_now="created_at"
+)
 FORGOTTEN_ROWS = RowMapping(ForgottenSession)
 TRAINED_ROWS = RowMapping(TrainedSession)
 STEP_ROWS = RowMapping(types.Step, default_now="updated_at")

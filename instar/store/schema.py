@@ -248,9 +248,11 @@ FEEDBACK = Table(
         "run_id": TEXT,
         **_build_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
         **_build_columns(Feedback, "author", "created_at"),
+        **_build_columns(Feedback, "preferred", "other_call_id", "other_text", "other_ids"),
     },
     generated=("seq",),
     added_in=4,
+    later_columns={"preferred": 6, "other_call_id": 6, "other_text": 6, "other_ids": 6},
 )
 
 # Replies of versions in the stage `shadow`, which nobody has seen. They are not calls of their session, so

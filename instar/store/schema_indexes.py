@@ -50,6 +50,7 @@ INDEXES_BY_VERSION = {
         "CREATE INDEX claims_by_step ON claims (policy_id, step)",
         "CREATE INDEX claims_by_group ON claims (group_id, run_id, epoch)",
         "CREATE INDEX steps_by_state ON steps (run_id, state)",
+        "CREATE INDEX feedback_by_other_call ON feedback (other_call_id) WHERE other_call_id IS NOT NULL",
     ),
 }
 """The indexes, by the schema version that added or last redefined them."""

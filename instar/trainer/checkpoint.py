@@ -76,6 +76,8 @@ class TrainerState(msgspec.Struct, frozen=True):
     rewind: RewindState = RewindState()
     kl_lr_scale: float = 1.0
     """The effect of `trainer.max_kl` on the learning rate."""
+    base_kl_weight: float = 0.0
+    """The weight of the KL to the base model in the loss."""
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:

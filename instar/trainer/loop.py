@@ -20,8 +20,6 @@ import msgspec
 from instar.backends.base import Backend
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
-from instar.data.corrections import CorrectionBatch, compute_correction_loss, load_corrections
-from instar.data.off_policy import compute_importance_metrics
 from instar.data.report import report_session_ages
 from instar.errors import BackendLost, InstarError
 from instar.reference.penalty import ReferencePenalty
@@ -45,7 +43,16 @@ from instar.trainer.checkpoint import (
 )
 from instar.trainer.monitor import Monitor
 from instar.trainer.publishing import PolicyPublisher, compute_renewal_time
-from instar.trainer.update import KlLimiter, apply_updates, reweight, scale_loss, schedule_adam
+from instar.trainer.update import (
+    KlLimiter,
+    StepSamples,
+    apply_updates,
+    report_update,
+    reweight,
+    scale_loss,
+    schedule_adam,
+    weigh_supervised,
+)
 from instar.types import SINGLE_EPOCH, Artifact, Json, Policy, StepState
 
 logger = logging.getLogger(__name__)
@@ -73,8 +80,7 @@ class Trainer:
         self.batcher = Batcher(self.store, self.run_id, self.config)
         self.alarms = AlarmDetector(self.config.run_dir, self.agent_id)
         self.rewind = RewindState()
-        is_imitation = self.config.trainer.loss.name == "cross_entropy"
-        self.kl_limiter = KlLimiter(None if is_imitation else self.config.trainer.max_kl)
+        self.kl_limiter = KlLimiter.from_config(self.config)
         self.activity = "starting"
         self.step = 0
         """The last step whose update is in the weights."""
@@ -117,7 +123,7 @@ class Trainer:
         """Return to the state of a new trainer, before another call of `recover`."""
         self.batcher.reset()
         self.step = self.saved_step = self.saved_version = self.version = 0
-        self.rewind, self.kl_limiter.lr_scale = RewindState(), 1.0
+        self.rewind, self.kl_limiter = RewindState(), KlLimiter.from_config(self.config)
 
     async def _run_step(self) -> bool:
         """Renew the head if it expires soon, wait for a batch, and train on it unless the wait times out.
@@ -157,26 +163,25 @@ class Trainer:
 
     def is_done(self) -> bool:
         settings = self.config.trainer
-        is_out_of_time = settings.seconds is not None and self.timer.seconds >= settings.seconds
-        return self.stop_event.is_set() or self.step >= settings.steps or is_out_of_time
+        is_over = settings.seconds is not None and self.timer.seconds >= settings.seconds
+        return self.stop_event.is_set() or self.step >= settings.steps or is_over
 
     # --- one step --------------------------------------------------------------------------------
 
     async def train_step(self, batch: StepBatch, *, wait_seconds: float = 0.0) -> None:
         step, started = self.step + 1, time.monotonic()
-        corrections = await load_corrections(self.store, self.config, step, SINGLE_EPOCH)
         await self.store.drop_samples(batch.drops)
-        claims = [*batch.claims, *corrections.claims]
+        claims = [*batch.claims, *batch.supervised.claims]
         forgotten = await self.store.claim_step(self.policy_id, step, claims, run_id=self.run_id)
-        batch, corrections = batch.without(forgotten), corrections.without(forgotten)
+        batch = batch.without(forgotten)
         await self.store.advance_step(self.policy_id, step, StepState.SUBMITTED)
         metrics: Json = {
             **batch.report,
             **report_session_ages(batch.session_starts, time.time()),
             "wait_seconds": wait_seconds,
         }
-        if batch.samples or corrections.samples:
-            metrics |= await self._update_weights(batch, corrections, step)
+        if batch.samples or not batch.supervised.is_empty:
+            metrics |= await self._update_weights(batch, step)
         else:
             logger.info("step %s: no samples to train on; the weights are unchanged", step)
         self.step = step
@@ -198,31 +203,25 @@ class Trainer:
         self.monitor.record("train", step, metrics)
         self.lost_sessions = 0
 
-    async def _update_weights(self, batch: StepBatch, corrections: CorrectionBatch, step: int) -> Json:
-        """Update the weights, unless no samples and no corrections remain. Return the metrics."""
-        self.activity = f"step {step}: training on {len(batch.samples)} samples"
+    async def _update_weights(self, batch: StepBatch, step: int) -> Json:
+        """Update the weights, unless no samples remain. Return the metrics."""
+        self.activity = f"step {step}: training on {len(batch.samples) + batch.supervised.count} samples"
         metrics: Json = {}
         settings = self.config.trainer
         if batch.samples:
             batch, metrics = await reweight(batch, self.backend, self.penalty, settings.off_policy)
             if not batch.samples:
-                logger.info(
-                    "step %s: trainer.off_policy.drop_above dropped all tokens; no samples are left", step
-                )
-        if not batch.samples and not corrections.samples:
+                logger.info("step %s: trainer.off_policy.drop_above dropped the tokens of all samples", step)
+        supervised, supervised_metrics = await weigh_supervised(batch.supervised, self.backend, settings)
+        if not batch.samples and not supervised:
             return metrics
+        samples = StepSamples(batch.samples, supervised, batch.supervised.replies)
         loss = scale_loss(settings.loss, batch.divisor)
         adam = schedule_adam(settings, step, self.timer.seconds, self.rewind.lr_scale)
-        count, samples = settings.update_count, (batch.samples, loss, corrections.samples)
-        result, updates = await apply_updates(self.backend, *samples, adam, count, self.kl_limiter)
-        if result.samples is not None:
-            if settings.off_policy.proximal == "behavior":
-                metrics |= compute_importance_metrics(batch.samples, result.samples.logprobs)
-            metrics |= {**result.samples.metrics, "loss": result.samples.loss}
-        if result.corrections is not None:
-            correction_loss = compute_correction_loss(corrections.samples, result.corrections.logprobs)
-            metrics |= {"corrections": len(corrections.samples), "correction_loss": correction_loss}
-        return {**metrics, **updates, **result.optimizer.metrics, "grad_norm": result.optimizer.grad_norm}
+        result, updates = await apply_updates(
+            self.backend, samples, loss, adam, settings.update_count, self.kl_limiter
+        )
+        return {**metrics, **supervised_metrics, **report_update(batch, result, settings), **updates}
 
     async def save_unsaved_steps(self) -> None:
         if self.step > self.saved_step:
@@ -232,8 +231,9 @@ class Trainer:
         self.activity = f"step {step}: saving"
         if self.config.trainer.on_collapse == "rewind":
             self.rewind = self.rewind.update(step, self.alarms.recent_reward)
-        baseline, lr_scale = self.batcher.estimator.to_json(), self.kl_limiter.lr_scale
-        state = TrainerState(step, self.timer.seconds, baseline, self.rewind, lr_scale)
+        baseline, limiter = self.batcher.estimator.to_json(), self.kl_limiter
+        kl_state = (limiter.lr_scale, limiter.base_weight)
+        state = TrainerState(step, self.timer.seconds, baseline, self.rewind, *kl_state)
         path = await save_checkpoint(self.folder, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
         await self.store.advance_step(self.policy_id, step, StepState.SAVED, state_path=str(path))
@@ -360,7 +360,7 @@ class Trainer:
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
             self.rewind = state.rewind
-            self.kl_limiter.lr_scale = state.kl_lr_scale
+            self.kl_limiter.restore(state.kl_lr_scale, state.base_kl_weight)
         else:
             await self._load_initial_weights()
         earlier = [row.version for row in rows if row.step < self.saved_step and row.version is not None]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from instar.cluster.context import ADMIN_KEY_ENV, ENGINE_TOKEN_ENV, RoleContext
@@ -14,9 +15,11 @@ from instar.config import RunConfig
 from instar.data.combine import RewardCombiner
 from instar.engines.base import Engine
 from instar.errors import ConfigError
-from instar.live.base import StageCheck, skip_stage
+from instar.live.base import StageCheck, StageOutcome, skip_stage
+from instar.live.canary import CanaryController, repeat_waits
 from instar.live.decision import HELD_OUT, SANITY
 from instar.live.gate import Gate
+from instar.live.learning_window import LearningWindow
 from instar.live.runner import GateRunner
 from instar.live.sampling import ReplySampler
 from instar.live.sets import (
@@ -35,7 +38,12 @@ from instar.rewards.base import Scorer, ScoringContext, Transcript, get_task
 from instar.rewards.factory import create_background_scorers
 from instar.rewards.scoring import score_sessions
 from instar.store.base import Store
-from instar.types import Call, Session
+from instar.types import Call, PolicyStage, Session
+
+logger = logging.getLogger(__name__)
+
+CHECK_SECONDS = 10.0
+"""How often the live rewards of a policy are compared."""
 
 
 async def run_gate(context: RoleContext) -> None:
@@ -59,15 +67,38 @@ async def run_gate(context: RoleContext) -> None:
         for scorer in scorers:
             resources.push_async_callback(scorer.close)
             await scorer.start(scoring_context)
-        runner = GateRunner(create_gates(config, store, engine, renderer, scorers))
+        window = LearningWindow(config, store)
+        resources.callback(window.close)
+        controllers = {
+            policy_id: CanaryController(store, config, policy_id, RewardCombiner(config))
+            for policy_id in config.policy_ids
+        }
+
+        async def check_stage(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+            return await controllers[policy_id].check_stage(policy_id, version, stage)
+
+        check = repeat_waits(check_stage, CHECK_SECONDS)
+        gates = create_gates(config, store, engine, renderer, scorers, check_stage=check)
+        runner = GateRunner(gates, may_run=window.may_run_now)
         context.is_started = True
         async with background_tasks(
             directory.watch_url("gateway", scoring_context.set_gateway_url),
             watch_endpoints(),
+            _watch_serving(controllers),
             context.heartbeat(store, lambda: runner.activity),
         ):
             await run_until_first(runner.run(), context.stop.wait(), context.drain.wait())
     await store.close()
+
+
+async def _watch_serving(controllers: Mapping[str, CanaryController]) -> None:
+    """Roll back versions after whose promotion the live rewards fell, also while no evaluation may run."""
+    while True:
+        for policy_id, controller in controllers.items():
+            rollback = await controller.check_serving()
+            if rollback is not None:
+                logger.warning("%s: %s", policy_id, rollback.reason)
+        await asyncio.sleep(CHECK_SECONDS)
 
 
 def create_gates(

@@ -15,7 +15,12 @@ from instar.cluster.cores import share_cores
 from instar.cluster.endpoints import EndpointDirectory, EngineConnections, connect_to_engines
 from instar.cluster.tasks import background_tasks, call_when_set
 from instar.config import LocalClusterConfig, RunConfig
+from instar.config.live_data import BASE_REFERENCE
 from instar.live.learning_window import LearningWindow, yields_to_requests
+from instar.live.reference_set import sample_reference_set
+from instar.live.resample import Resampler
+from instar.models import resolve_tokenizer
+from instar.record.base import Renderer
 from instar.reference.factory import create_penalty
 from instar.store.base import Store
 from instar.sync.factory import create_sync_route
@@ -93,6 +98,7 @@ async def run_trainer(context: RoleContext) -> None:
                 _watch_rollout(store, context.run_id, trainer),
                 share_cores(config, store, "engine", backend.use_cores),
                 context.heartbeat(store, partial(_describe_activity, trainer, window)),
+                _sample_for_live(context, store, config, window),
             ):
                 await trainer.run()
     await context.announce(store, trainer.activity)
@@ -119,6 +125,25 @@ def _open_monitors(config: RunConfig, resources: AsyncExitStack) -> dict[str | N
     for monitor in monitors.values():
         resources.callback(monitor.close)
     return monitors
+
+
+async def _sample_for_live(
+    context: RoleContext, store: Store, config: RunConfig, window: LearningWindow | None
+) -> None:
+    """Sample the reference set, and resample live sessions, if the run is configured so."""
+    samples_reference = config.reference_label == BASE_REFERENCE
+    resamples = config.trains_on_live and config.live.resample > 1
+    if window is None or not (samples_reference or resamples):
+        return
+    folder = resolve_tokenizer(config.model.name)
+    renderer = await asyncio.to_thread(Renderer.load, folder, config.model)
+    engine, watch_engines = await connect_to_engines(context, store, "engine")
+    assert engine is not None, "a run that trains on live traffic has an engine"
+    async with background_tasks(watch_engines()):
+        if samples_reference:
+            await sample_reference_set(store, config, engine, renderer, window.may_run_now)
+        if resamples:
+            await Resampler(store, config, renderer, engine, window.may_run_now).run()
 
 
 async def _watch_rollout(store: Store, run_id: str, trainer: Trainer | LiveTrainer) -> None:

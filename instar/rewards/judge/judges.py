@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Generic, TypeVar
 
@@ -16,7 +17,7 @@ from instar.rewards.judge.judge import Judge, gather_all
 from instar.rewards.judge.pairwise import PairwiseJudge
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import SessionStep
-from instar.types import Json, Reward, Task
+from instar.types import Call, Json, Reward, Task
 
 T = TypeVar("T")
 StepAnswers = dict[int, tuple[T, str]]
@@ -54,8 +55,15 @@ class StepJudge(Judge, Generic[T]):
         """Combine the votes on a step into a reward and its detail, or return None for no reward."""
 
     async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
+        return await self._judge_steps(task, transcript, self._select_steps(transcript))
+
+    def _select_steps(self, transcript: Transcript) -> list[SessionStep]:
         complete = [step for step in session_steps.build_steps(transcript.calls) if step.is_complete]
-        steps = [step for step in complete if step.after] if self.include_followup else complete
+        return [step for step in complete if step.after] if self.include_followup else complete
+
+    async def _judge_steps(
+        self, task: Task, transcript: Transcript, steps: Sequence[SessionStep]
+    ) -> list[Reward]:
         windows = session_steps.split_into_windows(steps, self._render_step, self.max_session_chars)
         task_parts = self.build_task_parts(task)
         rewards = await gather_all(
@@ -109,6 +117,29 @@ class FollowupJudge(StepJudge[str]):
     """A judge that rates each call by what followed it. Ties and signals without a value give no reward."""
 
     include_followup = True
+    scores_open_sessions = True
+
+    async def judge(self, task: Task, transcript: Transcript) -> list[Reward]:
+        assert self._context is not None
+        rewards = await self._context.store.rewards(transcript.session_id)
+        judged_ids = {reward.reward_id for reward in rewards}
+        steps = [s for s in self._select_steps(transcript) if self._make_reward_id(s.call) not in judged_ids]
+        return await self._judge_steps(task, transcript, steps)
+
+    async def score_open(self, task: Task, transcript: Transcript) -> list[Reward]:
+        """Judge the calls that a user message followed, because nothing later changes what a judge sees of
+        them. Each is judged alone, so that its stored answer is found again when the session has more
+        calls."""
+        rewards: list[Reward] = []
+        for step in self._select_steps(transcript):
+            if step.is_answered_by_user:
+                for reward in await self._judge_steps(task, transcript, [step]):
+                    rewards.append(replace(reward, reward_id=self._make_reward_id(step.call)))
+        return rewards
+
+    def _make_reward_id(self, call: Call) -> str:
+        """Return the id that the reward for the call also gets when the session is complete."""
+        return f"{call.session_id}/{self.key}/{call.call_id}"
 
     def parse_answers(self, json_answer: Json) -> StepAnswers[str]:
         steps = convert_answer(json_answer, answers.StepsAnswer[answers.StepSignalAnswer]).steps

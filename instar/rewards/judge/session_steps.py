@@ -24,6 +24,9 @@ class SessionStep:
     after: tuple[JudgePromptPart, ...]
     """The messages and replies that followed in the same conversation. See MAX_FOLLOWING_CALLS."""
 
+    is_answered_by_user: bool = False
+    """True if a user message follows in the same conversation."""
+
     @property
     def is_complete(self) -> bool:
         return self.call.status is CallStatus.OK
@@ -48,7 +51,8 @@ def build_steps(calls: Sequence[Call]) -> list[SessionStep]:
         suffix = "" if call.status is CallStatus.OK else ", incomplete"
         reply = JudgePromptPart(f"step {number}: assistant's reply{suffix}", _render_message(call.reply))
         after = tuple(_render_following(call, number, following))
-        steps.append(SessionStep(number, call, tuple(before), reply, after))
+        is_answered = _is_answered_by_user(call, following)
+        steps.append(SessionStep(number, call, tuple(before), reply, after, is_answered))
     return steps
 
 
@@ -61,6 +65,17 @@ def _find_new_messages(call: Call, parent: Call | None) -> Sequence[Message]:
     earlier = (*parent.messages, parent.reply)
     pairs = zip(earlier, call.messages, strict=False)
     return call.messages[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
+
+
+def _is_answered_by_user(call: Call, following: dict[str, Call]) -> bool:
+    current = call
+    for _ in range(MAX_FOLLOWING_CALLS):
+        if (next_call := following.get(current.call_id)) is None:
+            return False
+        if any(message["role"] == "user" for message in _find_new_messages(next_call, current)):
+            return True
+        current = next_call
+    return False
 
 
 def _render_following(call: Call, number: int, following: dict[str, Call]) -> Iterator[JudgePromptPart]:

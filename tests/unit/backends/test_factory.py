@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,13 @@ def test_apply_capabilities_keeps_supported_settings() -> None:
     config = make_config(
         loss={"name": "ppo", "clip_high": 1.5}, loss_fallback="cross_entropy", adam={"lr": 1e-3}
     )
-    assert apply_capabilities(config, CAPABILITIES) == (config, [])
+    capabilities = replace(CAPABILITIES, has_reference=True)
+    assert apply_capabilities(config, capabilities) == (config, [])
 
 
 def test_loss_fallback_uses_own_defaults_and_warns() -> None:
     config = make_config(loss={"name": "cispo", "clip_high": 3.0}, loss_fallback="ppo")
-    adjusted, (warning,) = apply_capabilities(config, CAPABILITIES)
+    adjusted, (warning,) = apply_capabilities(config, replace(CAPABILITIES, has_reference=True))
     assert adjusted.trainer.loss == LossConfig(name="ppo")
     assert "does not support cispo" in warning
     assert "training with ppo" in warning

@@ -104,6 +104,18 @@ def test_feedback_correction_becomes_training_data(instar: Instar, config: RunCo
     assert (conflicting.code, "already used by different feedback" in conflicting.err) == (1, True)
 
 
+def test_feedback_over_a_file_becomes_a_preference(instar: Instar, config: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "worse.txt"
+    file.write_text("Go away.\n")
+    result = instar("feedback", config.run_dir, "--call", "c-1", "--over-file", file)
+    assert "the preference will be used when this run trains" in result.out, result.err
+    (row,) = instar("feedback", config.run_dir, "ls", "--json").json
+    assert (row["preferred"], row["other_text"], row["trainable"]) == ("this", "Go away.", True)
+    assert "over Go away." in instar("feedback", config.run_dir, "ls").out
+    conflicting = instar("feedback", config.run_dir, "--call", "c-1", "--over", "a", "--under", "b")
+    assert (conflicting.code, "mutually exclusive" in conflicting.err) == (1, True)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

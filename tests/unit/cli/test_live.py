@@ -109,3 +109,26 @@ def test_sessions_show_in_a_run_on_rollouts_names_the_setting(instar: Instar, co
     RunFolder(config.run_dir).create(RunConfig.model_validate({"name": RUN, "dir": config.run_dir}))
     output = instar("sessions", "show", config.run_dir, "first").out
     assert "not claimed: this run does not train on live sessions (see `data`)" in output
+
+
+def test_plan_shows_what_is_replayed_and_its_share(instar: Instar, config: RunConfig) -> None:
+    async def promote_trained_session() -> None:
+        store = open_store(config)
+        version = await store.reserve_version(RUN, RUN, 1, parent=0, is_candidate=True)
+        await store.publish(Policy(RUN, version, Artifact("adapter", "/none")))
+        await store.advance_step(RUN, 1, StepState.SUBMITTED, version=version)
+        await store.write(lambda db: db.execute("UPDATE policies SET stage = 'serving'"))
+        await store.write(lambda db: db.execute("UPDATE claims SET advantage = 1"))
+        await store.close()
+
+    asyncio.run(promote_trained_session())
+    settings = config.model_dump(mode="json", exclude_unset=True)
+    changed = RunConfig.model_validate({**settings, "live": {"replay": {"share": 0.5, "reference": None}}})
+    RunFolder(config.run_dir).create(changed)
+    plan = instar("plan", config.run_dir, "--json").json
+    assert [claim["session_id"] for claim in plan["replayed"]] == ["trained"]
+    assert plan["replay_share"] == pytest.approx(1 / 3)
+    reasons = {live["session_id"]: live["reason"] for live in plan["live_sessions"]}
+    assert reasons["trained"] == "already trained in step 1; it would be replayed"
+    output = " ".join(instar("plan", config.run_dir).out.split())
+    assert "1 earlier replies would be replayed (33% of the step): 1 from live sessions, 0 from" in output

@@ -13,6 +13,7 @@ import pytest
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.data.live import LiveLoader, compute_kind
+from instar.live.base import is_held_out
 from instar.store.base import Store
 from instar.store.sqlite import SqliteStore
 from instar.types import (
@@ -262,3 +263,26 @@ def test_kind_depends_on_the_system_prompt_and_the_tools_unless_declared() -> No
 
     assert kind("sort", "a") == kind("sort", "b") != kind("search", "a")
     assert kind("sort", "a", kind="sorting") == "sorting"
+
+
+async def test_call_reward_of_an_open_session_is_trained_once_it_is_complete(store: Store) -> None:
+    await add_live(store, "s", None, status=SessionStatus.OPEN)
+    await store.add_rewards([Reward("s", 1.0, RewardSource.JUDGE, "judge:followup", call_id="s#0")])
+    batcher = Batcher(store, RUN, make_live_config(groups_per_step=1))
+    assert await take_batch(batcher) is None
+    await store.end_session("s", SessionStatus.COMPLETED)
+    batch = await take_batch(batcher)
+    assert batch is not None
+    np.testing.assert_allclose(batch.samples[0].advantages, [0, 0, 1, 1])
+    assert [claim.advantage for claim in batch.claims] == [1.0]
+
+
+async def test_held_out_session_is_dropped(store: Store) -> None:
+    messages = (Message(role="user", content="question 9"),)
+    number = 0
+    while not is_held_out(messages):
+        messages, number = (Message(role="user", content=f"question {number}"),), number + 1
+    await add_live(store, "held", call={"messages": messages})
+    batcher = Batcher(store, RUN, make_live_config(groups_per_step=1))
+    assert await take_batch(batcher) is None
+    assert [(c.session_id, c.reason) for c in await store.claims(RUN)] == [("held", "held_out")]

@@ -276,3 +276,14 @@ async def test_read_records_queries_feedback_per_session_for_small_exports(store
     assert recording.queried_session_ids[2:] == [None]
     for records in (one_page, two_pages):
         assert [[f.feedback_id for f in record.feedback] for record in records] == [["f1"], []]
+
+
+async def test_dpo_export_contains_preferences_of_people(store: Store, tmp_path: Path) -> None:
+    (call,) = await add_session(store, "a", ["first"], 0.0, channel=Channel.LIVE)
+    (other,) = await add_session(store, "b", ["second"], 0.0, channel=Channel.LIVE)
+    await store.add_feedback(Feedback("1", "a", call.call_id, preferred="other", other_call_id=other.call_id))
+    await store.add_feedback(Feedback("2", "a", call.call_id, preferred="this", other_text="third"))
+    await export_all(store, tmp_path / "dpo", format="dpo", where=SessionFilter(channel=Channel.LIVE))
+    rows = [json.loads(line) for line in (tmp_path / "dpo" / "pairs.jsonl").read_text().splitlines()]
+    replies = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
+    assert replies == [("second", "first"), ("first", "third")]

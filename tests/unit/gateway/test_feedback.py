@@ -24,7 +24,8 @@ from instar.config import (
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
-from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, UNUSED_LIVE_REASON, explain_unused_corrections
+from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, UNUSED_LIVE_REASON
+from instar.gateway.feedback_api import explain_unused
 from instar.gateway.upstream.http import HttpUpstream
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
@@ -476,13 +477,13 @@ async def test_correction_in_a_run_without_training_is_not_trainable(
     tmp_path: Path, model: ModelConfig, renderer: Renderer
 ) -> None:
     engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
-    reason = explain_unused_corrections(RunConfig())
+    reasons = explain_unused(RunConfig())
     async with run_gateway(
-        tmp_path / "s.db", engine, renderer, GatewayConfig(), unused_corrections_reason=reason
+        tmp_path / "s.db", engine, renderer, GatewayConfig(), unused_feedback=reasons
     ) as gateway:
         session, _ = await open_session_with_reply(gateway)
         view = await send_human_feedback(gateway, session, correction="Hello.")
-        assert (view["trainable"], view["reason"]) == (False, reason)
+        assert (view["trainable"], view["reason"]) == (False, reasons.corrections)
         assert await load_correction_ids(gateway)
 
 

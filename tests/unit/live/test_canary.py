@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from instar.live.canary import (
     find_previous,
     is_broken,
 )
+from instar.live.gate import NEXT_STAGE
 from instar.store.base import ShadowReply
 from instar.store.sqlite import SqliteStore
 from instar.types import (
@@ -78,6 +80,27 @@ async def add_session(
     rewards = [] if reward is None else [Reward(session_id, reward, RewardSource.HUMAN)]
     await store.end_session(session_id, SessionStatus.COMPLETED, rewards=rewards)
     return session_id
+
+
+class Decision(NamedTuple):
+    action: str
+    version: int
+    reason: str
+
+
+async def check(controller: CanaryController, store: SqliteStore) -> Decision | None:
+    """Make and carry out the decision that is due, as the gate does."""
+    if (rollback := await controller.check_serving()) is not None:
+        return Decision("roll back", rollback.version, rollback.reason)
+    staged = [row for row in await store.policy_versions(POLICY) if row.stage in NEXT_STAGE]
+    for row in staged[-1:]:
+        version = row.policy.version
+        outcome = await controller.check_stage(POLICY, version, row.stage)
+        if outcome.action != "wait":
+            stage = NEXT_STAGE[row.stage] if outcome.action == "advance" else PolicyStage.REJECTED
+            assert await store.move_version(POLICY, version, row.stage, stage, outcome.reason)
+            return Decision(outcome.action, version, outcome.reason)
+    return None
 
 
 async def get_stages(store: SqliteStore) -> dict[int, str]:
@@ -141,11 +164,11 @@ async def test_canary_with_equal_rewards_is_promoted_after_enough_sessions(store
         await add_session(store, number % 2, canary)
         await add_session(store, number % 2)
     await add_session(store, None, canary)
-    assert await controller.check() is None
+    assert await check(controller, store) is None
     await add_session(store, 1.0, canary)
-    decision = await controller.check()
+    decision = await check(controller, store)
     assert decision is not None
-    assert (decision.action, decision.version) == ("promote", canary)
+    assert (decision.action, decision.version) == ("advance", canary)
     assert await get_stages(store) == {canary: "serving"}
 
 
@@ -154,7 +177,7 @@ async def test_canary_with_lower_rewards_is_rejected_before_it_has_all_sessions(
         await add_session(store, number % 2)  # the range of rewards
     canary, controller = await publish_canary(store, POLICY), make_controller(store)
     count = 0
-    while await controller.check() is None:
+    while await check(controller, store) is None:
         await add_session(store, 1.0)
         await add_session(store, 0.0, canary)
         count += 1
@@ -172,18 +195,18 @@ async def test_canary_that_seems_worse_waits_and_is_rejected_when_its_time_is_ov
     for number in range(10):
         await add_session(store, 1.0 if number % 10 < 8 else 0.0)
         await add_session(store, 1.0 if number % 10 < 5 else 0.0, canary)
-    assert await make_controller(store).check() is None
-    decision = await make_controller(store, days_later=7).check()
+    assert await check(make_controller(store), store) is None
+    decision = await check(make_controller(store, days_later=7), store)
     assert decision is not None
     assert decision.action == "reject"
 
 
 async def test_canary_without_rewards_is_promoted_when_its_time_is_over(store: SqliteStore) -> None:
     canary = await publish_canary(store, POLICY)
-    assert await make_controller(store, days_later=6.9).check() is None
-    decision = await make_controller(store, days_later=7).check()
+    assert await check(make_controller(store, days_later=6.9), store) is None
+    decision = await check(make_controller(store, days_later=7), store)
     assert decision is not None
-    assert (decision.action, decision.version) == ("promote", canary)
+    assert (decision.action, decision.version) == ("advance", canary)
 
 
 async def test_rewards_on_calls_count_as_the_reward_of_their_session(store: SqliteStore) -> None:
@@ -192,9 +215,9 @@ async def test_rewards_on_calls_count_as_the_reward_of_their_session(store: Sqli
         for version in (canary, None):
             session_id = await add_session(store, None, version)
             await store.add_rewards([Reward(session_id, 1.0, RewardSource.HUMAN, call_id="c")])
-    decision = await controller.check()
+    decision = await check(controller, store)
     assert decision is not None
-    assert decision.action == "promote"
+    assert decision.action == "advance"
 
 
 # --- rollback -----------------------------------------------------------------------------------
@@ -207,8 +230,8 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     second = await publish_serving(store, POLICY)
     candidate = await publish_candidate(store, POLICY)
     controller, count = make_controller(store), 0
-    assert await controller.check() is None
-    while (decision := await controller.check()) is None:
+    assert await check(controller, store) is None
+    while (decision := await check(controller, store)) is None:
         await add_session(store, 0.4)
         count += 1
         assert count < 35
@@ -228,7 +251,7 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
     )
     for _ in range(40):
         await add_session(store, 0.0)
-    assert await controller.check() is None, "the version of a rollback is not rolled back"
+    assert await check(controller, store) is None, "the version of a rollback is not rolled back"
     assert find_previous(rows, head) == second
 
 
@@ -238,7 +261,7 @@ async def test_falling_rewards_long_after_a_promotion_are_ignored(store: SqliteS
     await publish_serving(store, POLICY)
     for _ in range(20):
         await add_session(store, 0.0)
-    assert await make_controller(store, days_later=8).check() is None
+    assert await check(make_controller(store, days_later=8), store) is None
 
 
 async def test_steady_rewards_after_a_promotion_cause_no_rollback(store: SqliteStore) -> None:
@@ -248,7 +271,7 @@ async def test_steady_rewards_after_a_promotion_cause_no_rollback(store: SqliteS
     await publish_serving(store, POLICY)
     for _ in range(60):
         await add_session(store, float(rng.random() < 0.7))
-    assert await make_controller(store).check() is None
+    assert await check(make_controller(store), store) is None
 
 
 # --- shadow -------------------------------------------------------------------------------------
@@ -281,9 +304,9 @@ async def publish_shadow(store: SqliteStore) -> int:
 async def test_shadow_becomes_a_canary_after_enough_replies_or_days(store: SqliteStore) -> None:
     version, controller = await publish_shadow(store), make_controller(store)
     for _ in range(3):
-        assert await controller.check() is None
+        assert await check(controller, store) is None
         await add_shadow_reply(store, version, "hello")
-    decision = await controller.check()
+    decision = await check(controller, store)
     assert decision is not None
     assert (decision.action, decision.reason) == (
         "advance",
@@ -292,7 +315,7 @@ async def test_shadow_becomes_a_canary_after_enough_replies_or_days(store: Sqlit
     assert await get_stages(store) == {version: "canary"}
     await store.reject_version(POLICY, version, "test")
     later = await publish_shadow(store)
-    assert await make_controller(store, days_later=1).check() is not None
+    assert await check(make_controller(store, days_later=1), store) is not None
     assert (await get_stages(store))[later] == "canary"
 
 
@@ -300,7 +323,7 @@ async def test_shadow_with_broken_replies_is_rejected(store: SqliteStore) -> Non
     version = await publish_shadow(store)
     for _ in range(10):
         await add_shadow_reply(store, version, "")
-    decision = await make_controller(store).check()
+    decision = await check(make_controller(store), store)
     assert decision is not None
     assert decision.action == "reject"
     assert await get_stages(store) == {version: "rejected"}

@@ -19,6 +19,7 @@ from instar.live.activity import (
     ActivityReader,
     ActivityRecorder,
 )
+from instar.live.base import wait_until_allowed
 from instar.live.learning_window import LearningWindow, check_window, read_opened, write_opened
 from instar.live.load import CpuReading, compute_cpu_load, parse_gpu_load
 from instar.live.windows import OpenedWindow
@@ -98,19 +99,15 @@ def test_damaged_file_of_an_opened_window_is_ignored(tmp_path: Path) -> None:
     assert read_opened(tmp_path) is None
 
 
-async def test_waiting_ends_when_the_window_opens_or_the_role_stops(tmp_path: Path) -> None:
+async def test_answer_changes_when_the_window_opens(tmp_path: Path) -> None:
     now = [NOON]
     window = LearningWindow(make_config(tmp_path, hours=["22:00-06:00"]), clock=lambda: now[0])
-    assert not await window.wait_until_allowed(timeout=0)
-    stop = asyncio.Event()
-    waiting = asyncio.create_task(window.wait_until_allowed(stop=stop))
+    assert not await window.may_run_now()
+    waiting = asyncio.create_task(wait_until_allowed(window.may_run_now, poll_seconds=0.01))
     await asyncio.sleep(0.05)
-    stop.set()
-    assert not await waiting
-    waiting = asyncio.create_task(window.wait_until_allowed())
-    await asyncio.sleep(0.05)
+    assert not waiting.done()
     now[0] += 10 * 3600
-    assert await waiting
+    await waiting
 
 
 def test_paused_thread_continues_when_the_window_is_released(tmp_path: Path) -> None:
@@ -150,10 +147,10 @@ async def test_budget_counts_the_tokens_of_todays_steps(tmp_path: Path) -> None:
     assert window.may_run()
     await store.advance_step("r", 2, StepState.SUBMITTED, metrics={"sequence_tokens": 40})
     window = LearningWindow(config, store)
-    assert not await window.wait_until_allowed(timeout=0)
+    assert not await window.may_run_now()
     assert "100 of 100 tokens" in window.read_state().reason
     tomorrow = LearningWindow(config, store, clock=lambda: time.time() + 86400)
-    assert await tomorrow.wait_until_allowed(timeout=0)
+    assert await tomorrow.may_run_now()
     await store.close()
 
 

