@@ -13,11 +13,11 @@ async def publish_candidate(
 ) -> int:
     """Publish a candidate whose step is committed, and return its number."""
     parent = (await store.latest_policy(policy_id)).version
-    step = 1 + max((row.step for row in await store.steps(run_id)), default=0)
+    step = 1 + max((row.step for row in await store.steps(policy_id)), default=0)
     version = await store.reserve_version(policy_id, run_id, step, parent=parent, is_candidate=True)
-    await store.claim_step(run_id, step, [])
+    await store.claim_step(policy_id, step, [], run_id=run_id)
     await store.publish(Policy(policy_id, version, artifact))
-    await store.advance_step(run_id, step, StepState.COMMITTED, version=version)
+    await store.advance_step(policy_id, step, StepState.COMMITTED, version=version)
     return version
 
 

@@ -32,10 +32,8 @@ from instar.config import (
     DataConfig,
     EngineReferenceConfig,
     GroupsConfig,
-    MixedEngineConfig,
     RunConfig,
     UpstreamEngineConfig,
-    VllmEngineConfig,
 )
 from instar.errors import ConfigError, InstarError
 from instar.live.learning_window import check_window
@@ -130,16 +128,11 @@ def _check_live(config: RunConfig) -> None:
             "verl"
         )
     check_window(config)
-    problem = ""
-    parts = config.engine.parts if isinstance(config.engine, MixedEngineConfig) else [config.engine]
-    if any(isinstance(part, VllmEngineConfig) and part.policy == "merged" for part in parts):
-        problem = "engine.policy: 'merged' serves only one version at a time"
     if getattr(config.backend, "lora", True) is None:
-        problem = "backend.lora: null trains all weights, of which an engine serves one version at a time"
-    if problem:
         raise ConfigError(
-            f"{problem}, but with data 'live' each agent has versions of its own, and candidates are "
-            "compared with the serving version; use adapters"
+            "backend.lora: null trains all weights, of which an engine serves one version at a time. With "
+            "data 'live', each agent has versions of its own, and candidates are compared with the serving "
+            "version; use adapters"
         )
 
 

@@ -36,6 +36,7 @@ from instar.types import (
     StepState,
 )
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session, put_test_run
+from tests.unit.data.test_live import POLICY
 from tests.unit.live.prompts import MARKER, list_prompts
 
 BEHAVIORS = {0: "plain", 1: "polite", 2: "plain", 3: "broken", 4: "rude", 5: "polite"}
@@ -103,7 +104,7 @@ class GateHarness:
         gates = create_gates(
             self.config, self.store, self.engine, self.renderer, scorers, check_stage=check_stage
         )
-        return gates[RUN]
+        return gates[POLICY]
 
     async def add_sessions(self, start: int, stop: int, **options: Any) -> None:
         await add_sessions(self.store, self.renderer, start, stop, **options)
@@ -117,12 +118,12 @@ class GateHarness:
         artifact: ArtifactKind = "adapter",
     ) -> None:
         parent = version - 1 if parent is None else parent
-        await self.store.reserve_version(RUN, RUN, version, parent=parent, is_candidate=True)
+        await self.store.reserve_version(POLICY, RUN, version, parent=parent, is_candidate=True)
         claim = Claim(RUN, 0, f"t{version}/0", f"t{version}", None, ClaimOutcome.TRAINED)
-        await self.store.claim_step(RUN, version, [claim])
-        await self.store.publish(Policy(RUN, version, Artifact(artifact, f"/adapters/{version}")))
+        await self.store.claim_step(POLICY, version, [claim], run_id=RUN)
+        await self.store.publish(Policy(POLICY, version, Artifact(artifact, f"/adapters/{version}")))
         if is_committed:
-            await self.store.advance_step(RUN, version, StepState.COMMITTED, version=version)
+            await self.store.advance_step(POLICY, version, StepState.COMMITTED, version=version)
 
     async def run_gate(self, gate: Gate | None = None) -> Gate:
         """Let a gate work until there is nothing to do."""
@@ -132,10 +133,10 @@ class GateHarness:
         return gate
 
     async def list_stages(self) -> dict[int, str]:
-        return {row.policy.version: row.stage.value for row in await self.store.policy_versions(RUN)}
+        return {row.policy.version: row.stage.value for row in await self.store.policy_versions(POLICY)}
 
     async def list_decisions(self) -> dict[int, str]:
-        return {row.version: row.decision for row in await self.store.evaluations(RUN)}
+        return {row.version: row.decision for row in await self.store.evaluations(POLICY)}
 
 
 @asynccontextmanager

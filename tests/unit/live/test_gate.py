@@ -13,7 +13,7 @@ from instar.live.runner import GateRunner
 from instar.live.sequential import get_candidate_alpha
 from instar.types import PolicyStage
 from tests.tiny import make_tiny_model
-from tests.unit.data.builders import RUN
+from tests.unit.data.test_live import POLICY
 from tests.unit.live.harness import open_harness
 
 
@@ -28,7 +28,7 @@ async def test_better_candidate_is_promoted_without_a_person(model: Path, tmp_pa
         await harness.add_candidate(1)
         await harness.run_gate()
         assert await harness.list_stages() == {1: "serving"}
-        (evaluation,) = await harness.store.evaluations(RUN)
+        (evaluation,) = await harness.store.evaluations(POLICY)
         assert (evaluation.decision, evaluation.number) == ("promote", 1)
         assert evaluation.alpha == get_candidate_alpha(0.05, 1)
         assert evaluation.results["held_out"]["lower"] > 0
@@ -49,7 +49,7 @@ async def test_worse_candidate_is_rejected_with_those_trained_from_it(model: Pat
         await harness.run_gate()
         assert await harness.list_stages() == {1: "serving", 2: "rejected", 3: "rejected"}
         assert await harness.list_decisions() == {1: "promote", 2: "reject"}
-        (_, rejected) = await harness.store.evaluations(RUN)
+        (_, rejected) = await harness.store.evaluations(POLICY)
         assert "worse on held-out prompts" in rejected.reason
         assert rejected.alpha == get_candidate_alpha(0.05, 2)
 
@@ -63,7 +63,7 @@ async def test_candidate_that_fails_the_sanity_set_is_rejected_although_it_is_be
             await harness.add_candidate(version)
         await harness.run_gate()
         assert (await harness.list_stages())[3] == "rejected"
-        assert "sanity set" in (await harness.store.evaluations(RUN))[0].reason
+        assert "sanity set" in (await harness.store.evaluations(POLICY))[0].reason
 
 
 async def test_candidate_with_few_held_out_prompts_waits_for_a_person(model: Path, tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ async def test_candidate_with_few_held_out_prompts_waits_for_a_person(model: Pat
         await harness.add_sessions(0, 12)
         await harness.add_candidate(1)
         gate = await harness.run_gate()
-        (evaluation,) = await harness.store.evaluations(RUN)
+        (evaluation,) = await harness.store.evaluations(POLICY)
         assert evaluation.decision == "more data"
         assert "12 of 30 held-out prompts" in evaluation.reason
         assert gate.activity.startswith("version 1: 12 of 30 held-out prompts")
         assert await harness.list_stages() == {1: "candidate"}
-        await harness.store.promote_version(RUN, 1)
+        await harness.store.promote_version(POLICY, 1)
         assert await harness.list_stages() == {1: "serving"}
 
 
@@ -108,7 +108,7 @@ async def test_candidate_without_improvement_is_rejected_after_max_items(model: 
             await harness.add_candidate(version)
         await harness.run_gate()
         assert await harness.list_stages() == {1: "candidate", 2: "rejected"}
-        assert "no improvement on 20 held-out prompts" in (await harness.store.evaluations(RUN))[0].reason
+        assert "no improvement on 20 held-out prompts" in (await harness.store.evaluations(POLICY))[0].reason
 
 
 async def test_candidate_is_rejected_after_the_deadline(model: Path, tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_candidate_is_rejected_after_the_deadline(model: Path, tmp_path: P
             await harness.add_candidate(version)
         await harness.run_gate()
         assert (await harness.list_stages())[2] == "rejected"
-        assert "no decision within" in (await harness.store.evaluations(RUN))[0].reason
+        assert "no decision within" in (await harness.store.evaluations(POLICY))[0].reason
 
 
 async def test_manual_mode_evaluates_and_leaves_the_decision_to_a_person(model: Path, tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ async def test_uncommitted_candidate_is_not_evaluated(model: Path, tmp_path: Pat
         await harness.add_candidate(1, is_committed=False)
         gate = await harness.run_gate()
         assert gate.activity == "no candidate"
-        assert await harness.store.evaluations(RUN) == []
+        assert await harness.store.evaluations(POLICY) == []
 
 
 async def test_items_are_evaluated_once_by_gates_that_stop_after_every_piece_of_work(
@@ -166,13 +166,13 @@ async def test_items_are_evaluated_once_by_gates_that_stop_after_every_piece_of_
         while await harness.create_gate().advance():
             pass
         assert await harness.list_stages() == {1: "serving"}
-        (evaluation,) = await harness.store.evaluations(RUN)
-        items = await harness.store.evaluation_items(RUN, 1, 0)
+        (evaluation,) = await harness.store.evaluations(POLICY)
+        items = await harness.store.evaluation_items(POLICY, 1, 0)
         counts = {name: result["items"] for name, result in evaluation.results.items()}
         assert sum(counts.values()) == len(items)
         before = items[0]
         await harness.store.add_evaluation_item(replace(before, candidate_score=0.25))
-        assert (await harness.store.evaluation_items(RUN, 1, 0))[0] == before
+        assert (await harness.store.evaluation_items(POLICY, 1, 0))[0] == before
 
 
 async def test_evaluation_starts_again_if_another_version_is_served(model: Path, tmp_path: Path) -> None:
@@ -183,9 +183,9 @@ async def test_evaluation_starts_again_if_another_version_is_served(model: Path,
         gate = harness.create_gate()
         for _ in range(4):
             await gate.advance()
-        await harness.store.promote_version(RUN, 1)
+        await harness.store.promote_version(POLICY, 1)
         await harness.run_gate(gate)
-        evaluations = await harness.store.evaluations(RUN)
+        evaluations = await harness.store.evaluations(POLICY)
         assert [(e.version, e.incumbent, e.decision) for e in evaluations] == [
             (2, 0, "more data"),
             (2, 1, "reject"),
@@ -225,7 +225,7 @@ async def test_canary_that_was_not_compared_with_the_serving_version_is_rejected
     async with open_harness(model, tmp_path) as harness:
         for version in (1, 2):
             await harness.add_candidate(version)
-        await harness.store.advance_version(RUN, 2, PolicyStage.CANARY, "by hand")
+        await harness.store.advance_version(POLICY, 2, PolicyStage.CANARY, "by hand")
         await harness.run_gate()
         assert (await harness.list_stages())[2] == "rejected"
 
@@ -241,9 +241,9 @@ async def test_feedback_is_compared_by_the_margin_of_liked_over_disliked_replies
         await harness.add_sessions(0, 20, rewards=(1.0, 0.0))
         await harness.add_candidate(1)
         await harness.run_gate()
-        (evaluation,) = await harness.store.evaluations(RUN)
+        (evaluation,) = await harness.store.evaluations(POLICY)
         assert (evaluation.method, evaluation.decision) == ("feedback", "more data")
-        items = [i for i in await harness.store.evaluation_items(RUN, 1, 0) if i.set_name == "held_out"]
+        items = [i for i in await harness.store.evaluation_items(POLICY, 1, 0) if i.set_name == "held_out"]
         assert [item.item_key for item in items][:2] == ["s000+s001", "s002+s003"]
         assert len(items) == 10
         assert all(item.candidate_score == item.incumbent_score is not None for item in items)
@@ -260,9 +260,9 @@ async def test_runner_pauses_while_evaluation_may_not_run_and_survives_engine_er
     async with open_harness(model, tmp_path) as harness:
         await harness.add_sessions(0, 5)
         await harness.add_candidate(1)
-        runner = GateRunner({RUN: harness.create_gate()}, may_run=may_run)
+        runner = GateRunner({POLICY: harness.create_gate()}, may_run=may_run)
         await run_briefly(runner)
-        assert await harness.store.evaluations(RUN) == []
+        assert await harness.store.evaluations(POLICY) == []
         assert runner.activity == "waiting for a time at which evaluation may run"
         is_allowed = True
         await harness.engine.close()

@@ -14,9 +14,9 @@ from .factories import POLICY_ID, RUN_ID
 async def add_candidates(store: Store, *versions: int) -> None:
     for version in versions:
         await store.reserve_version(POLICY_ID, RUN_ID, version, parent=version - 1, is_candidate=True)
-        await store.claim_step(RUN_ID, version, [])
+        await store.claim_step(POLICY_ID, version, [], run_id=RUN_ID)
         await store.publish(Policy(POLICY_ID, version, Artifact("adapter", f"/policies/{version}")))
-        await store.advance_step(RUN_ID, version, StepState.COMMITTED, version=version)
+        await store.advance_step(POLICY_ID, version, StepState.COMMITTED, version=version)
 
 
 async def list_stages(store: Store) -> dict[int, PolicyStage]:

@@ -121,7 +121,8 @@ async def test_live_correction_is_used_only_if_its_agent_is_learned_from(
 ) -> None:
     await add_corrected_session(store, "live", channel=Channel.LIVE)
     await add_corrected_session(store, "unlisted", channel=Channel.LIVE, agent_id="unlisted")
-    agents = {"default": {"mode": mode}, "other": {"mode": "learn"}}
+    agents = {"default": {"mode": mode}, "unlisted": {"mode": "observe"}}
+    agents |= {} if mode == "learn" else {"other": {"mode": "learn"}}
     settings = make_config(tmp_path, model).model_dump(exclude_unset=True)
     config = RunConfig.model_validate({**settings, "agents": agents, "data": "live"})
     assert [sample.session_id for sample in await load_samples(store, config)] == expected
@@ -137,8 +138,9 @@ async def test_correction_of_a_held_out_session_is_dropped(
     settings = make_config(tmp_path, model, corrections={"per_step": 2}).model_dump(exclude_unset=True)
     settings |= {"agents": {"default": {"mode": "learn"}}, "data": "live"}
     batch = await load_corrections(store, RunConfig.model_validate(settings), 1, 0)
-    assert [sample.session_id for sample in batch.samples] == ["live"]
-    assert [(c.session_id, c.reason) for c in batch.claims] == [("held", "held_out"), ("live", None)]
+    assert [sample.session_id for sample in batch.corrections] == ["live"]
+    assert [(c.session_id, c.reason) for c in batch.claims] == [("live", None)]
+    assert [(c.session_id, c.reason) for c in batch.drops] == [("held", "held_out")]
     config = RunConfig.model_validate({**settings, "live": {"gate": {"mode": "off"}}})
     assert len(await load_samples(store, config)) == 2
 

@@ -22,7 +22,8 @@ from instar.trainer.monitor import read_steps
 from instar.types import UNTRAINABLE, Channel, Feedback, Message, Sample, SessionStatus, Tag
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session, put_test_run
-from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, open_trainer
+from tests.unit.data.test_live import POLICY
+from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, open_live_trainer
 from tests.unit.trainer.test_candidates import make_live_config
 
 OTHER_IDS = [11, 12, 13, 9]
@@ -78,13 +79,13 @@ async def test_live_run_with_only_corrections_makes_a_candidate(tmp_path: Path, 
         await add_reply(store, name, agent_id=agent)
         await add_feedback(store, name, correction="better", correction_ids=OTHER_IDS)
     await store.close()
-    async with open_trainer(config) as harness:
+    async with open_live_trainer(config) as harness:
         await harness.trainer.run()
         assert await list_claims(harness.store) == [
             (1, "feedback:a", "a", None),
             (1, "feedback:b", "b", None),
         ], "the other agent is not learned from"
-        stages = [row.stage.value for row in await harness.store.policy_versions(RUN)]
+        stages = [row.stage.value for row in await harness.store.policy_versions(POLICY)]
         assert stages == ["candidate"]
     (step,) = read_steps(config.run_dir)
     assert (step["samples"], step["corrections"]) == (0, 2)
@@ -149,7 +150,7 @@ async def test_preference_raises_the_margin_of_the_preferred_reply(
     assert len(pairs) == 1
     expected = [1, 2, 3, 7, 9] if preferred == "this" else [1, 2, 3, *OTHER_IDS]
     assert pairs[0][0].token_ids.tolist() == expected
-    async with open_trainer(config) as harness:
+    async with open_live_trainer(config) as harness:
         before = await measure_margin(harness, pairs)
         await harness.trainer.run()
         assert await measure_margin(harness, pairs) > before + 0.5
@@ -198,10 +199,10 @@ async def test_preferences_are_trained_once_after_crash(tmp_path: Path, model: P
     await add_reply(store, "a")
     await add_feedback(store, "a", preferred="other", other_text="x", other_ids=OTHER_IDS)
     await store.close()
-    async with open_trainer(config, FaultInjector(point)) as harness:
+    async with open_live_trainer(config, FaultInjector(point)) as harness:
         with pytest.raises(SimulatedCrash):
             await harness.trainer.run()
-    async with open_trainer(config) as harness:
+    async with open_live_trainer(config) as harness:
         await harness.trainer.run()
         assert await list_claims(harness.store) == [(1, "feedback:a", "a", None)]
 

@@ -37,8 +37,8 @@ from instar.types import (
 )
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, make_call, make_session
-from tests.unit.data.test_live import add_live, take_batch
-from tests.unit.trainer.harness import make_config, open_trainer
+from tests.unit.data.test_live import POLICY, add_live, take_batch
+from tests.unit.trainer.harness import make_config, open_live_trainer
 from tests.unit.trainer.test_live_feedback import OTHER_IDS, add_feedback, add_reply, open_store
 
 ABILITY_PROMPT, ABILITY_REPLY = [4, 5, 6], [21, 22, 23, 9]
@@ -70,10 +70,10 @@ async def add_reference(store: Store, count: int, rewards: dict[int, float] | No
 
 async def promote(store: Store, step: int, parent: int = 0) -> int:
     """Publish and promote a version of a claimed step, as a trainer and a person would."""
-    version = await store.reserve_version(RUN, RUN, step, parent=parent, is_candidate=True)
-    await store.publish(Policy(RUN, version, Artifact("adapter", "x")))
-    await store.advance_step(RUN, step, StepState.COMMITTED, version=version)
-    await store.promote_version(RUN, version)
+    version = await store.reserve_version(POLICY, RUN, step, parent=parent, is_candidate=True)
+    await store.publish(Policy(POLICY, version, Artifact("adapter", "x")))
+    await store.advance_step(POLICY, step, StepState.COMMITTED, version=version)
+    await store.promote_version(POLICY, version)
     return version
 
 
@@ -97,7 +97,7 @@ async def test_share_of_replay_determines_its_number_and_weight(tmp_path: Path, 
     assert list_replayed(first) == ["ref0", "ref1"]
     total = sum(float(sample.advantages[-1]) for sample in first.supervised.replayed)
     assert total == pytest.approx(1.0), "as much as live sessions with advantage 1"
-    await store.claim_step(RUN, 1, [*first.claims, *first.supervised.claims])
+    await store.claim_step(POLICY, 1, [*first.claims, *first.supervised.claims], run_id=RUN)
     second = await batcher.next_batch(2, 0, 0, timeout=0.0)
     assert list_replayed(second) == ["ref2", "ref0"], "the set is repeated"
     assert second is not None
@@ -122,7 +122,7 @@ async def test_only_good_sessions_of_accepted_versions_are_replayed(tmp_path: Pa
     batch = await Batcher(store, RUN, config).next_batch(2, 0, 1, timeout=0.0)
     assert list_replayed(batch) == ["good"]
     assert batch is not None
-    await store.claim_step(RUN, 2, [*batch.claims, *batch.supervised.claims])
+    await store.claim_step(POLICY, 2, [*batch.claims, *batch.supervised.claims], run_id=RUN)
     for name in "def":
         await add_live(store, name, 1.0, ended=2)
     third = await Batcher(store, RUN, config).next_batch(3, 0, 1, timeout=0.0)
@@ -212,7 +212,7 @@ async def learn(folder: Path, model: Path, replay: Any) -> tuple[float, float, l
         await add_reply(store, f"c{number}")
         await add_feedback(store, f"c{number}", correction="better", correction_ids=OTHER_IDS)
     await store.close()
-    async with open_trainer(config) as harness:
+    async with open_live_trainer(config) as harness:
         before = [
             await measure(harness, [1, 2, 3], OTHER_IDS),
             await measure(harness, ABILITY_PROMPT, ABILITY_REPLY),
@@ -270,7 +270,7 @@ async def test_live_data_older_than_a_day_is_weighted_with_recomputed_logprobs(
         store = await open_store(config)
         await add_live(store, "s", 1.0, ended=ended)
         await store.close()
-        async with open_trainer(config) as harness:
+        async with open_live_trainer(config) as harness:
             await harness.trainer.run()
         (step,) = read_steps(config.run_dir)
         ratios.append(("proximal_seconds" in step, step["ratio_mean"]))
