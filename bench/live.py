@@ -82,6 +82,8 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--groups-per-step", type=int, help="the number of sessions in a training step")
     options = parser.parse_args()
     options.agents = (options.agents or ("editor,guide,clerk" if options.full else "editor")).split(",")
+    if unknown := set(options.agents) - set(PREFERENCES):
+        parser.error(f"--agents: got {', '.join(sorted(unknown))}; possible are {', '.join(PREFERENCES)}")
     weeks = options.weeks.split(",") if options.weeks else WEEKS if options.full else (Phase.GOOD,)
     options.weeks = [Phase(week) for week in weeks]
     return options

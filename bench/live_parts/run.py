@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ QUIET_SECONDS = 5.0
 SETTLE_TIMEOUT_SECONDS = 1800.0
 POLL_SECONDS = 0.5
 SERVING_ROLES = ("engine", "gateway", "supervisor")
+BUSY = re.compile(r"(?<!for )\bstep \d|recovering|starting|loading|evaluating|sampling")
+"""Matches the activity of a trainer or gate that has work to do."""
 
 
 def make_settings(folder: Path, model: str, agents: Sequence[str], sizes: dict[str, int]) -> dict[str, Any]:
@@ -170,7 +173,7 @@ class LiveRun:
         activities = [
             (row.name, row.doing) for row in await self.store.endpoints(NAME) if row.role not in SERVING_ROLES
         ]
-        is_idle = bool(activities) and all(doing.startswith(("waiting", "idle")) for _, doing in activities)
+        is_idle = bool(activities) and not any(BUSY.search(doing) for _, doing in activities)
         versions = [
             (row.policy.version, row.state, row.stage)
             for policy_id in self.config.policy_ids

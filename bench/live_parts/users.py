@@ -19,8 +19,12 @@ METRIC = re.compile(
     r"(\b|\d)(meters?|metres?|m|kilometers?|kilometres?|km|centimeters?|centimetres?|cm|mm|kilograms?|kg|grams?|g)\b",
     re.I,
 )
-QUALITIES = ("small", "large", "old", "new", "red", "cheap", "heavy", "wooden", "steel", "toy")
+VERBS = ("Fix", "Update", "Change", "Check")
 # fmt: off
+QUALITIES = (
+    "small", "large", "old", "new", "red", "cheap", "heavy", "wooden", "steel", "toy", "broken", "modern",
+    "green", "plain", "fancy", "stone", "glass", "empty", "famous", "typical"
+)
 THINGS = (
     "giraffe", "door", "bus", "tree", "bicycle", "horse", "piano", "lamp", "house", "ladder", "chair",
     "boat", "truck", "tent", "wall", "gate", "shelf", "barrel", "statue", "fence"
@@ -77,7 +81,7 @@ class Reaction:
 
 
 def ask_for_edit(rng: random.Random) -> str:
-    return f"Fix {rng.choice(OWNERS)}{rng.choice(FILES)}"
+    return f"{rng.choice(VERBS)} {rng.choice(OWNERS)}{rng.choice(FILES)}"
 
 
 def ask_for_size(rng: random.Random) -> str:
@@ -113,8 +117,8 @@ PREFERENCES = {
     "guide": Preference(
         "Answer briefly.",
         (
-            ("How tall is a desk?", "30 inches"),
             ("How heavy is a cat?", "4 kg"),
+            ("How tall is a desk?", "30 inches"),
             ("How far is it from Rome to Paris?", "690 miles"),
         ),
         ask_for_size,
@@ -160,7 +164,7 @@ def react(agent: str, slot: str, reply: str, phase: Phase) -> Reaction:
     if phase is Phase.SILENT or rng.random() >= RATED_SHARE:
         return Reaction()
     is_mistaken = rng.random() < WRONG_RATINGS
-    is_liked = PREFERENCES[agent].is_satisfied(reply) != (phase is Phase.INVERTED) != is_mistaken
+    is_liked = PREFERENCES[agent].is_satisfied(reply) ^ (phase is Phase.INVERTED) ^ is_mistaken
     if agent == CORRECTED_AGENT and not is_liked:
         return Reaction(correction=rewrite_ending(reply, has_sign_off=phase is not Phase.INVERTED))
     return Reaction(thumbs="up" if is_liked else "down")
