@@ -12,10 +12,10 @@ resampled ones, and the clerk from corrections. Prompts have at most 96 tokens, 
 agent gets at most 12 candidates. In the second week all feedback is inverted, and in the fourth week there is
 none. On some days the run is stopped and resumed, a role or the entire run is killed, or the clock jumps.
 
-Candidates are promoted by the gate. As long as fewer than 30 prompts are held out, only owners promote: on
-the evenings of the weeks with good feedback, the owner of each agent tries the newest candidate on 16
-questions and promotes it if it satisfies at least as often as the serving version. With `--promote owner`,
-owners always decide.
+Candidates are promoted by the gate. As long as it has too few held-out prompts to decide, only owners
+promote: on the evenings of the weeks with good feedback, the owner of each agent tries the newest candidate
+on 16 questions and promotes it if it satisfies at least as often as the serving version. With
+`--promote owner`, there is no gate, and owners always decide.
 
 - ``satisfaction_before``, ``satisfaction_after``: the share of replies to 200 held-out questions that follow
   the preference, sampled at temperature 1 by an engine of the bench. ``before`` is that of the base model for
@@ -24,6 +24,7 @@ owners always decide.
 - ``poison_share``: the largest share of an agent's sessions in a day that were answered by a version made
   from inverted feedback, which is one whose step, or that of one it was trained from, has such feedback for
   at least half of its sessions.
+- ``sanity_drop``: how far a serving version is below the base model on the gate's sanity set, at most.
 
 The default is one week of one agent. `--full` is the complete month. An interrupted measurement continues
 when the same command is started again, from its folder in `--out` (default: .cache/bench/live); that of a
@@ -43,7 +44,7 @@ from typing import Any
 
 from live_parts.month import Month
 from live_parts.report import summarize
-from live_parts.run import LiveRun, make_settings
+from live_parts.run import GROUPS_PER_STEP, LiveRun, make_settings
 from live_parts.schedule import WEEKS, Plan
 from live_parts.users import PREFERENCES, Phase
 from reliability_parts.state_file import CACHE, StateFile
@@ -56,7 +57,8 @@ GOALS = {
     "satisfaction_before": "≤ 0.3",
     "satisfaction_after": "≥ 0.7",
     "worst_drop": "≤ 0.1",
-    "poison_share": "≤ canary share",
+    "poison_share": "≤ 0.1",
+    "sanity_drop": "≤ 0.05",
 }
 CORES = 2
 
@@ -79,7 +81,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--days-per-week", type=int, default=7)
     parser.add_argument("--sessions-per-day", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=200)
-    parser.add_argument("--groups-per-step", type=int, help="the number of sessions in a training step")
+    parser.add_argument("--groups-per-step", type=int, default=GROUPS_PER_STEP)
     options = parser.parse_args()
     options.agents = (options.agents or ("editor,guide,clerk" if options.full else "editor")).split(",")
     if unknown := set(options.agents) - set(PREFERENCES):
@@ -110,12 +112,17 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     plan = make_plan(options)
     if "settings" not in state.parts:
-        sizes = {} if options.groups_per_step is None else {"groups_per_step": options.groups_per_step}
-        state.save("settings", make_settings(folder, options.model, options.agents, sizes))
+        settings = make_settings(
+            folder,
+            options.model,
+            options.agents,
+            groups_per_step=options.groups_per_step,
+            has_gate=options.promote == "gate",
+        )
+        state.save("settings", settings)
     run = LiveRun(folder, state.parts["settings"])
     try:
-        month = Month(run, plan, state, log, owner_decides=options.promote == "owner")
-        await month.simulate()
+        await Month(run, plan, state, log).simulate()
         figures = await summarize(run, plan, state.parts["results"])
     finally:
         await run.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any
 
 from reliability_parts.state_file import StateFile
@@ -22,19 +23,13 @@ from live_parts.schedule import (
 from live_parts.sessions import Users
 from live_parts.users import Phase, make_held_out_questions
 
-MIN_HELD_OUT = 30
-"""The number of held-out prompts below which the gate leaves the decision to the owner."""
 REVIEW_QUESTIONS = 16
 """The number of questions with which an owner tries a candidate."""
 
 
 class Month:
-    def __init__(
-        self, run: LiveRun, plan: Plan, state: StateFile, log: Callable[[str], None], *, owner_decides: bool
-    ) -> None:
+    def __init__(self, run: LiveRun, plan: Plan, state: StateFile, log: Callable[[str], None]) -> None:
         self._run, self._plan, self._state, self._log = run, plan, state, log
-        self._owner_decides = owner_decides
-        """True if the owners decide about all candidates, instead of the gate."""
         self._evaluator = Evaluator(run.config.model)
         self._held_out = {agent: make_held_out_questions(agent, plan.held_out) for agent in plan.agents}
         self._review = {
@@ -92,13 +87,10 @@ class Month:
             await self._run.start()
 
     async def _review_candidates(self, day: int) -> None:
-        """Let the owner of each agent try the newest candidate, as long as too few prompts are held out for
-        the gate to decide, and promote it if it is not worse than the serving version."""
+        """Let each agent's owner try the newest candidate if the gate cannot decide about it, and promote it
+        if it is not worse than the serving version."""
         for agent in self._plan.agents:
-            candidate = await self._run.find_candidate(agent)
-            if candidate is None:
-                continue
-            if not self._owner_decides and await self._run.count_held_out(agent) >= MIN_HELD_OUT:
+            if (candidate := await self._run.find_undecided(agent)) is None:
                 continue
             serving = await self._run.find_serving_version(agent)
             questions = self._review[agent]
@@ -127,9 +119,10 @@ class Month:
                 continue
             artifact = await self._run.find_artifact(agent, version)
             satisfied = await self._evaluator.evaluate(agent, artifact, self._held_out[agent])
-            results[key] = {"day": day, "satisfaction": sum(satisfied) / len(satisfied)}
+            satisfaction, sanity = fmean(satisfied), await self._evaluator.evaluate_sanity(artifact)
+            results[key] = {"day": day, "satisfaction": satisfaction, "sanity": sanity}
             self._state.save("results", results)
-            self._log(f"day {day + 1}: {key} satisfies {results[key]['satisfaction']:.0%}")
+            self._log(f"day {day + 1}: {key} satisfies {satisfaction:.0%}; {sanity:.0%} of the sanity set")
 
 
 def get_clock_error(day: int, batch: int) -> float:

@@ -22,6 +22,7 @@ class AgentResult:
     satisfaction_after: float
     worst_drop: float
     poison_share: float
+    sanity_drop: float
     candidates: int
     served: list[int]
     """The versions that served the agent, in order."""
@@ -36,6 +37,7 @@ async def summarize(run: LiveRun, plan: Plan, results: Mapping[str, Mapping[str,
         "satisfaction_after": round(min(row.satisfaction_after for row in rows), 3),
         "worst_drop": round(max(row.worst_drop for row in rows), 3),
         "poison_share": round(max(row.poison_share for row in rows), 3),
+        "sanity_drop": round(max(row.sanity_drop for row in rows), 3),
         "agents": {agent: asdict(row) for agent, row in agents.items()},
     }
 
@@ -43,21 +45,18 @@ async def summarize(run: LiveRun, plan: Plan, results: Mapping[str, Mapping[str,
 async def summarize_agent(
     run: LiveRun, plan: Plan, agent: str, results: Mapping[str, Mapping[str, Any]]
 ) -> AgentResult:
-    scores = {
-        int(version): result["satisfaction"]
-        for name, _, version in (key.partition("@") for key in results)
-        if name == agent
-        for result in [results[f"{name}@{version}"]]
-    }
-    served = sorted(scores)
+    own = {int(key.partition("@")[2]): row for key, row in results.items() if key.startswith(f"{agent}@")}
+    served = sorted(own)
+    scores, sanity = ([own[version][name] for version in served] for name in ("satisfaction", "sanity"))
     policy_id = run.config.get_policy_id(agent)
     rows = await run.store.policy_versions(policy_id)
     poisoned = await find_poisoned_versions(run.store, plan, policy_id)
     return AgentResult(
         satisfaction_before=scores[0],
-        satisfaction_after=scores[served[-1]],
-        worst_drop=compute_worst_drop([scores[version] for version in served]),
+        satisfaction_after=scores[-1],
+        worst_drop=compute_worst_drop(scores),
         poison_share=await compute_poison_share(run.store, agent, poisoned),
+        sanity_drop=max(sanity[0] - score for score in sanity),
         candidates=len({row.step for row in rows if row.step}),
         served=served,
         poisoned=sorted(poisoned),

@@ -16,8 +16,8 @@ from gateway_parts.processes import MeasurementError, find_free_port
 
 from instar.config import RunConfig
 from instar.gateway.auth import create_key
-from instar.live.base import is_held_out
-from instar.store.base import SessionFilter, Store
+from instar.live.decision import HELD_OUT
+from instar.store.base import Store
 from instar.store.factory import open_store
 from instar.types import Artifact, PolicyStage
 from tests.torture.faults import HOOKS, Clock
@@ -46,23 +46,26 @@ BUSY = re.compile(r"(?<!for )\bstep \d|recovering|starting|loading|evaluating|sa
 """Matches the activity of a trainer or gate that has work to do."""
 
 
-def make_settings(folder: Path, model: str, agents: Sequence[str], sizes: dict[str, int]) -> dict[str, Any]:
+def make_settings(
+    folder: Path, model: str, agents: Sequence[str], *, groups_per_step: int, has_gate: bool
+) -> dict[str, Any]:
     """Return the settings of the run. Those that concern learning have their defaults, except the numbers of
     sessions and corrections in a step and the range of the ratings."""
     return {
         "name": NAME,
         "dir": str(folder / "run"),
         "seed": 0,
-        "model": {"name": model, "device": "cpu", "max_context": 192},
+        "model": {"name": model, "device": "cpu", "max_context": 384},
         "engine": {"type": "local", "max_batch": 16, "kv_tokens": 4096, "max_adapters": 4 * len(agents)},
         "backend": {"type": "local"},
         "agents": {agent: {"mode": "learn"} for agent in agents},
         "data": "live",
+        "live": {"gate": {"mode": "auto" if has_gate else "off", "max_tokens": 32, "concurrency": 8}},
         "gateway": {"port": find_free_port(), "reward_range": [0, 1]},
         "trainer": {
             "steps": 10_000,
-            "groups_per_step": sizes.get("groups_per_step", GROUPS_PER_STEP),
-            "corrections": {"per_step": sizes.get("corrections_per_step", CORRECTIONS_PER_STEP)},
+            "groups_per_step": groups_per_step,
+            "corrections": {"per_step": CORRECTIONS_PER_STEP},
             "tensorboard": False,
         },
     }
@@ -75,7 +78,12 @@ class LiveRun:
         self.config = RunConfig.model_validate(settings)
         self.url = f"http://127.0.0.1:{self.config.gateway.port}"
         self._process = RunProcess(folder, settings)
-        self._process.roles = ("engine", "gateway", "trainer")
+        self._process.roles = (
+            "engine",
+            "gateway",
+            "trainer",
+            *(["gate"] if self.config.live.gate.mode != "off" else []),
+        )
         self._stop_leftovers()
         self._clock = Clock(folder / "clock")
         shift_clock(str(folder / "clock"))
@@ -184,18 +192,18 @@ class LiveRun:
     async def find_serving_version(self, agent: str) -> int:
         return (await self.store.latest_policy(self.config.get_policy_id(agent))).version
 
-    async def find_candidate(self, agent: str) -> int | None:
-        """Return the newest candidate that has not been decided about, or None."""
-        rows = await self.store.policy_versions(self.config.get_policy_id(agent))
+    async def find_undecided(self, agent: str) -> int | None:
+        """Return the newest candidate if only the agent's owner can promote it, or else None."""
+        policy_id, gate = self.config.get_policy_id(agent), self.config.live.gate
+        rows = await self.store.policy_versions(policy_id)
         pending = [row.policy.version for row in rows if row.stage is PolicyStage.CANDIDATE]
-        return pending[-1] if pending else None
-
-    async def count_held_out(self, agent: str) -> int:
-        """Return the number of different held-out prompts of the agent."""
-        sessions = await self.store.sessions(NAME, where=SessionFilter(agent=agent))
-        calls = await self.store.calls_by_session([row.session.session_id for row in sessions])
-        first_messages = [session_calls[0].messages for session_calls in calls.values() if session_calls]
-        return len({str(messages) for messages in first_messages if is_held_out(messages)})
+        if not pending or gate.mode == "off":
+            return pending[-1] if pending else None
+        evaluations = [e for e in await self.store.evaluations(policy_id) if e.version == pending[-1]]
+        if not evaluations or evaluations[-1].decision != "more data":
+            return None
+        compared = evaluations[-1].results.get(HELD_OUT, {}).get("items", 0)
+        return pending[-1] if compared < gate.min_prompts else None
 
     async def find_artifact(self, agent: str, version: int) -> Artifact:
         for row in await self.store.policy_versions(self.config.get_policy_id(agent)):

@@ -55,8 +55,8 @@ def test_bench_live_killed_during_a_day_continues_and_repeats_no_session(tmp_pat
     assert completed.returncode == 0, completed.stderr[-3000:]
     figures = json.loads(completed.stdout)
     assert figures["days"] == DAYS
-    names = ("satisfaction_before", "satisfaction_after", "worst_drop", "poison_share")
-    assert all(0 <= figures[name] <= 1 for name in names), figures
+    names = ("satisfaction_before", "satisfaction_after", "worst_drop", "poison_share", "sanity_drop")
+    assert all(-1 <= figures[name] <= 1 for name in names), figures
     assert figures["agents"]["editor"]["candidates"] >= 1
     slots = query(store, "SELECT task_id FROM sessions WHERE status = 'completed' GROUP BY task_id")
     assert len(slots) == DAYS * SESSIONS_PER_DAY
