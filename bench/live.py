@@ -7,10 +7,12 @@
 through 28 days. Three agents are used 16 times a day, by users with preferences that a rule can check: the
 `editor` must read a file before it writes it, the `guide` must use metric units, and the `clerk` must end
 with a short sign-off (see live_parts/users.py). The run does not know the rules: users rate 90% of the
-replies with thumbs, 5% of them wrongly. The editor learns from these single sessions, the guide from
-resampled ones, and the clerk from corrections. Prompts have at most 96 tokens, replies at most 32, and an
-agent gets at most 12 candidates. In the second week all feedback is inverted, and in the fourth week there is
-none. On some days the run is stopped and resumed, a role or the entire run is killed, or the clock jumps.
+replies with thumbs, 5% of them wrongly. The editor learns from these single sessions, the clerk from
+corrections, and the guide, in a run of its own, from resampled replies: instead of ratings it has a rule of
+its owner that makes as many mistakes and is inverted in the same week. Prompts have at most 96 tokens,
+replies at most 32, and an agent gets at most 12 candidates. In the second week all feedback is inverted, and
+in the fourth week there is none. On some days the run is stopped and resumed, a role or the entire run is
+killed, or the clock jumps.
 
 Candidates are promoted by the gate. As long as it has too few held-out prompts to decide, only owners
 promote: on the evenings of the weeks with good feedback, the owner of each agent tries the newest candidate
@@ -39,19 +41,22 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from live_parts.month import Month
-from live_parts.report import summarize
+from live_parts.report import AgentResult, summarize, summarize_agent
 from live_parts.run import GROUPS_PER_STEP, LiveRun, make_settings
 from live_parts.schedule import WEEKS, Plan
-from live_parts.users import PREFERENCES, Phase
+from live_parts.users import PREFERENCES, RESAMPLED_AGENT, Phase
 from reliability_parts.state_file import CACHE, StateFile
 from rich.console import Console
 from rich.table import Table
 
 from instar.models import DEFAULT_MODEL
+from tests.torture.faults import Clock
+from tests.torture.hooks.sitecustomize import shift_clock
 
 GOALS = {
     "satisfaction_before": "≤ 0.3",
@@ -61,6 +66,8 @@ GOALS = {
     "sanity_drop": "≤ 0.05",
 }
 CORES = 2
+FINISHED = "finished"
+"""The file that marks the folder of a finished measurement."""
 
 console = Console(stderr=True, width=None if sys.stderr.isatty() else 120)
 
@@ -81,6 +88,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--days-per-week", type=int, default=7)
     parser.add_argument("--sessions-per-day", type=int, default=16)
     parser.add_argument("--held-out", type=int, default=200)
+    parser.add_argument("--sanity-items", type=int, help="default: all")
     parser.add_argument("--groups-per-step", type=int, default=GROUPS_PER_STEP)
     options = parser.parse_args()
     options.agents = (options.agents or ("editor,guide,clerk" if options.full else "editor")).split(",")
@@ -91,13 +99,14 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace, agents: Sequence[str]) -> Plan:
     return Plan(
-        tuple(options.agents),
+        tuple(agents),
         tuple(options.weeks),
         options.days_per_week,
         options.sessions_per_day,
         options.held_out,
+        options.sanity_items,
     )
 
 
@@ -105,30 +114,47 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Run what is missing of the measurement, and return its figures."""
     name = f"{'-'.join(options.agents)}_{'-'.join(options.weeks)}_{options.promote}"
     folder = (options.out / name).resolve()
-    state = StateFile(folder / "state.json", keep=True)
-    if state.parts.get("is_finished"):
+    if (folder / FINISHED).exists():
         shutil.rmtree(folder)
-        state = StateFile(folder / "state.json", keep=True)
     folder.mkdir(parents=True, exist_ok=True)
-    plan = make_plan(options)
+    clock = Clock(folder / "clock")
+    shift_clock(str(folder / "clock"))
+    parts = [
+        [agent for agent in options.agents if agent != RESAMPLED_AGENT],
+        [agent for agent in options.agents if agent == RESAMPLED_AGENT],
+    ]
+    agents: dict[str, AgentResult] = {}
+    minutes = 0.0
+    for part in filter(None, parts):
+        part_folder = folder / "-".join(part)
+        state = StateFile(part_folder / "state.json", keep=True)
+        agents |= await measure_part(options, part_folder, part, state, clock)
+        minutes += state.parts["minutes"]
+    (folder / FINISHED).touch()
+    return summarize(agents) | {"minutes": round(minutes, 1)}
+
+
+async def measure_part(
+    options: argparse.Namespace, folder: Path, agents: Sequence[str], state: StateFile, clock: Clock
+) -> dict[str, AgentResult]:
+    """Simulate the time of the agents of one run, as far as it is not done, and return their figures."""
+    plan = make_plan(options, agents)
     if "settings" not in state.parts:
         settings = make_settings(
             folder,
             options.model,
-            options.agents,
+            agents,
             groups_per_step=options.groups_per_step,
             has_gate=options.promote == "gate",
         )
         state.save("settings", settings)
-    run = LiveRun(folder, state.parts["settings"])
+    run = LiveRun(folder, state.parts["settings"], plan, clock)
     try:
         await Month(run, plan, state, log).simulate()
-        figures = await summarize(run, plan, state.parts["results"])
+        results = state.parts["results"]
+        return {agent: await summarize_agent(run, plan, agent, results) for agent in agents}
     finally:
         await run.close()
-    figures |= {"days": plan.days, "minutes": round(state.parts["minutes"], 1)}
-    state.save("is_finished", True)
-    return figures
 
 
 def show(figures: dict[str, Any]) -> None:

@@ -37,17 +37,18 @@ class Evaluator:
                 *(self._ask(engine, agent, question, seed) for seed, question in enumerate(questions))
             )
 
-    async def evaluate_sanity(self, artifact: Artifact) -> float:
-        """Return the share of the sanity set's items that the version passes."""
+    async def evaluate_sanity(self, artifact: Artifact, limit: int | None) -> float:
+        """Return the share of the sanity set's items, or of the first ``limit``, that the version passes."""
         policy = Policy(POLICY_ID, 1, artifact)
         async with self._load(artifact) as engine:
             items = SanitySet(ReplySampler(engine, self._renderer, MAX_TOKENS))
+            keys = (await items.list_keys([]))[:limit]
 
             async def score(key: str) -> float:
                 async with self._slots:
                     return await items.score(key, policy) or 0.0
 
-            return fmean(await asyncio.gather(*map(score, await items.list_keys([]))))
+            return fmean(await asyncio.gather(*map(score, keys)))
 
     @asynccontextmanager
     async def _load(self, artifact: Artifact) -> AsyncGenerator[LocalEngine]:

@@ -119,7 +119,8 @@ class Month:
                 continue
             artifact = await self._run.find_artifact(agent, version)
             satisfied = await self._evaluator.evaluate(agent, artifact, self._held_out[agent])
-            satisfaction, sanity = fmean(satisfied), await self._evaluator.evaluate_sanity(artifact)
+            satisfaction = fmean(satisfied)
+            sanity = await self._evaluator.evaluate_sanity(artifact, self._plan.sanity_items)
             results[key] = {"day": day, "satisfaction": satisfaction, "sanity": sanity}
             self._state.save("results", results)
             self._log(f"day {day + 1}: {key} satisfies {satisfaction:.0%}; {sanity:.0%} of the sanity set")

@@ -29,8 +29,7 @@ class AgentResult:
     poisoned: list[int]
 
 
-async def summarize(run: LiveRun, plan: Plan, results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    agents = {agent: await summarize_agent(run, plan, agent, results) for agent in plan.agents}
+def summarize(agents: Mapping[str, AgentResult]) -> dict[str, Any]:
     rows = agents.values()
     return {
         "satisfaction_before": round(max(row.satisfaction_before for row in rows), 3),
@@ -74,7 +73,7 @@ async def find_poisoned_versions(store: Store, plan: Plan, policy_id: str) -> se
     tasks = {row.session.session_id: row.session.task_id for row in await store.sessions(NAME)}
     poisoned: set[int] = set()
     for row in await store.policy_versions(policy_id):
-        claims = await store.claims(NAME, step=row.step)
+        claims = await store.claims(NAME, policy_id=policy_id, step=row.step)
         slots = [
             slot
             for claim in claims

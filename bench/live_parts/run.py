@@ -20,8 +20,10 @@ from instar.live.decision import HELD_OUT
 from instar.store.base import Store
 from instar.store.factory import open_store
 from instar.types import Artifact, PolicyStage
+from live_parts.owner import DAYS_PER_WEEK_ENV, WEEKS_ENV
+from live_parts.schedule import Plan
+from live_parts.users import RESAMPLED_AGENT
 from tests.torture.faults import HOOKS, Clock
-from tests.torture.hooks.sitecustomize import shift_clock
 from tests.torture.run_process import (
     ROOT,
     RunProcess,
@@ -32,12 +34,15 @@ from tests.torture.run_process import (
 )
 
 NAME = "month"
-GROUPS_PER_STEP = 26
+BENCH = Path(__file__).parents[1]
+GROUPS_PER_STEP = 24
 """The number of sessions in a training step, with which an agent gets at most 12 candidates in a month."""
-CORRECTIONS_PER_STEP = 20
+RESAMPLED_GROUPS_PER_STEP = 36
+"""The same for the resampled agent, whose rule scores every session, also in the week without feedback."""
+RESAMPLED_REPLIES = 4
 START_TIMEOUT_SECONDS = 300.0
 STOP_TIMEOUT_SECONDS = 180.0
-QUIET_SECONDS = 5.0
+QUIET_SECONDS = 6.0
 """The time without any change after which the background work of a night is done."""
 SETTLE_TIMEOUT_SECONDS = 1800.0
 POLL_SECONDS = 0.5
@@ -50,8 +55,9 @@ def make_settings(
     folder: Path, model: str, agents: Sequence[str], *, groups_per_step: int, has_gate: bool
 ) -> dict[str, Any]:
     """Return the settings of the run. Those that concern learning have their defaults, except the numbers of
-    sessions and corrections in a step and the range of the ratings."""
-    return {
+    sessions and corrections in a step and the range of the ratings. Resampling is set for the entire run, and
+    needs a rule, so that a run with the resampled agent has no other agent."""
+    settings: dict[str, Any] = {
         "name": NAME,
         "dir": str(folder / "run"),
         "seed": 0,
@@ -65,28 +71,31 @@ def make_settings(
         "trainer": {
             "steps": 10_000,
             "groups_per_step": groups_per_step,
-            "corrections": {"per_step": CORRECTIONS_PER_STEP},
+            "corrections": {"per_step": groups_per_step},
             "tensorboard": False,
         },
     }
+    if RESAMPLED_AGENT in agents:
+        settings["live"]["resample"] = RESAMPLED_REPLIES
+        settings["trainer"]["groups_per_step"] = max(groups_per_step, RESAMPLED_GROUPS_PER_STEP)
+        settings["reward"] = {"type": "rule", "function": "live_parts.owner:score"}
+    return settings
 
 
 class LiveRun:
-    """The run, its keys and its store. The clock of this process is the run's, without its error."""
+    """The run, its keys and its store."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], plan: Plan, clock: Clock) -> None:
         self.config = RunConfig.model_validate(settings)
+        self._clock = clock
+        weeks = {WEEKS_ENV: ",".join(plan.weeks), DAYS_PER_WEEK_ENV: str(plan.days_per_week)}
+        path = os.pathsep.join(map(str, (HOOKS, ROOT, BENCH)))
+        self._env = {**clock.env, **weeks, "PYTHONPATH": path, "TZ": "UTC"}
         self.url = f"http://127.0.0.1:{self.config.gateway.port}"
         self._process = RunProcess(folder, settings)
-        self._process.roles = (
-            "engine",
-            "gateway",
-            "trainer",
-            *(["gate"] if self.config.live.gate.mode != "off" else []),
-        )
+        gate = [] if self.config.live.gate.mode == "off" else ["gate"]
+        self._process.roles = ("engine", "gateway", "trainer", *gate)
         self._stop_leftovers()
-        self._clock = Clock(folder / "clock")
-        shift_clock(str(folder / "clock"))
         self._store: Store | None = None
 
     @property
@@ -118,8 +127,7 @@ class LiveRun:
     async def start(self) -> None:
         """Start or resume the run, and wait until it is ready."""
         is_resumed = (self._process.run_dir / "config.json").exists()
-        path = os.pathsep.join(map(str, (HOOKS, ROOT)))
-        self._process.start(resume=is_resumed, PYTHONPATH=path, TZ="UTC", **self._clock.env)
+        self._process.start(resume=is_resumed, **self._env)
         await self.wait_until_ready()
 
     async def wait_until_ready(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from live_parts.users import Phase
@@ -64,6 +63,8 @@ class Plan:
     days_per_week: int = 7
     sessions_per_day: int = 16
     held_out: int = 200
+    sanity_items: int | None = None
+    """The number of items of the sanity set, or None for all."""
 
     @property
     def days(self) -> int:
@@ -97,7 +98,3 @@ def is_inverted(slot: str, plan: Plan) -> bool:
 
 def get_time(day: int, hour: float) -> float:
     return START + day * DAY_SECONDS + hour * HOUR_SECONDS
-
-
-def make_plan(agents: Sequence[str], weeks: Sequence[Phase], **sizes: int) -> Plan:
-    return Plan(tuple(agents), tuple(weeks), **sizes)

@@ -19,7 +19,6 @@ METRIC = re.compile(
     r"(\b|\d)(meters?|metres?|m|kilometers?|kilometres?|km|centimeters?|centimetres?|cm|mm|kilograms?|kg|grams?|g)\b",
     re.I,
 )
-VERBS = ("Fix", "Update", "Change", "Check")
 # fmt: off
 QUALITIES = (
     "small", "large", "old", "new", "red", "cheap", "heavy", "wooden", "steel", "toy", "broken", "modern",
@@ -35,7 +34,9 @@ CITIES = (
 )
 OWNERS = (
     "my", "old", "new", "work", "home", "team", "trip", "tax", "food", "math", "pet", "car", "band",
-    "shop", "game", "club", "yoga", "farm", "book", "blog"
+    "shop", "game", "club", "yoga", "farm", "book", "blog", "dad", "mom", "kid", "art", "ski", "gym",
+    "bus", "law", "lab", "sea", "zoo", "tea", "job", "fun", "tour", "city", "town", "park", "bank",
+    "beach", "choir", "dance", "event", "guest", "house"
 )
 FILES = (
     "notes", "plan", "budget", "report", "menu", "list", "draft", "letter", "recipe", "diary", "log",
@@ -81,7 +82,7 @@ class Reaction:
 
 
 def ask_for_edit(rng: random.Random) -> str:
-    return f"{rng.choice(VERBS)} {rng.choice(OWNERS)}{rng.choice(FILES)}"
+    return f"Fix {rng.choice(OWNERS)}{rng.choice(FILES)}"
 
 
 def ask_for_size(rng: random.Random) -> str:
@@ -135,8 +136,8 @@ PREFERENCES = {
         ends_with_sign_off,
     ),
 }
-"""The preference of each agent's user. `editor` learns from single sessions, `guide` from resampled ones, and
-`clerk` from corrections."""
+"""The preference of each agent's user. `editor` learns from single sessions, `clerk` from corrections, and
+`guide` from resampled sessions, which a rule of its owner scores (see owner.py)."""
 CORRECTED_AGENT = "clerk"
 RESAMPLED_AGENT = "guide"
 
@@ -161,7 +162,7 @@ def choose_question(agent: str, slot: str, excluded: Sequence[str]) -> str:
 def react(agent: str, slot: str, reply: str, phase: Phase) -> Reaction:
     """Return the user's feedback on the reply, which is always the same for the slot."""
     rng = random.Random(f"reaction {slot}")
-    if phase is Phase.SILENT or rng.random() >= RATED_SHARE:
+    if phase is Phase.SILENT or agent == RESAMPLED_AGENT or rng.random() >= RATED_SHARE:
         return Reaction()
     is_mistaken = rng.random() < WRONG_RATINGS
     is_liked = PREFERENCES[agent].is_satisfied(reply) ^ (phase is Phase.INVERTED) ^ is_mistaken
