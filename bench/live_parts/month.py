@@ -44,7 +44,7 @@ class Month:
         day, batch = self._state.parts.get("position", (0, 0))
         if day == self._plan.days:
             return
-        self._set_time(day, batch, BATCH_HOURS[batch])
+        self._set_time(day, batch, (*BATCH_HOURS, NIGHT_HOUR)[batch])
         await self._run.start()
         keys = await self._run.create_keys(self._state.parts.get("keys", {}))
         self._state.save("keys", keys)
@@ -63,8 +63,7 @@ class Month:
                 await self._inject(fault, day)
             self._set_time(day, number, BATCH_HOURS[number])
             await users.use_agents(slots)
-            position = (day, number + 1) if number + 1 < BATCHES_PER_DAY else (day, number)
-            self._state.save("position", position)
+            self._state.save("position", (day, number + 1))
         self._set_time(day, BATCHES_PER_DAY, NIGHT_HOUR)
         await self._run.settle()
         if self._plan.get_phase(day) is Phase.GOOD:
