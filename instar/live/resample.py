@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import zlib
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -43,10 +45,14 @@ logger = logging.getLogger(__name__)
 SESSIONS_PER_PAGE = 64
 
 
-async def sample_reply(engine: Engine, prompt: Call, policy: PolicyRef | None, renderer: Renderer) -> Call:
-    """Return a copy of a call with a new reply, sampled at temperature 1."""
+async def sample_reply(
+    engine: Engine, prompt: Call, policy: PolicyRef | None, renderer: Renderer, *, number: int = 0
+) -> Call:
+    """Return a copy of a call with a new reply, sampled at temperature 1. Its seed depends only on the call
+    and on ``number``."""
+    seed = zlib.crc32(f"{prompt.call_id}/{number}".encode())
     params = msgspec.structs.replace(
-        prompt.params, temperature=1.0, top_p=1.0, top_k=0, seed=None, logprobs=True
+        prompt.params, temperature=1.0, top_p=1.0, top_k=0, seed=seed, logprobs=True
     )
     started_at = time.time()
     ids = prompt.prompt_ids.tolist()
@@ -136,7 +142,7 @@ class Resampler:
         records: list[SessionRecord] = []
         for slot in range(self._config.live.resample - 1):
             await wait_until_allowed(self._may_run)
-            reply = await self._sample(call, policy)
+            reply = await self._sample(call, policy, slot)
             session_id = f"{session.session_id}.resampled-{slot}"
             copy = Session(
                 session_id,
@@ -170,9 +176,10 @@ class Resampler:
         )
         await self._store.put_records([group], records)
 
-    async def _sample(self, call: Call, policy: Policy) -> Call:
+    async def _sample(self, call: Call, policy: Policy, number: int) -> Call:
+        sample = partial(sample_reply, self._engine, call, policy.ref, self._renderer, number=number)
         try:
-            return await sample_reply(self._engine, call, policy.ref, self._renderer)
+            return await sample()
         except PolicyNotFound:  # the engine was restarted, or unloaded the version
             await self._engine.keep(policy)
-            return await sample_reply(self._engine, call, policy.ref, self._renderer)
+            return await sample()

@@ -55,7 +55,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path, model: Path) -> RunConfig:
-    settings = make_config(tmp_path / "run", model, steps=4, groups_per_step=2, max_kl=None)
+    changes = {"steps": 4, "groups_per_step": 2, "updates_per_step": 6, "max_kl": None}
+    settings = make_config(tmp_path / "run", model, **changes)
     changes = {
         "data": "live",
         "agents": {"default": {"mode": "learn"}},
@@ -213,7 +214,7 @@ async def test_greedy_session_is_learned_from_through_resampling(
             sampled = sample.mask > 0
             rewards.append((sample.token_ids[sampled] % 2 == 0).mean())
             gains.append((new - old)[sampled].mean())
-        assert np.corrcoef(rewards, gains)[0, 1] > 0.4, "replies with a higher reward gain more"
+        assert np.corrcoef(rewards, gains)[0, 1] > 0.25, "replies with a higher reward gain more"
         claims = [c for c in await harness.store.claims(RUN) if c.group_id is not None]
         assert len(claims) == len({c.sample_key for c in claims}) == 8 * (SIZE - 1)
         assert {step.state for step in await harness.store.steps(f"{RUN}/default")} == {StepState.COMMITTED}
