@@ -37,8 +37,13 @@ class ModelConfig(Section):
     8,192 on a CPU and 32,768 on a GPU, and less if the memory is small (docs/scaling.md). The chosen value is
     shown at the start, and a resumed run keeps it."""
     tool_format: Literal["auto", "template", "generic"] = "auto"
-    """Format in which tools are shown to the model: `template` uses its chat template, `generic` the format
-    described in docs/concepts.md. `auto`: `template` if the chat template supports tools."""
+    """Format in which tools are shown to the model: `template` uses its chat template and the model's
+    own format of calls, `generic` the format described in docs/concepts.md. `auto`: `template` if the chat
+    template lists tools and its format of calls is known."""
+    renderer: str = "auto"
+    """Code that writes prompts: `template` is the model's chat template, other names are those of families in
+    the `renderers` package, such as `qwen3`. `auto`: the chat template, or the family of the tokenizer if
+    there is none. The model's name does not matter."""
     allow_special_tokens_in_content: bool = False
     """Convert text such as `<|im_end|>` in messages and tools to special tokens. With `true`, web pages, tool
     results and users can forge turns of the conversation."""

@@ -58,6 +58,10 @@ class Renderer(ABC):
     max_prompt_tokens: int | None = None
     """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that certainly exceed it."""
 
+    drops_reasoning = False
+    """True if the format drops the reasoning of earlier replies after a new user message. `extend` then needs
+    the complete prompt instead of its end."""
+
     def check_messages(self, messages: Messages) -> None:  # noqa: B027 - optional
         """Raise PromptTooLong if the messages certainly exceed ``max_prompt_tokens``. This is fast."""
 
@@ -79,10 +83,16 @@ class Renderer(ABC):
 
     @abstractmethod
     def extend(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Messages,
+        tools: Tools = (),
+        reply: Message | None = None,
     ) -> list[int] | None:
         """Return the next prompt: ``prompt_ids``, ``sampled_ids``, the tokens that close a truncated reply,
-        and the tokens of the new messages. Return None if the model's format has no exact continuation."""
+        and the tokens of the new messages. Return None if the model's format has no exact continuation.
+        ``reply`` is the message of the sampled tokens; some formats name its tools in their results."""
 
     @abstractmethod
     def stream(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from instar.record.base import Messages, contains_any
 from instar.record.hashing import parse_arguments
-from instar.record.stream import THINK_CLOSE, THINK_OPEN
+from instar.record.tool_formats import THINK
 from instar.types import Message, ToolCall
 
 if TYPE_CHECKING:
@@ -172,11 +172,11 @@ def split_reasoning(messages: Messages) -> list[Message]:
 
 
 def _split_reply(message: Message) -> Message:
-    before, closed, _ = message["content"].partition(THINK_CLOSE)
+    before, closed, _ = message["content"].partition(THINK.end)
     if message["role"] != "assistant" or not closed or message.get("reasoning"):
         return message
-    content = message["content"].rpartition(THINK_CLOSE)[2].lstrip("\n")
-    reasoning = before.rpartition(THINK_OPEN)[2].strip("\n")
+    content = message["content"].rpartition(THINK.end)[2].lstrip("\n")
+    reasoning = before.rpartition(THINK.begin)[2].strip("\n")
     return cast(Message, {**message, "content": content, "reasoning": reasoning})
 
 

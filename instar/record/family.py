@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from instar.errors import RenderError
 from instar.record.base import Messages, ReplyDelta, StreamParser, Tools, to_template_message
-from instar.record.bridge import PROBE_TOOL, QUESTION
+from instar.record.bridge import name_results
 from instar.record.content import ContentTokenizer
 from instar.record.render import TokenizerRenderer
 from instar.record.stream import (
@@ -314,20 +314,24 @@ class FamilyRenderer(TokenizerRenderer):
 
     def _render_ids(self, messages: Messages, tools: Tools) -> list[int]:
         try:
-            library_messages, library_tools = _to_library_format(messages, tools)
+            library_messages, library_tools = _to_library_format(name_results(messages), tools)
             return list(
                 self._renderer.render_ids(library_messages, tools=library_tools, add_generation_prompt=True)
             )
         except _RENDER_ERRORS as error:
             raise RenderError(f"the model's format rejects these messages: {error}") from error
 
-    def supports_tools(self) -> bool:
-        return self._render([QUESTION], (PROBE_TOOL,)) != self._render([QUESTION], ())
-
     def extend(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Messages,
+        tools: Tools = (),
+        reply: Message | None = None,
     ) -> list[int] | None:
         self.check_messages(new_messages)
+        if reply is not None:
+            (_, *new_messages) = name_results([reply, *new_messages])
         return self._render_as_text(partial(self._extend, prompt_ids, sampled_ids), new_messages, tools)
 
     def _extend(
@@ -372,4 +376,5 @@ class FamilyRenderer(TokenizerRenderer):
 
 
 def _to_library_format(messages: Messages, tools: Tools) -> tuple[Any, Any]:
-    return [to_template_message(message) for message in messages], [dict(tool) for tool in tools] or None
+    specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
+    return [to_template_message(message) for message in messages], specs

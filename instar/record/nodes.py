@@ -130,9 +130,10 @@ def extend_prompt(
     if not parent.has_tokens:
         return None
     tokens = parent.sequence()
-    prompt_end = tokens[: len(tokens) - len(parent.sampled)][-_MAX_BRIDGE_TOKENS:].tolist()
+    prompt = tokens[: len(tokens) - len(parent.sampled)]
+    prompt_end = (prompt if renderer.drops_reasoning else prompt[-_MAX_BRIDGE_TOKENS:]).tolist()
     sampled = parent.sampled.tolist()
-    extended = renderer.extend(prompt_end, sampled, messages[count:], tools)
+    extended = renderer.extend(prompt_end, sampled, messages[count:], tools, messages[count - 1])
     if extended is not None:
         added = np.asarray(extended[len(prompt_end) + len(sampled) :], np.int32)
         prompt = np.concatenate([tokens, added])

@@ -1,8 +1,10 @@
 """Renderers, which convert messages to prompts and sampled tokens to replies.
 
-The `renderers` library has renderers for some model families. Other models are rendered with their chat
-template. `TemplateBridge` extends a prompt without rendering the history again. If the template does not
-support tools, the generic tool format is used (see `record.tool_calls`).
+`TemplateRenderer` uses the model's own chat template, reads the template's own format of tool calls, and
+extends a prompt with `TemplateBridge` without rendering the history again. If the template does not support
+tools, the generic tool format is used (see `record.tool_calls`). The format is detected from the template and
+the tokenizer, never from the model's name. `FamilyRenderer` uses the `renderers` library for models without a
+chat template, and where `model.renderer` names a family.
 """
 
 from __future__ import annotations
@@ -23,24 +25,26 @@ from instar.config import ModelConfig
 from instar.errors import ConfigError, PromptTooLong, RenderError
 from instar.models import load_tokenizer
 from instar.record.base import Messages, Renderer, StreamParser, Tools, contains_any, to_template_message
-from instar.record.bridge import PROBE_TOOL, QUESTION, REPLY, TemplateBridge
+from instar.record.bridge import QUESTION, TemplateBridge, name_results
 from instar.record.content import ContentEscaper, split_reasoning
-from instar.record.stream import THINK_OPEN, Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
+from instar.record.detect import TemplateProbe, choose_family
+from instar.record.roles import RoleRules
+from instar.record.stream import Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
 from instar.record.token_bounds import TokenBound
-from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, parse_call, to_generic_messages
-from instar.types import Message, ToolCall
+from instar.record.tool_calls import to_generic_messages
+from instar.record.tool_formats import HERMES, ToolFormat
+from instar.types import Json, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 R = TypeVar("R", list[int], list[int] | None)
+_UNLIMITED = 1_000_000
 _MIN_LONG_TEXT_CHARS = 16 * 1024
 _MAX_CACHED_BYTES = 8 * 1024 * 1024
 _PERIOD_SECONDS = 30.0
 _CACHE_ENTRY_BYTES = 192
 """The memory of a cache entry without its text and tokens."""
-_PROBE_TEXT = "7440-mark"
-"""A text that no chat template contains, so finding it in a prompt shows that its message was rendered."""
 _ENCODING_PROBES = (
     "{0}user\nHello there.{1}\n{0}assistant\n",
     " {0}  system\n\n\tA  B{1}{1}\n {0}\n",
@@ -51,31 +55,20 @@ _ENCODING_PROBES = (
 
 
 def load_renderer(folder: Path, model: ModelConfig) -> Renderer:
-    from renderers.base import MODEL_RENDERER_MAP  # slow to import
-
     tokenizer = load_tokenizer(folder)
-    # The library only knows published models by name. A fine-tuned model is not mapped to its base model,
-    # because its template may be different.
-    if (family := MODEL_RENDERER_MAP.get(model.name)) and model.tool_format != "generic":
+    allow_special_tokens = model.allow_special_tokens_in_content
+    has_template = tokenizer.chat_template is not None
+    if model.renderer not in ("template", "auto" if has_template else "template"):
         from instar.record.family import FamilyRenderer
 
-        renderer = FamilyRenderer(
-            tokenizer, family, allow_special_tokens=model.allow_special_tokens_in_content
-        )
-        # A renderer that does not support tools would drop them silently.
-        if renderer.supports_tools() or tokenizer.chat_template is None:
-            return renderer
-    if tokenizer.chat_template is None:
+        family = choose_family(tokenizer, model.renderer)
+        return FamilyRenderer(tokenizer, family, allow_special_tokens=allow_special_tokens)
+    if not has_template:
         raise ConfigError(f"model.name: {model.name!r} has no chat template; choose a model that has one")
     path = folder / "generation_config.json"
     eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
     eos_ids = [eos] if isinstance(eos, int) else list(eos or ())
-    return TemplateRenderer(
-        tokenizer,
-        eos_ids,
-        model.tool_format,
-        allow_special_tokens=model.allow_special_tokens_in_content,
-    )
+    return TemplateRenderer(tokenizer, eos_ids, model.tool_format, allow_special_tokens=allow_special_tokens)
 
 
 class CachingEncoder:
@@ -243,69 +236,97 @@ class TemplateRenderer(TokenizerRenderer):
         *,
         allow_special_tokens: bool = False,
     ) -> None:
-        from renderers.configs import DefaultRendererConfig
-        from renderers.default import DefaultRenderer
-
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._encoder = CachingEncoder(tokenizer)
-        # The library's template renderer is used only for its stop tokens.
-        default_renderer = DefaultRenderer(cast(Any, tokenizer), DefaultRendererConfig())
-        self._has_tool_role = self._supports_tool_role()
-        has_tools = self._supports_tool_calls()
-        if tool_format == "template" and not has_tools:
+        self._rules: RoleRules | None = None
+        self._reasoning_key, self._arguments_as_text = "reasoning_content", False
+        probe = TemplateProbe(tokenizer, self._render_ids, self._decode)
+        if not probe.accepts_calls():
+            self._arguments_as_text = True
+            self._arguments_as_text = probe.accepts_calls()
+        if not probe.writes_reasoning():
+            self._reasoning_key = "thinking"
+            self._reasoning_key = "thinking" if probe.writes_reasoning() else "reasoning_content"
+        self._has_tool_role = probe.supports_tool_role()
+        native_format, formats_calls = probe.detect_tool_format()
+        if tool_format == "template" and native_format is None:
             raise ConfigError(
                 "model.tool_format: 'template' is set, but the model's chat template does not list tools, or "
-                f"does not write calls as {CALL_OPEN}JSON{CALL_CLOSE}; use 'auto' or 'generic'"
+                "writes calls in a format that is not known; use 'auto' or 'generic'"
             )
-        self.uses_generic_tools = tool_format == "generic" or not has_tools
-        prompt = self._render_ids([QUESTION], (), generation=True)
-        conversation = self._render_ids([QUESTION, REPLY], (), generation=False)
-        special_ids = tokenizer.all_special_ids
-        turn_end = [token_id for token_id in conversation[len(prompt) :] if token_id in special_ids][:1]
-        stop_ids = {*default_renderer.get_stop_token_ids(), *eos_ids, *turn_end}
+        self.uses_generic_tools = tool_format == "generic" or native_format is None
+        self.tool_format: ToolFormat = (
+            HERMES if self.uses_generic_tools or not native_format else native_format
+        )
+        self._formats_calls = formats_calls and not self.uses_generic_tools
+        self._rules = probe.detect_role_rules(self.tool_format, formats_calls=self._formats_calls)
+        self._reasoning_format = probe.reasoning_format
+        self.drops_reasoning = probe.drops_reasoning()
+        if isinstance(eos_id := tokenizer.eos_token_id, int):
+            eos_ids = [*eos_ids, eos_id]
+        stop_ids = probe.find_stop_ids(eos_ids, self.tool_format if self._formats_calls else None)
         self._stop_token_ids = tuple(sorted(stop_ids))
-        # Reasoning and tool call markers are not hidden, because the parser needs them.
-        special = zip(special_ids, tokenizer.all_special_tokens, strict=True)
-        hidden_ids = {i for i, text in special if "think" not in text and "tool_call" not in text}
-        self._hidden_ids = frozenset(hidden_ids | stop_ids)
-        self._opens_reasoning = self._decode(prompt).rstrip().endswith(THINK_OPEN)
+        self._hidden_ids = probe.hide(self.tool_format, self._reasoning_format) | stop_ids
+        self._opens_reasoning = self._ends_in_reasoning(self._render_ids([QUESTION], (), generation=True))
+        is_single = self._rules is not None and self._rules.single_calls
+        max_calls = (1 if is_single else _UNLIMITED) if self._formats_calls else 0
         self._bridge = TemplateBridge(
-            self._render_ids,
-            self.encode,
-            self._stop_token_ids,
-            has_structured_calls=not self.uses_generic_tools,
-            tool_sets=[()] if self.uses_generic_tools else [(), (PROBE_TOOL,)],
+            self._render_ids, self.encode, self._decode, self._stop_token_ids, max_calls=max_calls
         )
         self.bridged_roles = self._bridge.roles
         """The roles of new messages that do not require rendering the history again."""
 
     def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         return self._render_as_text(
-            self._render_prompt, messages, tools, keep_arguments=self.uses_generic_tools
+            self._render_prompt, messages, tools, keep_arguments=not self._formats_calls
         )
 
     def _render_prompt(self, messages: Messages, tools: Tools) -> list[int]:
+        return self._render_ids(*self._write_calls(messages, tools), generation=True)
+
+    def _write_calls(self, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
+        """Return the messages and tools for the template, with calls as text if it does not format them."""
         if self.uses_generic_tools:
-            messages, tools = to_generic_messages(messages, tools, has_tool_role=self._has_tool_role), ()
-        return self._render_ids(messages, tools, generation=True)
+            return to_generic_messages(messages, tools, has_tool_role=self._has_tool_role), ()
+        if self._formats_calls or self.tool_format.write is None:
+            return messages, tools
+        written: list[Message] = []
+        for message in messages:
+            if calls := message.get("tool_calls"):
+                content = f"{message['content']}\n" if message["content"] else ""
+                message = Message(role="assistant", content=content + self.tool_format.write(calls))
+            written.append(message)
+        return written, tools
 
     def extend(
-        self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], new_messages: Messages, tools: Tools = ()
+        self,
+        prompt_ids: Sequence[int],
+        sampled_ids: Sequence[int],
+        new_messages: Messages,
+        tools: Tools = (),
+        reply: Message | None = None,
     ) -> list[int] | None:
+        if (
+            self.drops_reasoning
+            and any(message["role"] == "user" for message in new_messages)
+            and (self._has_reasoning(prompt_ids) or self._has_reasoning(sampled_ids))
+        ):
+            return None
         new_ids = self._render_as_text(
-            partial(self._render_new, sampled_ids),
+            partial(self._render_new, sampled_ids, reply),
             new_messages,
             tools,
-            keep_arguments=self.uses_generic_tools,
+            keep_arguments=not self._formats_calls,
         )
         return None if new_ids is None else [*prompt_ids, *sampled_ids, *new_ids]
 
     def _render_new(
-        self, sampled_ids: Sequence[int], new_messages: Messages, tools: Tools
+        self, sampled_ids: Sequence[int], reply: Message | None, new_messages: Messages, tools: Tools
     ) -> list[int] | None:
         if self.uses_generic_tools:
-            new_messages, tools = to_generic_messages(new_messages, (), has_tool_role=self._has_tool_role), ()
-        return self._bridge.render_new(sampled_ids, new_messages, tools)
+            tools = ()
+        new_messages, _ = self._write_calls(new_messages, ())
+        return self._bridge.render_new(sampled_ids, new_messages, tools, reply)
 
     def stream(
         self,
@@ -316,9 +337,17 @@ class TemplateRenderer(TokenizerRenderer):
         eager: bool = False,
     ) -> StreamParser:
         scanner = ReplyScanner(
-            parse_calls=bool(tools), starts_in_reasoning=self._opens_reasoning, eager=eager
+            tool_format=self.tool_format if tools else None,
+            tools=tools,
+            reasoning_format=self._reasoning_format,
+            starts_in_reasoning=self._ends_in_reasoning(prompt_ids) if prompt_ids else self._opens_reasoning,
+            eager=eager,
         )
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
+
+    def _ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+        tail = self._decode(list(prompt_ids[-16:])).rstrip()
+        return tail.endswith(self._reasoning_format.begin.rstrip())
 
     def encode(self, text: str) -> list[int]:
         self._check_length(text)
@@ -328,9 +357,12 @@ class TemplateRenderer(TokenizerRenderer):
         from jinja2 import TemplateError
 
         specs = [{"type": "function", "function": dict(tool)} for tool in tools] or None
+        messages = self._rules.apply(messages) if self._rules else messages
+        if any(message["role"] == "tool" for message in messages):
+            messages = name_results(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                [to_template_message(message) for message in messages],
+                [self._to_template_message(message) for message in messages],
                 tools=cast(Any, specs),
                 add_generation_prompt=generation,
                 tokenize=False,
@@ -340,32 +372,26 @@ class TemplateRenderer(TokenizerRenderer):
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self._encode_rendered(cast(str, text))
 
+    def _to_template_message(self, message: Message) -> Json:
+        out = to_template_message(message)
+        if self._arguments_as_text:
+            for call, source in zip(out.get("tool_calls", ()), message.get("tool_calls", ()), strict=True):
+                call["function"]["arguments"] = source["arguments"]
+        if self._reasoning_key != "reasoning_content" and "reasoning_content" in out:
+            out[self._reasoning_key] = out.pop("reasoning_content")
+            if out.get("tool_calls") and out["content"]:
+                # Such templates have one place for the text before a call.
+                out[self._reasoning_key] += f"\n\n{out['content']}"
+                out["content"] = ""
+        return out
+
     def _encode_rendered(self, text: str) -> list[int]:
         if self._escaper is None or not contains_any(text, self._escaper.prompt_markers):
             return self.encode(text)
         self._check_length(self._escaper.unescape(text))
         return self._escaper.encode(text)
 
-    def _render_text(self, messages: Messages, tools: Tools = ()) -> str:
-        return self._decode(self._render_ids(messages, tools, generation=False))
-
-    def _supports_tool_role(self) -> bool:
-        result = Message(role="tool", content=_PROBE_TEXT)
-        try:
-            return _PROBE_TEXT in self._render_text([QUESTION, REPLY, result])
-        except RenderError:
-            return False
-
-    def _supports_tool_calls(self) -> bool:
-        """Return True if the template renders tools, and renders calls as `parse_call` expects them."""
-        call = ToolCall(id="call-0", name=PROBE_TOOL["name"], arguments='{"q": "x"}')
-        reply = Message(role="assistant", content="", tool_calls=[call])
-        try:
-            with_tools = self._render_text([QUESTION], [PROBE_TOOL])
-            with_call = self._render_text([QUESTION, reply], [PROBE_TOOL])
-        except RenderError:
-            return False
-        if with_tools == self._render_text([QUESTION]) or PROBE_TOOL["name"] not in with_tools:
-            return False
-        parsed = parse_call(with_call.rpartition(CALL_OPEN)[2].partition(CALL_CLOSE)[0])
-        return parsed is not None and parsed["name"] == call["name"]
+    def _has_reasoning(self, ids: Sequence[int]) -> bool:
+        begin = self._reasoning_format.begin
+        token_id = self._tokenizer.get_added_vocab().get(begin)
+        return token_id in ids if token_id is not None else begin in self._decode(list(ids))

@@ -7,15 +7,15 @@ change: an incomplete character, a possible start of a stop string, or a possibl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta
-from instar.record.tool_calls import CALL_CLOSE, CALL_OPEN, PartialToolCall, parse_call
+from instar.record.base import ReplyDelta, StreamParser, ToolCallDelta, Tools
+from instar.record.tool_calls import PartialToolCall
+from instar.record.tool_formats import HERMES, THINK, ReasoningFormat, ToolFormat
 from instar.types import Message, ToolCall
 
-THINK_OPEN = "<think>"
-THINK_CLOSE = "</think>"
 _REPLACEMENT_CHARACTER = "\ufffd"
 
 
@@ -134,23 +134,35 @@ def build_call_delta(index: int, call: ToolCall) -> ReplyDelta:
 
 class ReplyScanner:
     """Splits text into reasoning, content and tool calls. Whitespace after reasoning and next to a call is
-    dropped. Without ``parse_calls``, calls are part of the content. With ``plain_text``, nothing is split."""
+    dropped. Without ``tool_format``, calls are part of the content. With ``plain_text``, nothing is split."""
 
     def __init__(
         self,
         *,
-        parse_calls: bool = False,
+        tool_format: ToolFormat | None = None,
+        tools: Tools = (),
+        reasoning_format: ReasoningFormat = THINK,
         starts_in_reasoning: bool = False,
         eager: bool = False,
         plain_text: bool = False,
     ) -> None:
-        self._parse_calls = parse_calls
+        self._format = tool_format
+        self._tools = tools
+        self._reasoning_format = reasoning_format
         self._eager = eager
         self._open_call: PartialToolCall | None = None
         self._state = "plain text" if plain_text else "reasoning" if starts_in_reasoning else "start"
         self._buffer = ""
         self._held_space = ""
         self._trim_next = False
+        self._skipped = [*reasoning_format.frames, *(tool_format.wrappers if tool_format else ())]
+        self._content_markers = list(self._skipped)
+        if tool_format and tool_format.begin:
+            self._content_markers.append(tool_format.begin)
+        if reasoning_format.frames:
+            self._content_markers.append(reasoning_format.begin)
+        longest_first = sorted(self._content_markers, key=len, reverse=True)
+        self._content_pattern = re.compile("|".join(map(re.escape, longest_first)) or r"\Z\A")
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.tool_calls: list[ToolCall] = []
@@ -163,6 +175,8 @@ class ReplyScanner:
         return self._take_deltas()
 
     def finish(self) -> list[ReplyDelta]:
+        if self._state == "call" and self._open_call is None:
+            self._finish_call()
         rest, self._buffer = self._buffer, ""
         if self._state == "reasoning":
             self._emit_reasoning(rest)
@@ -194,79 +208,122 @@ class ReplyScanner:
             return self._scan_reasoning()
         if self._open_call is not None:
             return self._scan_open_call(self._open_call)
+        if self._state == "call":
+            assert self._format is not None
+            return self._scan_call(self._format)
         return self._scan_content()
 
     def _scan_start(self) -> bool:
         text = self._buffer.lstrip()
-        if text.startswith(THINK_OPEN):
-            self._state, self._buffer = "reasoning", text[len(THINK_OPEN) :]
-        elif THINK_OPEN.startswith(text):
+        reasoning_begin = self._reasoning_format.begin
+        if text.startswith(reasoning_begin):
+            self._state, self._buffer = "reasoning", text[len(reasoning_begin) :]
+            return True
+        if any(marker.startswith(text) for marker in (reasoning_begin, *self._skipped)):
+            return False
+        if skipped := next((marker for marker in self._skipped if text.startswith(marker)), None):
+            self._buffer = text[len(skipped) :]
+        elif self._format and not self._format.begin and text.startswith(("{", "[{")):
+            self._state = "call"
+        elif self._format and not self._format.begin and text == "[":
             return False
         else:
             self._state = "content"
         return True
 
     def _scan_reasoning(self) -> bool:
-        before, closed, after = self._buffer.partition(THINK_CLOSE)
+        reasoning_end = self._reasoning_format.end
+        before, closed, after = self._buffer.partition(reasoning_end)
         if closed:
             self._emit_reasoning(before)
-            self._state, self._buffer, self._trim_next = "content", after, True
+            self._buffer, self._trim_next = after, True
+            self._state = "start" if self._format and not self._format.begin else "content"
             return True
-        held_length = overlap_length(self._buffer, THINK_CLOSE)
+        held_length = overlap_length(self._buffer, reasoning_end)
         self._emit_reasoning(self._buffer[: len(self._buffer) - held_length])
         self._buffer = self._buffer[len(self._buffer) - held_length :]
         return False
 
     def _scan_content(self) -> bool:
-        if not self._parse_calls:
-            self._add_content(self._buffer)
-            self._buffer = ""
+        match = self._content_pattern.search(self._buffer)
+        if match is None:
+            held_length = max((overlap_length(self._buffer, m) for m in self._content_markers), default=0)
+            self._add_content(self._buffer[: len(self._buffer) - held_length])
+            self._buffer = self._buffer[len(self._buffer) - held_length :]
             return False
-        before, opened, rest = self._buffer.partition(CALL_OPEN)
-        if not opened:
-            held_length = overlap_length(before, CALL_OPEN)
-            self._add_content(before[: len(before) - held_length])
-            self._buffer = before[len(before) - held_length :]
-            return False
-        self._add_content(before)
-        self._buffer = CALL_OPEN + rest
-        return self._scan_call(rest)
-
-    def _scan_call(self, rest: str) -> bool:
-        start = rest.lstrip()
-        body, closed, after = rest.partition(CALL_CLOSE)
-        if (not start or start.startswith("{")) and not closed:
-            return self._eager and self._begin_call(rest)
-        if closed and (call := parse_call(body)):
-            self._deltas.append(build_call_delta(len(self.tool_calls), call))
-            self._add_call(call)
-            self._buffer = after
+        self._add_content(self._buffer[: match.start()])
+        self._buffer = self._buffer[match.end() :]
+        if match[0] in self._skipped:
+            self._held_space, self._trim_next = "", True
+        elif match[0] == self._reasoning_format.begin and self._reasoning_format.frames:
+            self._state = "reasoning"
         else:
-            self._add_content(CALL_OPEN)
-            self._buffer = rest
+            self._state = "call"
         return True
 
-    def _begin_call(self, rest: str) -> bool:
-        emittable_length = len(rest) - overlap_length(rest, CALL_CLOSE)
-        if started := PartialToolCall.try_start(rest[:emittable_length], len(self.tool_calls)):
+    def _scan_call(self, tool_format: ToolFormat) -> bool:
+        """Parse the call after its beginning, which is not in the buffer any more."""
+        body, closed, after = self._buffer.partition(tool_format.end or tool_format.begin or "\0")
+        if not closed:
+            if tool_format is HERMES and body.strip() and not body.lstrip().startswith("{"):
+                return self._reject_call(tool_format)
+            return self._eager and tool_format.head is not None and self._begin_call(tool_format, body)
+        if not self._add_calls(tool_format, body):
+            return self._reject_call(tool_format)
+        self._buffer = after if tool_format.end else closed + after
+        self._state = "content"
+        return True
+
+    def _finish_call(self) -> None:
+        """Parse a call that ends with the reply."""
+        assert self._format is not None
+        if not self._format.end and self._add_calls(self._format, self._buffer):
+            self._buffer = ""
+        elif self._format.begin:
+            self._add_content(self._format.begin)
+        self._state = "content"
+
+    def _add_calls(self, tool_format: ToolFormat, body: str) -> bool:
+        try:
+            calls = tool_format.parse(body, self._tools)
+        except (ValueError, LookupError, RecursionError):
+            return False
+        for call in calls:
+            self._deltas.append(build_call_delta(len(self.tool_calls), call))
+            self._add_call(call)
+        return True
+
+    def _reject_call(self, tool_format: ToolFormat) -> bool:
+        self._add_content(tool_format.begin)
+        self._state = "content"
+        return True
+
+    def _begin_call(self, tool_format: ToolFormat, body: str) -> bool:
+        emittable_length = len(body) - overlap_length(body, tool_format.end or tool_format.begin)
+        index = len(self.tool_calls)
+        if started := PartialToolCall.try_start(body[:emittable_length], index, tool_format.head):
             self._open_call, deltas = started
             self._deltas += deltas
             self._add_call(self._open_call.call)
-            self._buffer = rest[emittable_length:]
+            self._buffer = body[emittable_length:]
         return False
 
     def _scan_open_call(self, call: PartialToolCall) -> bool:
-        body, closed, after = self._buffer.partition(CALL_CLOSE)
-        emittable_length = len(body) if closed else len(body) - overlap_length(body, CALL_CLOSE)
+        assert self._format is not None
+        marker = self._format.end or self._format.begin
+        body, closed, after = self._buffer.partition(marker)
+        emittable_length = len(body) if closed else len(body) - overlap_length(body, marker)
         self._deltas += call.feed(body[:emittable_length])
-        self._buffer = after if closed else body[emittable_length:]
+        self._buffer = body[emittable_length:]
         if closed:
+            self._buffer = after if self._format.end else closed + after
             self._close_call(call)
         return bool(closed)
 
     def _close_call(self, call: PartialToolCall) -> None:
         self._deltas += call.finish()
         self._open_call = None
+        self._state = "content"
 
     def _add_call(self, call: ToolCall) -> None:
         self.tool_calls.append(call)

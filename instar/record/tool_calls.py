@@ -78,7 +78,7 @@ def format_call(call: ToolCall) -> str:
 def parse_call(body: str) -> ToolCall | None:
     """Parse the text between a call's markers; the arguments stay text. Return None if it is invalid."""
     try:
-        members = _split_members(body.strip())
+        members = split_members(body.strip())
         name = parse_call_name(members["name"])
         arguments = members.get("arguments", "{}")
     except (ValueError, KeyError, RecursionError):
@@ -127,26 +127,31 @@ def _to_plain_message(message: Message, has_tool_role: bool) -> Message:
     return Message(role=message["role"], content=content)
 
 
-def _split_members(text: str) -> dict[str, str]:
+def split_members(text: str) -> dict[str, str]:
     """Return the values in a JSON object as unparsed text, by key. Raises ValueError if it is invalid."""
     members: dict[str, str] = {}
-    position = _skip(text, 0, "{")
+    position = skip(text, 0, "{")
     while text[position : position + 1] != "}":
         if members:
-            position = _skip(text, position, ",")
+            position = skip(text, position, ",")
         key, position = _decoder.raw_decode(text, position)
         if not isinstance(key, str):
             raise ValueError("a key is not a string")
-        position = _skip(text, _skip(text, position), ":")
-        _, end = _decoder.raw_decode(text, position)
+        position = skip(text, skip(text, position), ":")
+        end = find_value_end(text, position)
         members[key] = text[position:end]
-        position = _skip(text, end)
+        position = skip(text, end)
     if position != len(text) - 1:
         raise ValueError("there is text after the object")
     return members
 
 
-def _skip(text: str, position: int, char: str = "") -> int:
+def find_value_end(text: str, position: int) -> int:
+    """Return the end of the JSON value at ``position``. Raises ValueError if it is invalid."""
+    return _decoder.raw_decode(text, position)[1]
+
+
+def skip(text: str, position: int, char: str = "") -> int:
     """Skip ``char``, if given, and the whitespace after it. Raises ValueError if ``char`` is missing."""
     if not text.startswith(char, position):
         raise ValueError(f"expected {char!r}")
@@ -155,8 +160,8 @@ def _skip(text: str, position: int, char: str = "") -> int:
     return match.end()
 
 
-_CALL_HEAD = re.compile(
-    r"""[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*("(?:[^"\\\x00-\x1f]|\\.)+")"""
+CALL_HEAD = re.compile(
+    r"""[ \t\r\n]*\{[ \t\r\n]*"name"[ \t\r\n]*:[ \t\r\n]*(?P<name>"(?:[^"\\\x00-\x1f]|\\.)+")"""
     r"""[ \t\r\n]*,[ \t\r\n]*"arguments"[ \t\r\n]*:[ \t\r\n]*(?=\{)"""
 )
 _SCALAR = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null|NaN|-?Infinity")
@@ -264,8 +269,8 @@ class PartialToolCall:
     """A call ``{"name": ..., "arguments": {...}}`` whose arguments are emitted as they are generated. If they
     stop being valid JSON, their end is unknown, so all later text is added to them."""
 
-    def __init__(self, name: str, index: int) -> None:
-        self.call = ToolCall(id=new_id("call"), name=name, arguments="")
+    def __init__(self, name: str, index: int, call_id: str | None = None) -> None:
+        self.call = ToolCall(id=call_id or new_id("call"), name=name, arguments="")
         """The call. `finish` sets its arguments."""
         self._index = index
         self._tracker = JsonObjectTracker()
@@ -273,20 +278,23 @@ class PartialToolCall:
         self._pieces: list[str] = []
 
     @staticmethod
-    def try_start(text: str, index: int) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
+    def try_start(
+        text: str, index: int, head_pattern: re.Pattern[str] | None = None
+    ) -> tuple[PartialToolCall, list[ReplyDelta]] | None:
         """Return the call that begins with ``text`` and the first deltas. Return None if ``text`` is not a
-        valid call, contains all arguments, or ends before the first value in the arguments."""
-        head = _CALL_HEAD.match(text)
+        valid call, contains all arguments, or ends before the first value in the arguments. ``head_pattern``
+        matches the text before the arguments, by default that of a call as JSON."""
+        head = (head_pattern or CALL_HEAD).match(text)
         if head is None:
             return None
         trial = JsonObjectTracker()
         trial.feed(text[head.end() :])
         if not trial.has_value or trial.is_complete or trial.has_invalid_string or trial.is_broken:
             return None
-        name = parse_call_name(head[1])
+        name = parse_call_name(head["name"]) if head["name"].startswith('"') else head["name"]
         if name is None:
             return None
-        partial = PartialToolCall(name, index)
+        partial = PartialToolCall(name, index, head.groupdict().get("id"))
         first_delta = ReplyDelta(call=ToolCallDelta(index, partial.call["id"], name))
         return partial, [first_delta, *partial.feed(text[head.end() :])]
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
+from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from instar.config import ModelConfig
+from instar.errors import ConfigError
 from instar.record.base import ReplyDelta
 from instar.record.family import FamilyRenderer
+from instar.record.render import TemplateRenderer, load_renderer
 from instar.types import Message
 from tests.tiny import make_tiny_tokenizer
 from tests.unit.record.conversations import CALC, collect_calls, make_call_text, make_words
@@ -136,6 +142,33 @@ def test_family_stream_deltas_of_random_replies_add_up(qwen3: FamilyRenderer) ->
     for _ in range(150):
         parts = [rng.choice([*tags, make_words(rng), make_call_text(rng)]) for _ in range(rng.randint(1, 6))]
         feed_tokens(qwen3, "".join(parts), stop=rng.choice([(), ("stop",)]), eager=rng.random() < 0.7)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "./my-finetune"])
+def test_renderer_does_not_depend_on_the_name_of_the_model(tmp_path: Path, name: str) -> None:
+    make_tiny_tokenizer().save_pretrained(tmp_path)
+    assert isinstance(load_renderer(tmp_path, ModelConfig(name=name)), TemplateRenderer)
+
+
+def test_renderer_setting_chooses_the_family(tmp_path: Path, qwen3: FamilyRenderer) -> None:
+    qwen3._tokenizer.save_pretrained(tmp_path)
+    assert isinstance(load_renderer(tmp_path, ModelConfig(renderer="qwen3")), FamilyRenderer)
+    with pytest.raises(ConfigError, match=r"model\.renderer: 'qwen' is not known"):
+        load_renderer(tmp_path, ModelConfig(renderer="qwen"))
+
+
+def test_renderer_of_a_model_without_template_needs_one_family(tmp_path: Path, qwen3: FamilyRenderer) -> None:
+    tokenizer = load_tokenizer_without_template(qwen3, tmp_path)
+    assert tokenizer.chat_template is None
+    with pytest.raises(ConfigError, match=r"set model\.renderer"):
+        load_renderer(tmp_path, ModelConfig())
+
+
+def load_tokenizer_without_template(renderer: FamilyRenderer, folder: Path) -> PreTrainedTokenizerFast:
+    tokenizer = copy.deepcopy(renderer._tokenizer)
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(folder)
+    return tokenizer
 
 
 def test_family_plain_reply_is_text(qwen3: FamilyRenderer) -> None:

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from instar.errors import ConfigError, RenderError
+from instar.errors import ConfigError
 from instar.record.render import TemplateRenderer
 from instar.types import Message
 from tests.tiny import CHATML
@@ -123,8 +123,8 @@ def test_template_without_the_tool_role_gets_results_as_user_messages(load_templ
     extended = renderer.extend(prompt, [5, 6], [Message(role="tool", content="7440")], [CALC])
     assert extended is not None
     assert "<|im_start|>user\n<tool_response>7440</tool_response>" in renderer._decode(extended)
-    with pytest.raises(RenderError, match="only user and assistant"):
-        renderer.render([Message(role="system", content="x"), QUESTION])
+    text = renderer._decode(renderer.render([Message(role="system", content="Be kind."), QUESTION]))
+    assert "<|im_start|>user\nBe kind.\n\nWhat is 24 * 310?<|im_end|>" in text
 
 
 def test_new_assistant_messages_are_not_bridged(tiny_renderer: TemplateRenderer) -> None:
