@@ -58,7 +58,8 @@ def test_bench_live_killed_during_a_day_continues_and_repeats_no_session(tmp_pat
     names = ("satisfaction_before", "satisfaction_after", "worst_drop", "poison_share", "sanity_drop")
     assert all(-1 <= figures[name] <= 1 for name in names), figures
     assert figures["agents"]["editor"]["candidates"] >= 1
-    slots = query(store, "SELECT task_id FROM sessions WHERE status = 'completed' GROUP BY task_id")
+    where = "status = 'completed' AND channel = 'live'"
+    slots = query(store, f"SELECT task_id FROM sessions WHERE {where} GROUP BY task_id")
     assert len(slots) == DAYS * SESSIONS_PER_DAY
     rated = query(store, "SELECT s.task_id FROM feedback f JOIN sessions s USING (session_id)")
     assert len(rated) == len(set(rated)) > DAYS * SESSIONS_PER_DAY / 2

@@ -53,6 +53,7 @@ def make_config(folder: Path) -> RunConfig:
             "agents": {"learner": {"mode": "learn"}, "watched": {}},
             "data": "live",
             "gateway": {"reward_range": [0, 1]},
+            "live": {"replay": {"max_base_kl": None}},  # as for max_kl
             "trainer": {
                 "steps": STEPS,
                 "groups_per_step": SESSIONS_PER_STEP,
@@ -142,7 +143,6 @@ async def test_rewards_rise_after_promotions_and_only_learning_agents_are_traine
                 assert (await engine.status()).version == 0, "the first candidate must not be served"
             if step % STEPS_PER_PROMOTION == 0:
                 await store.promote_version(POLICY, step)
-                await engine.load(await store.latest_policy(POLICY))
         await training
     promoted = [row for row in await store.policy_versions(POLICY) if row.promoted_at is not None]
     assert len(promoted) == STEPS // STEPS_PER_PROMOTION

@@ -28,6 +28,7 @@ from instar.record.base import Renderer
 from instar.store.sqlite import SqliteStore
 from instar.types import PolicyStage
 from tests.unit.data.builders import RUN, put_test_run
+from tests.unit.data.test_live import POLICY
 from tests.unit.live import harness
 from tests.unit.live.prompts import MARKER
 
@@ -118,7 +119,7 @@ class GateTorture:
         store = SqliteStore(self.folder / "store.db")
         gate_harness = harness.GateHarness(self.config, store, self._create_engine(), self.renderer)
         (newest,) = self.query("SELECT COALESCE(MAX(version), 0) FROM policies")[0]
-        await gate_harness.add_candidate(newest + 1, parent=(await store.latest_policy(RUN)).version)
+        await gate_harness.add_candidate(newest + 1, parent=(await store.latest_policy(POLICY)).version)
         await store.close()
 
     def _create_engine(self) -> ScriptedEngine:
@@ -150,7 +151,7 @@ class GateTorture:
             await asyncio.sleep(POLL_SECONDS)
             if self.read_state() == "promoted":
                 await asyncio.sleep(ROLLBACK_DELAY_SECONDS)
-                await store.roll_back(RUN, RUN, 0)
+                await store.roll_back(POLICY, RUN, 0)
 
     # --- invariants --------------------------------------------------------------------------------
 
