@@ -199,7 +199,8 @@ def _find_run(config: RunConfig, name: str) -> tuple[RunFolder, str | None]:
     if separator:
         path = Path(name).expanduser()
         folders = [(path, None), (path.parent, path.name)]
-    folders += [(parent / run_name, agent_id or None) for parent in parents]
+    if run_name:  # empty for an absolute path
+        folders += [(parent / run_name, agent_id or None) for parent in parents]
     for path, agent in folders:
         folder = RunFolder(path)
         if folder.config_file.is_file():

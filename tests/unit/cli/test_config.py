@@ -146,7 +146,7 @@ INVALID_CONFIGS = {
     ),
     "adapter of a missing run": (
         "dir: /missing/b\nmodel: {adapter: 'run:/missing/a'}",
-        "model.adapter: there is no run in /missing/a; runs: none",
+        "model.adapter: there is no run in /missing/a or /missing; runs: none",
     ),
     "function in a missing module": (
         "reward: {type: rule, function: 'missing:score'}",

@@ -16,7 +16,7 @@ from instar.store.factory import open_store
 from instar.types import Artifact, Endpoint, Policy
 from tests.unit.cli.conftest import Instar, SmallRun
 from tests.unit.data.builders import RUN, put_test_run
-from tests.unit.data.test_live import add_live, make_live_config
+from tests.unit.data.test_live import POLICY, add_live, make_live_config
 
 
 def make_run(folder: Path, **window: Any) -> Path:
@@ -29,8 +29,8 @@ def make_run(folder: Path, **window: Any) -> Path:
         await put_test_run(store)
         await add_live(store, "s1", 1.0)
         for step in (1, 2):
-            await store.reserve_version(RUN, RUN, step, parent=0, is_candidate=True)
-        await store.publish(Policy(RUN, 1, Artifact("adapter", "v1")))  # version 2 is not published yet
+            await store.reserve_version(POLICY, RUN, step, parent=0, is_candidate=True)
+        await store.publish(Policy(POLICY, 1, Artifact("adapter", "v1")))  # version 2 is not published yet
         await store.close()
 
     asyncio.run(fill())
@@ -67,7 +67,7 @@ def test_status_of_a_stopped_run_says_what_it_learns_and_why_not_now(instar: Ins
     learning = report["learning"]
     assert learning["sessions"] == {"completed": 1}
     assert learning["policies"] == [
-        {"policy_id": RUN, "agents": ["default"], "serving": 0, "candidates": {"1": "candidate"}}
+        {"policy_id": POLICY, "agents": ["default"], "serving": 0, "candidates": {"1": "candidate"}}
     ]
     assert learning["window"]["open"] is False
     assert learning["training"] == (

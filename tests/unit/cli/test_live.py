@@ -114,9 +114,9 @@ def test_sessions_show_in_a_run_on_rollouts_names_the_setting(instar: Instar, co
 def test_plan_shows_what_is_replayed_and_its_share(instar: Instar, config: RunConfig) -> None:
     async def promote_trained_session() -> None:
         store = open_store(config)
-        version = await store.reserve_version(RUN, RUN, 1, parent=0, is_candidate=True)
-        await store.publish(Policy(RUN, version, Artifact("adapter", "/none")))
-        await store.advance_step(RUN, 1, StepState.SUBMITTED, version=version)
+        version = await store.reserve_version(POLICY, RUN, 1, parent=0, is_candidate=True)
+        await store.publish(Policy(POLICY, version, Artifact("adapter", "/none")))
+        await store.advance_step(POLICY, 1, StepState.SUBMITTED, version=version)
         await store.write(lambda db: db.execute("UPDATE policies SET stage = 'serving'"))
         await store.write(lambda db: db.execute("UPDATE claims SET advantage = 1"))
         await store.close()

@@ -97,13 +97,13 @@ def test_promote_without_a_checkpoint_needs_a_backend_that_loads_adapters(
 def test_automatic_rollback_is_reported_until_the_next_promotion(instar: Instar, run_dir: Path) -> None:
     async def roll_back() -> None:
         store = open_store(RunFolder(run_dir).read_config())
-        await store.promote_version(RUN, 2)
-        await store.roll_back(RUN, RUN, 1, "live rewards fell after the promotion of version 2")
+        await store.promote_version(POLICY, 2)
+        await store.roll_back(POLICY, RUN, 1, "live rewards fell after the promotion of version 2")
         await store.close()
 
     asyncio.run(roll_back())
     warning = (
-        f"warning: {RUN}@4 serves after an automatic rollback to version 1: live rewards fell after the "
+        f"warning: {POLICY}@4 serves after an automatic rollback to version 1: live rewards fell after the "
         "promotion of version 2"
     )
     assert warning in " ".join(instar("versions", "ls", run_dir).out.split())
@@ -136,8 +136,8 @@ def test_show_lists_the_sessions_that_a_version_was_trained_on(instar: Instar, r
 def test_evaluation_of_a_version_is_listed_and_shown(instar: Instar, run_dir: Path) -> None:
     async def evaluate() -> None:
         store = open_store(RunFolder(run_dir).read_config())
-        evaluation = await store.begin_evaluation(RUN, 3, 1, "rewards", lambda number: 0.03 / number)
-        await store.add_evaluation_item(EvaluationItem(RUN, 3, 1, "held_out", "s1", 0.0, 1.0))
+        evaluation = await store.begin_evaluation(POLICY, 3, 1, "rewards", lambda number: 0.03 / number)
+        await store.add_evaluation_item(EvaluationItem(POLICY, 3, 1, "held_out", "s1", 0.0, 1.0))
         bounds = {"scored": 1, "difference": -1.0, "lower": -1.0, "upper": 0.9, "items": 1, "remaining": 0}
         results = {"held_out": bounds}
         evaluation = replace(evaluation, decision="reject", reason="worse", results=results)
