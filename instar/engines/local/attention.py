@@ -19,9 +19,10 @@ from instar.engines.local.kv_cache import CAPACITY_STEP
 from instar.errors import EngineError
 
 NAME = "instar_engine"
-MIN_GEMM_ROWS = 4
+MIN_GEMM_ROWS = 16
 """On one thread, CPU kernels compute each row of a matrix product in the same way if the matrix has at least
-this many. In bf16, this holds for several threads too."""
+this many. In bf16, this holds for several threads too. With AVX-512, fp32 products of fewer rows depend on
+their number."""
 
 
 @dataclass(slots=True)

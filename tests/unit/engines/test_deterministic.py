@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from instar.config import LocalEngineConfig, ModelConfig, RunConfig
 from instar.engines.factory import create_engine
+from instar.engines.local.attention import MIN_GEMM_ROWS
 from instar.engines.local.determinism import find_obstacle
 from instar.engines.local.engine import LocalEngine
 from instar.errors import ConfigError
@@ -62,6 +64,23 @@ async def test_deterministic_replies_do_not_depend_on_the_batch(
         results += [await sample_all(engine, is_concurrent=is_concurrent) for _ in range(2)]
         await engine.close()
     assert all(result == results[0] for result in results)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(32, 64), (576, 1536), (1536, 576), (960, 2560)])
+def test_product_rows_do_not_depend_on_their_number_from_min_gemm_rows(inputs: int, outputs: int) -> None:
+    """The layers of real models use other CPU kernels than those of the tiny one."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(outputs, inputs, generator=generator)
+    rows = torch.randn(200, inputs, generator=generator)
+    counts = [*range(MIN_GEMM_ROWS, 40), 64, 100, 199]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        product = torch.nn.functional.linear(rows, weight)
+        products = [torch.nn.functional.linear(rows[:count], weight) for count in counts]
+    finally:
+        torch.set_num_threads(threads)
+    assert [c for c, p in zip(counts, products, strict=True) if not torch.equal(p, product[:c])] == []
 
 
 @pytest.mark.parametrize(("dtype", "kv_heads"), [("fp32", 2), ("bf16", 1)])
