@@ -10,9 +10,10 @@ from typing import Any
 
 from instar.store.call_rows import encode_call
 from instar.store.rows import encode_claim, encode_group, encode_reward, encode_session
-from instar.store.schema import CALLS, CLAIMS, GROUPS, REWARDS, SESSIONS, TAGS, Table
+from instar.store.schema import CALLS, CLAIMS, GROUPS, REWARDS, SESSIONS, TAGS
 from instar.store.schema_indexes import INDEXES
 from instar.store.sqlite import SqliteStore
+from instar.store.table import Table
 from instar.types import (
     Channel,
     Claim,

@@ -16,9 +16,10 @@ from pathlib import Path
 from instar.store.call_rows import encode_call
 from instar.store.migrations import create_or_migrate
 from instar.store.rows import encode_session
-from instar.store.schema import CALLS, SESSIONS, Table
+from instar.store.schema import CALLS, SESSIONS
 from instar.store.sqlite import SqliteStore
 from instar.store.sqlite_database import SqliteDatabase, connect, get_counter_path
+from instar.store.table import Table
 from instar.types import Call, Session
 from store_parts.calls import make_session, make_turns
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
 
 from instar.errors import StoreError
-from instar.store.schema import Table
+from instar.store.table import Table
 
 Values = Sequence[Any] | Mapping[str, Any]
 

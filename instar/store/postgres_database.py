@@ -28,7 +28,7 @@ from instar.store.postgres_server import (
     is_connection_lost,
     is_transient,
 )
-from instar.store.schema import Table
+from instar.store.table import Table
 
 WRITER_ROW_MAX_AGE_SECONDS = 24 * 3600.0
 _PARAMETER = re.compile(r"\?|(?<!:):([a-z_][a-z_0-9]*)")

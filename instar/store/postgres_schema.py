@@ -17,8 +17,9 @@ from instar.store.postgres_server import (
     PostgresConnection,
     PostgresServer,
 )
-from instar.store.schema import GROUP_COUNTS, INTEGER, REAL, SESSION_COUNTS, TABLES, VERSION, Table
+from instar.store.schema import GROUP_COUNTS, SESSION_COUNTS, TABLES, VERSION
 from instar.store.schema_indexes import INDEXES
+from instar.store.table import INTEGER, REAL, Table
 
 VERSION_TABLE = "instar_store"
 """The table that marks the schema as a store and contains the store's version."""

@@ -7,11 +7,6 @@ a migration adds them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cache, cached_property
-
-from instar.column_types import ColumnType, get_field_types
 from instar.store.models import (
     DatasetRow,
     Evaluation,
@@ -21,6 +16,7 @@ from instar.store.models import (
     Run,
     ShadowReply,
 )
+from instar.store.table import BLOB, INTEGER, REAL, ROW_NUMBER, SESSION_ID, TEXT, Table, build_columns
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
 VERSION = 6
@@ -30,101 +26,7 @@ APPLICATION_ID = 0x494E5354
 """The text ``INST`` in ``PRAGMA application_id``, which identifies a file as a store."""
 
 
-@dataclass(frozen=True)
-class Table:
-    name: str
-    columns: Mapping[str, str]
-    """SQL type and constraints by column name, in order."""
-    constraints: tuple[str, ...] = ()
-    generated: tuple[str, ...] = ()
-    """Columns that the database or a later statement fills in. They are omitted from INSERT statements."""
-    added_in: int = 1
-    """The schema version that added the table."""
-    later_columns: Mapping[str, int] = field(default_factory=dict[str, int])
-    """The schema version that added each column, by column name. Columns as old as the table are omitted."""
-
-    @property
-    def create_sql(self) -> str:
-        lines = [f"{name} {declaration}" for name, declaration in self.columns.items()]
-        return f"CREATE TABLE {self.name} (\n  " + ",\n  ".join([*lines, *self.constraints]) + "\n)"
-
-    def build_migration_sql(self, version: int) -> list[str]:
-        """Return the statements that update the table from the preceding schema version to ``version``."""
-        if self.added_in == version:
-            columns = {name: sql for name, sql in self.columns.items() if name not in self.later_columns}
-            return [Table(self.name, columns, self.constraints).create_sql]
-        added = [name for name, added_in in self.later_columns.items() if added_in == version]
-        return [f"ALTER TABLE {self.name} ADD COLUMN {name} {self.columns[name]}" for name in added]
-
-    @cached_property
-    def insert_columns(self) -> tuple[str, ...]:
-        return tuple(name for name in self.columns if name not in self.generated)
-
-    @property
-    def insert_sql(self) -> str:
-        values = ", ".join(f":{name}" for name in self.insert_columns)
-        return f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) VALUES ({values})"
-
-    @property
-    def insert_for_session_sql(self) -> str:
-        """An INSERT that copies the run, agent and policy from the session, if the session exists."""
-        inherited = ("session_id", "run_id", "agent_id", "policy_id")
-        values = ", ".join(name if name in inherited else f":{name}" for name in self.insert_columns)
-        return (
-            f"INSERT INTO {self.name} ({', '.join(self.insert_columns)}) SELECT {values} "
-            "FROM sessions WHERE session_id = :session_id"
-        )
-
-    def build_upsert_clause(self, *keys: str) -> str:
-        """Return a clause that makes an INSERT replace an existing row with the same keys."""
-        updates = ", ".join(f"{name} = excluded.{name}" for name in self.insert_columns if name not in keys)
-        return f" ON CONFLICT ({', '.join(keys)}) DO UPDATE SET {updates}"
-
-    def build_insert_sql(self, count: int) -> str:
-        return _build_insert_sql(self.name, self.insert_columns, count)
-
-    def to_values(self, row: Mapping[str, object]) -> tuple[object, ...]:
-        return tuple(row[name] for name in self.insert_columns)
-
-
-@cache
-def _build_insert_sql(table: str, names: tuple[str, ...], count: int) -> str:
-    row = f"({', '.join('?' for _ in names)})"
-    return f"INSERT INTO {table} ({', '.join(names)}) VALUES {', '.join([row] * count)}"
-
-
-ROW_NUMBER = "INTEGER PRIMARY KEY"
-"""The type of a row number. Row numbers give the order in which rows were inserted."""
-
-# The types of columns that must not be null.
-TEXT = "TEXT NOT NULL"
-INTEGER = "INTEGER NOT NULL"
-REAL = "REAL NOT NULL"
-BLOB = "BLOB NOT NULL"
-SESSION_ID = "TEXT NOT NULL REFERENCES sessions (session_id)"
-
-_SQL_TYPES = {
-    ColumnType.TEXT: "TEXT",
-    ColumnType.INT: "INTEGER",
-    ColumnType.REAL: "REAL",
-    ColumnType.BOOL: "INTEGER",
-    ColumnType.IDS: "BLOB",
-    ColumnType.FLOATS: "BLOB",
-    ColumnType.JSON: "TEXT",
-    ColumnType.BYTES: "BLOB",
-}
-
-
-def _build_columns(cls: type, *names: str) -> dict[str, str]:
-    """Return the SQL types of the dataclass fields ``names``, by default of all fields."""
-    types = get_field_types(cls)
-    return {
-        name: _SQL_TYPES[types[name].column] + ("" if types[name].is_optional else " NOT NULL")
-        for name in names or types
-    }
-
-
-RUNS = Table("runs", _build_columns(Run) | {"run_id": "TEXT PRIMARY KEY"})
+RUNS = Table("runs", build_columns(Run) | {"run_id": "TEXT PRIMARY KEY"})
 
 GROUPS = Table(
     "groups",
@@ -146,7 +48,7 @@ GROUPS = Table(
         # The last epoch with a claim by the group's own run, or -1. Derived like `consumed`, so that
         # unclaimed groups are found without reading the claimed ones.
         "claimed_epoch": "INTEGER NOT NULL DEFAULT -1",
-        **_build_columns(Group, "deadline_seconds"),
+        **build_columns(Group, "deadline_seconds"),
     },
     generated=("seq", "consumed", "claimed_epoch"),
     later_columns={"claimed_epoch": 2, "deadline_seconds": 5},
@@ -157,13 +59,13 @@ SESSIONS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL UNIQUE",
-        **_build_columns(Session, "run_id", "agent_id", "policy_id", "channel", "status", "group_id", "slot"),
-        **_build_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
+        **build_columns(Session, "run_id", "agent_id", "policy_id", "channel", "status", "group_id", "slot"),
+        **build_columns(Session, "attempt", "task_id", "reason", "seed", "sampling", "metadata"),
         "key_hash": "TEXT UNIQUE",
-        **_build_columns(Session, "created_at", "ended_at", "external_id"),
+        **build_columns(Session, "created_at", "ended_at", "external_id"),
         # The latest reward that is not for an individual call, copied from `rewards` to filter sessions.
         "reward": "REAL",
-        **_build_columns(Session, "canary_version"),
+        **build_columns(Session, "canary_version"),
     },
     generated=("seq", "reward"),
     later_columns={"external_id": 2, "reward": 4, "canary_version": 6},
@@ -177,19 +79,19 @@ CALLS = Table(
         "seq": ROW_NUMBER,
         "call_id": "TEXT NOT NULL UNIQUE",
         "session_id": SESSION_ID,
-        **_build_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
-        **_build_columns(Call, "base_id", "base_tokens", "base_messages"),
+        **build_columns(Call, "run_id", "agent_id", "policy_id", "request_id", "parent_id", "link"),
+        **build_columns(Call, "base_id", "base_tokens", "base_messages"),
         # Lengths and checksums of the prompt and of prompt + sampled tokens, to verify a rebuilt call.
         "prompt_tokens": INTEGER,
         "prompt_crc": INTEGER,
         "sampled_tokens": INTEGER,
         "sequence_crc": INTEGER,
         "message_count": INTEGER,
-        **_build_columns(Call, "status", "trainable", "reason", "finish_reason", "dialect", "params"),
-        **_build_columns(Call, "started_at", "first_token_at", "ended_at"),
+        **build_columns(Call, "status", "trainable", "reason", "finish_reason", "dialect", "params"),
+        **build_columns(Call, "started_at", "first_token_at", "ended_at"),
         "tools_hash": "TEXT REFERENCES tools (hash)",
-        **_build_columns(Call, "versions", "prompt_ids", "sampled_ids", "logprobs", "behavior_logprobs"),
-        **_build_columns(Call, "messages", "reply"),
+        **build_columns(Call, "versions", "prompt_ids", "sampled_ids", "logprobs", "behavior_logprobs"),
+        **build_columns(Call, "messages", "reply"),
         "model": "TEXT NOT NULL DEFAULT ''",
         "client_key": "TEXT",
         "digests": "BLOB NOT NULL DEFAULT x''",
@@ -206,8 +108,8 @@ REWARDS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": SESSION_ID,
-        **_build_columns(Session, "run_id", "agent_id", "policy_id"),
-        **_build_columns(Reward, "call_id", "value", "source", "scorer", "detail", "created_at", "reward_id"),
+        **build_columns(Session, "run_id", "agent_id", "policy_id"),
+        **build_columns(Reward, "call_id", "value", "source", "scorer", "detail", "created_at", "reward_id"),
         "scorer_version": "TEXT NOT NULL DEFAULT ''",
         "cost": "REAL NOT NULL DEFAULT 0",
     },
@@ -221,7 +123,7 @@ SCORES = Table(
         "session_id": SESSION_ID,
         "scorer": TEXT,
         "run_id": TEXT,
-        **_build_columns(Score, "state", "attempts", "reason", "created_at"),
+        **build_columns(Score, "state", "attempts", "reason", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, scorer)",),
     added_in=4,
@@ -233,7 +135,7 @@ TAGS = Table(
         "session_id": SESSION_ID,
         "name": TEXT,
         "run_id": TEXT,
-        **_build_columns(Tag, "value", "reason", "author", "created_at"),
+        **build_columns(Tag, "value", "reason", "author", "created_at"),
     },
     constraints=("PRIMARY KEY (session_id, name)",),
     added_in=4,
@@ -246,9 +148,9 @@ FEEDBACK = Table(
         "feedback_id": "TEXT NOT NULL UNIQUE",
         "session_id": SESSION_ID,
         "run_id": TEXT,
-        **_build_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
-        **_build_columns(Feedback, "author", "created_at"),
-        **_build_columns(Feedback, "preferred", "other_call_id", "other_text", "other_ids"),
+        **build_columns(Feedback, "call_id", "thumbs", "score", "text", "correction", "correction_ids"),
+        **build_columns(Feedback, "author", "created_at"),
+        **build_columns(Feedback, "preferred", "other_call_id", "other_text", "other_ids"),
     },
     generated=("seq",),
     added_in=4,
@@ -263,8 +165,8 @@ SHADOW_REPLIES = Table(
         "seq": ROW_NUMBER,
         "session_id": SESSION_ID,
         "run_id": TEXT,
-        **_build_columns(ShadowReply, "policy_id", "version", "call_id", "finish_reason", "created_at"),
-        **_build_columns(ShadowReply, "reply", "sampled_ids", "logprobs"),
+        **build_columns(ShadowReply, "policy_id", "version", "call_id", "finish_reason", "created_at"),
+        **build_columns(ShadowReply, "reply", "sampled_ids", "logprobs"),
     },
     generated=("seq",),
     added_in=6,
@@ -284,8 +186,8 @@ FORGOTTEN_SESSIONS = Table(
     {
         "seq": ROW_NUMBER,
         "session_id": "TEXT NOT NULL UNIQUE",
-        **_build_columns(ForgottenSession, "run_id", "agent_id", "policy_id", "channel", "group_id"),
-        **_build_columns(ForgottenSession, "calls", "sampled_tokens", "cause", "created_at", "forgotten_at"),
+        **build_columns(ForgottenSession, "run_id", "agent_id", "policy_id", "channel", "group_id"),
+        **build_columns(ForgottenSession, "calls", "sampled_tokens", "cause", "created_at", "forgotten_at"),
         # The row number of the session's last call. The next call of any session may get the same number.
         "last_call": "INTEGER",
     },
@@ -310,7 +212,7 @@ JUDGMENTS = Table(
 )
 
 DATASETS = Table(
-    "datasets", _build_columns(DatasetRow), constraints=("PRIMARY KEY (name, version)",), added_in=4
+    "datasets", build_columns(DatasetRow), constraints=("PRIMARY KEY (name, version)",), added_in=4
 )
 
 POLICIES = Table(
@@ -336,7 +238,7 @@ POLICIES = Table(
 
 STEPS = Table(
     "steps",
-    _build_columns(Step) | {"run_id": "TEXT NOT NULL DEFAULT ''"},
+    build_columns(Step) | {"run_id": "TEXT NOT NULL DEFAULT ''"},
     constraints=("PRIMARY KEY (policy_id, step)",),
     later_columns={"run_id": 6},
 )
@@ -346,7 +248,7 @@ CLAIMS = Table(
     {
         "seq": ROW_NUMBER,
         "policy_id": TEXT,
-        **{name: sql for name, sql in _build_columns(Claim).items() if name != "run_id"},
+        **{name: sql for name, sql in build_columns(Claim).items() if name != "run_id"},
         "run_id": "TEXT NOT NULL DEFAULT ''",
     },
     constraints=("UNIQUE (policy_id, epoch, sample_key)",),
@@ -356,7 +258,7 @@ CLAIMS = Table(
 
 EVALUATIONS = Table(
     "evaluations",
-    _build_columns(Evaluation),
+    build_columns(Evaluation),
     constraints=("PRIMARY KEY (policy_id, version, incumbent)",),
     added_in=6,
 )
@@ -364,14 +266,14 @@ EVALUATIONS = Table(
 # The rows contain no text of sessions.
 EVALUATION_ITEMS = Table(
     "evaluation_items",
-    _build_columns(EvaluationItem),
+    build_columns(EvaluationItem),
     constraints=("PRIMARY KEY (policy_id, version, incumbent, set_name, item_key)",),
     added_in=6,
 )
 
-ENDPOINTS = Table("endpoints", _build_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
+ENDPOINTS = Table("endpoints", build_columns(Endpoint), constraints=("PRIMARY KEY (run_id, role, name)",))
 
-KEYS = Table("keys", _build_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
+KEYS = Table("keys", build_columns(KeyRow) | {"key_hash": "TEXT PRIMARY KEY"}, added_in=2)
 
 SECRETS = Table("secrets", {"name": "TEXT PRIMARY KEY", "value": BLOB}, added_in=2)
 

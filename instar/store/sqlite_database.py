@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from instar.errors import ConflictError, StoreCorrupt, StoreError, StoreFull, StoreUnavailable
-from instar.store.schema import CALLS, Table
+from instar.store.schema import CALLS
+from instar.store.table import Table
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -47,12 +47,7 @@ async def run_trainer(context: RoleContext) -> None:
         backend = create_backend(context.config)
         config, warnings = apply_capabilities(context.config, backend.capabilities)
         os.umask(PRIVATE_UMASK)  # only now, because the downloaded model may be shared with other users
-        engines = EngineConnections(
-            EndpointDirectory(store, context.run_id),
-            os.environ[ENGINE_TOKEN_ENV],
-            context.lease,
-            skip_unresponsive=not isinstance(config.cluster, LocalClusterConfig),
-        )
+        engines = _open_engines(context, store, config)
         resources.push_async_callback(engines.close)
         resources.push_async_callback(backend.close)
         connected = await engines.wait_for_first()
@@ -103,6 +98,15 @@ async def run_trainer(context: RoleContext) -> None:
                 await trainer.run()
     await context.announce(store, trainer.activity)
     await store.close()
+
+
+def _open_engines(context: RoleContext, store: Store, config: RunConfig) -> EngineConnections:
+    return EngineConnections(
+        EndpointDirectory(store, context.run_id),
+        os.environ[ENGINE_TOKEN_ENV],
+        context.lease,
+        skip_unresponsive=not isinstance(config.cluster, LocalClusterConfig),
+    )
 
 
 def _stop(trainer: Trainer | LiveTrainer, window: LearningWindow | None) -> None:
