@@ -48,6 +48,10 @@ class LineageTrainer(Trainer):
         self.reset()
         await super().recover()
         self.timer.started_at = self.waiting_since = time.monotonic()
+        self._announce_wait()
+
+    def _announce_wait(self) -> None:
+        self.activity = f"waiting for data for step {self.step + 1}"
 
     async def load_state(self) -> bool:
         """Load the last checkpoint into the backend, which has the state of another policy. Return False if
@@ -62,7 +66,7 @@ class LineageTrainer(Trainer):
     async def find_work(self) -> Work | None:
         """Return the next step, or None if the policy has too little data for one. The step trains on a batch
         or, if the version of the weights was rejected or replaced, it loads the serving version."""
-        self.activity = f"waiting for data for step {self.step + 1}"
+        self._announce_wait()
         if replacement := await lineage.find_replacement(self.store, self.policy_id, self.version):
             return partial(self._follow, *replacement)
         batch = await self.batcher.next_batch(

@@ -84,10 +84,9 @@ def test_live_run_trains_only_in_its_window_and_if_a_person_opens_it(tmp_path: P
     output = run_in_terminal("status", run.run_dir)
     rows = dict(line.split("  ", 1) for line in output.splitlines() if "  " in line)
     assert rows["sessions"].strip() == "2 completed"
-    assert (
-        rows["policy tortured/learner"].strip().startswith("serves version 0 (the base model), no candidate")
-    )
-    assert rows["training"].strip().startswith("waiting for data for step 1; paused until")
+    serving = rows["policy tortured/learner"].strip()
+    assert serving.startswith("serves version 0 (the base model), no candidate")
+    assert rows["training"].strip().startswith("learner: waiting for data for step 1; paused until")
     assert rows["window"].strip().startswith("opens ")
     assert rows["external"].strip() == "nothing leaves this machine"
     status_lines = output.split("\n\n")[0].splitlines()

@@ -206,7 +206,7 @@ def test_start_shows_why_the_service_ended(user: ServiceUser, model: Path) -> No
 
 
 def test_ctrl_c_during_start_stops_the_service(user: ServiceUser, model: Path) -> None:
-    function = "tests.integration.hanging_parts:hang_in_engine"
+    function = "tests.integration.hanging_import:reply"
     user.configure(model, engine={"type": "scripted", "function": function})
     process = user.popen("start")
     wait_until(lambda: user.read_running() is not None)
