@@ -75,7 +75,8 @@ def test_gate_promotes_a_better_and_rejects_a_worse_candidate_despite_kills(tmp_
     assert read_stages(run)[1] == "serving"
     parents = dict(run.query("SELECT version, parent FROM policies WHERE state = 'published'"))
     assert parents == {1: 0, 2: 1, 3: 1}
-    claims = run.query("SELECT session_id, step, outcome, reason FROM claims WHERE epoch = 0")  # no replays
+    live_claims = "FROM claims JOIN sessions USING (session_id) WHERE channel = 'live' AND epoch = 0"
+    claims = run.query(f"SELECT session_id, step, outcome, claims.reason {live_claims}")  # without replays
     assert len({row[0] for row in claims}) == len(claims), "a session was claimed twice"
     assert [row[3] for row in claims if row[2] == "dropped"] == ["held_out"] * HELD_OUT
     assert sorted(row[1] for row in claims if row[2] == "trained") == [1, 1, 2, 2, 4, 4]
