@@ -10,11 +10,11 @@ from instar import types
 KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_ID_PREFIX = "feedback:"
 JUDGED_TAG = "judged-session"
+"""The name of the tag of a session in which the run's own model judges another session. Its value is the
+id of the judged session."""
 RESAMPLED_TAG = "resampled-session"
 """The tag of a session that repeats the prompt of the live session in its value."""
 RESAMPLED_PREFIX = "resampled/"
-"""The name of the tag of a session in which the run's own model judges another session. Its value is the
-id of the judged session."""
 
 
 def make_resampled_group_id(session_id: str) -> str:

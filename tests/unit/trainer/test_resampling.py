@@ -173,6 +173,25 @@ async def test_resampled_sessions_are_forgotten_with_their_session(
     await store.close()
 
 
+async def test_session_that_is_forgotten_while_it_is_resampled_leaves_no_copies(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    await add_greedy(store, "s")
+    await add_greedy(store, "t")
+
+    async def forget() -> bool:
+        await store.forget_sessions(RUN, ["s"])
+        return True
+
+    resampler = Resampler(store, config, Renderer.load(model, config.model), engine, forget)
+    assert await resampler.resample_next()
+    assert [row.session.session_id for row in await store.sessions(RUN)] == ["t"]
+    assert await resampler.resample_next(), "others are resampled"
+    assert len(await store.groups(RUN, Channel.RESAMPLED)) == 1
+    await store.close()
+
+
 async def test_reward_of_a_person_is_not_compared_with_those_of_a_rule(
     config: RunConfig, model: Path, engine: Engine
 ) -> None:
