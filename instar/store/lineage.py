@@ -111,7 +111,7 @@ def roll_back(
     ConflictError if ``serving`` is set and another version is served."""
     lock_versions(db, policy_id)
     rows = get_policy_versions(db, policy_id)
-    served = {row.policy.version: row for row in rows if _was_served(row)}
+    served = {row.policy.version: row for row in rows if row.was_served}
     head = get_latest_policy(db, policy_id)
     if serving not in (None, head.version):
         raise ConflictError(f"version {head.version} of {policy_id} is served now, not version {serving}")
@@ -144,12 +144,6 @@ def roll_back(
         ),
     )
     return number
-
-
-def _was_served(row: PolicyVersion) -> bool:
-    """Return True if engines serve or served the version. A candidate that a later one replaced is retired
-    without having been served."""
-    return row.stage is PolicyStage.SERVING or row.promoted_at is not None
 
 
 def _require_committed(

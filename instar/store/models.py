@@ -59,6 +59,12 @@ class PolicyVersion:
     updated_at: float
     reason: str | None = None
 
+    @property
+    def was_served(self) -> bool:
+        """True if the version serves or served all sessions. A candidate that a later one replaced is retired
+        without having been served."""
+        return self.stage is types.PolicyStage.SERVING or self.promoted_at is not None
+
 
 EvaluationDecision = Literal["promote", "reject", "more data", "superseded"]
 
