@@ -258,11 +258,20 @@ class _Export:
             for item in compared:
                 if item.session_id == session_id and item.other_call_id is not None:
                     other = await self.store.call(item.other_call_id)
-                    others |= {} if other is None else {other.call_id: other}
+                    if other is not None and not await self._is_excluded(other.session_id):
+                        others[other.call_id] = other
             async for record in read_records(self.store, self.run_id, [session_id]):
                 pairs = build_preference_rows(record, others)
                 writer.add(pairs=pairs)
                 self.counts["rows"] += len(pairs)
+
+    async def _is_excluded(self, session_id: str) -> bool:
+        if not self.options.exclude_held_out:
+            return False
+        session = await self.store.session(session_id)
+        prompts = await self.store.first_prompts([session_id])
+        is_live = session is not None and session.channel is Channel.LIVE
+        return is_live and is_held_out(prompts.get(session_id, ()))
 
 
 async def read_records(

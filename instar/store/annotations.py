@@ -239,7 +239,7 @@ def get_corrections(
 ) -> list[Feedback]:
     """Return up to ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
     first. Evaluation sessions, sessions tagged as untrainable, and live sessions of agents that are not in
-    ``live_agents`` are excluded."""
+    ``live_agents``, with further replies to their prompts, are excluded."""
     return _select_unclaimed(db, "f.correction_ids IS NOT NULL", run_id, epoch, limit, live_agents)
 
 
@@ -262,14 +262,14 @@ def _select_unclaimed(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         f"WHERE f.run_id = ? AND {condition} AND s.channel != ? "
-        f"AND (s.channel != ? OR s.agent_id IN ({db.json_array_sql.format('?')})) "
+        f"AND (s.channel NOT IN (?, ?) OR s.agent_id IN ({db.json_array_sql.format('?')})) "
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
         (
             run_id,
             Channel.VAL.value,
-            Channel.LIVE.value,
+            *(Channel.LIVE.value, Channel.RESAMPLED.value),
             json.dumps(list(live_agents)),
             UNTRAINABLE,
             epoch,
