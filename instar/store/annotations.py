@@ -155,10 +155,11 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
 
 
 def get_reward_counts(db: Database, run_id: str) -> dict[str, int]:
-    """Count the run's rewards by source, such as ``human``."""
+    """Count the run's rewards by source, such as ``human``. Those of resampled replies do not count."""
     rows = db.execute(
-        "SELECT source, COUNT(*) AS n FROM rewards WHERE run_id = ? GROUP BY source ORDER BY source",
-        (run_id,),
+        "SELECT source, COUNT(*) AS n FROM rewards WHERE run_id = ? AND session_id NOT IN "
+        "(SELECT session_id FROM sessions WHERE run_id = ? AND channel = ?) GROUP BY source ORDER BY source",
+        (run_id, run_id, Channel.RESAMPLED.value),
     )
     return {row["source"]: row["n"] for row in rows}
 
