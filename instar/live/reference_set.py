@@ -69,7 +69,7 @@ async def _sample(
     policy = PolicyRef(config.policy_ids[0], 0)
     session_id = group_id.replace("/", "-")
     empty = np.empty(0, np.float32)
-    identity = (config.name, config.agent_id, policy.policy_id)
+    identity = (config.name, BASE_REFERENCE, policy.policy_id)  # it is deleted with no agent's sessions
     prompt_call = Call(
         f"{session_id}-call",
         session_id,

@@ -20,7 +20,7 @@ import numpy as np
 
 from instar.config import RunConfig
 from instar.engines.base import Engine
-from instar.errors import ConflictError, EngineError, EngineUnavailable, PolicyNotFound
+from instar.errors import ConflictError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
 from instar.live.base import POLL_SECONDS, MayRun, is_held_out, wait_until_allowed
 from instar.record.base import Renderer
 from instar.store.base import RESAMPLED_TAG, SessionRecord, Store, make_resampled_group_id
@@ -122,11 +122,11 @@ class Resampler:
                 continue
             try:
                 await self._resample(session, call)
+            except (ConflictError, PromptTooLong):  # the session was deleted, or the context is shorter now
+                self._skipped.add(session.session_id)
             except EngineError as error:
                 logger.warning("session %s was not resampled: %s", session.session_id, error)
                 return False
-            except ConflictError:  # the session was deleted meanwhile
-                self._skipped.add(session.session_id)
             return True
         return False
 

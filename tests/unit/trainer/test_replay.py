@@ -175,6 +175,7 @@ async def test_reference_set_is_sampled_once_from_version_0(tmp_path: Path, mode
         await sample_reference_set(store, config, engine, renderer, may_always_run)
     groups = await store.groups(RUN, Channel.DATA, GroupStatus.READY)
     assert [group.index for group in groups] == list(range(len(REFERENCE_PROMPTS)))
+    assert await store.session_ids(RUN, agent_id=config.agent_id) == [], "forgetting the agent keeps the set"
     sessions = await store.group_sessions(groups, config.agent_id)
     (session,) = sessions[groups[3].group_id]
     (call,) = await store.calls(session.session_id)

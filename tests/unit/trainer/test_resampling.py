@@ -194,6 +194,20 @@ async def test_session_that_is_forgotten_while_it_is_resampled_leaves_no_copies(
     await store.close()
 
 
+async def test_prompt_that_is_too_long_for_the_engine_does_not_delay_others(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    await insert_session(store, make_session("long", channel=Channel.LIVE, status=SessionStatus.COMPLETED))
+    await store.add_calls([make_call("long#0", [4] * 100_000, [7], session_id="long")])
+    await add_greedy(store, "s")
+    resampler = make_resampler(store, config, model, engine)
+    assert await resampler.resample_next()
+    assert await resampler.resample_next()
+    assert [group.group_id for group in await store.groups(RUN, Channel.RESAMPLED)] == ["resampled/s"]
+    await store.close()
+
+
 class StoppingEngine(ScriptedEngine):
     """An engine that is stopped after the first token of a reply."""
 
