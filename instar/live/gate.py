@@ -109,16 +109,14 @@ class Gate:
 
     # --- stages ------------------------------------------------------------------------------------
 
-    async def _follow_stage(
-        self, row: PolicyVersion, evaluations: Sequence[Evaluation], incumbent: int
-    ) -> bool:
-        """Ask the check of the stage what becomes of the version. ``evaluations`` are those against the
-        ``incumbent``."""
+    async def _follow_stage(self, row: PolicyVersion, current: Sequence[Evaluation], incumbent: int) -> bool:
+        """Ask the check of the stage what becomes of the version. ``current`` are the evaluations against the
+        incumbent."""
         version, stage = row.policy.version, row.stage
         self.activity = f"version {version} is in the stage {stage}"
         if self._config.mode != "auto":
             return False
-        if not any(e.version == version and e.decision == "promote" for e in evaluations):
+        if not any(e.version == version and e.decision == "promote" for e in current):
             # The serving version changed, or somebody moved the version here by hand.
             reason = "it was not compared with the version that is served now"
             return await self._move(version, stage, PolicyStage.REJECTED, reason, incumbent)

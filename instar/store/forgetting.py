@@ -144,7 +144,7 @@ def _get_last_steps_in_checkpoints(db: Database, run_id: str, keep_checkpoints: 
 def get_trained_sessions(db: Database, session_ids: Sequence[str]) -> list[TrainedSession]:
     """Return the steps that trained on these sessions or on further replies to their prompts, also if the
     sessions' data was deleted."""
-    array = db.json_array_sql.format("?")
+    array, group_ids = db.json_array_sql.format("?"), list(map(make_resampled_group_id, session_ids))
     return TRAINED_ROWS.select(
         db,
         "SELECT c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version, COUNT(*) AS samples "
@@ -152,11 +152,7 @@ def get_trained_sessions(db: Database, session_ids: Sequence[str]) -> list[Train
         f"WHERE (c.session_id IN ({array}) OR c.group_id IN ({array})) AND c.outcome = ? "
         "GROUP BY c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version "
         "ORDER BY c.run_id, c.policy_id, c.step, c.session_id",
-        (
-            json.dumps(list(session_ids)),
-            json.dumps([make_resampled_group_id(session_id) for session_id in session_ids]),
-            ClaimOutcome.TRAINED.value,
-        ),
+        (json.dumps(list(session_ids)), json.dumps(group_ids), ClaimOutcome.TRAINED.value),
     )
 
 
