@@ -309,7 +309,7 @@ def _explain_unclaimed(details: SessionDetails) -> str:
         if details.live_exclusion is None:
             return "not claimed yet: the session waits for a step"
         return f"not claimed: {details.live_exclusion}"
-    if session.channel is not Channel.TRAIN:
+    if session.channel not in (Channel.TRAIN, Channel.RESAMPLED):
         return f"not claimed: {session.channel} sessions are not trained on"
     if session.status is SessionStatus.ABANDONED:
         return "not claimed: abandoned sessions are not trained on; another session fills the slot"

@@ -154,10 +154,14 @@ def _print_next_commands(
     if (run.folder.report / "index.html").is_file():
         console.print(f"Report: {folder}/report/index.html", style="bold", highlight=False, soft_wrap=True)
     commands: list[tuple[Sequence[str], str]] = [*extra]
-    policy = asyncio.run(_find_newest_policy(run.folder.path))
+    policy = asyncio.run(find_newest_policy(run.folder.path))
     if policy is not None:
-        commands.append((["instar", "serve", folder], f"serve version {policy.version} to your agents"))
-        commands.append((["instar", "chat", folder, "--compare", "base"], "compare it with the base model"))
+        _, separator, agent = policy.policy_id.partition("/")
+        run_and_agent = [folder, "--agent", agent] if separator else [folder]
+        commands += [
+            (["instar", "serve", *run_and_agent], f"serve version {policy.version} to your agents"),
+            (["instar", "chat", *run_and_agent, "--compare", "base"], "compare it with the base model"),
+        ]
         if policy.artifact.kind in ("adapter", "weights"):
             copy = f"{run.run_id}-v{policy.version}"
             commands.append(
@@ -170,12 +174,15 @@ def _print_next_commands(
         console.print(f"  {shlex.join(command)}  # {purpose}", highlight=False, markup=False, soft_wrap=True)
 
 
-async def _find_newest_policy(run_dir: Path) -> Policy | None:
-    """Return the newest version, or None if nothing was published or no new engine can load it."""
+async def find_newest_policy(run_dir: Path) -> Policy | None:
+    """Return the newest serving version, that of the first agent if there are several, or None if nothing was
+    published or no new engine can load it."""
     async with open_run_store(run_dir, read_only=True) as (config, store):
         with contextlib.suppress(ConfigError):
-            policy = await find_policy(store, config.name)
-            return policy if policy.version else None
+            for policy_id in config.policy_ids:
+                policy = await find_policy(store, policy_id)
+                if policy.version:
+                    return policy
     return None
 
 

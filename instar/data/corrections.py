@@ -72,11 +72,13 @@ async def load_preferences(store: Store, config: RunConfig, step: int, epoch: in
     batch = SupervisedBatch()
     for feedback in await store.preferences(run_id, epoch, section.per_step, config.trained_agents):
         call, drop_reason = await _load_subject(store, config, feedback)
+        other_call = None if feedback.other_call_id is None else await store.call(feedback.other_call_id)
+        if other_call is not None and await _is_held_out(store, config, other_call.session_id):
+            drop_reason = "held_out"
         claim = _make_claim(feedback, config, step, epoch)
-        if call is None or feedback.other_ids is None or not len(call.sampled_ids):
+        if call is None or drop_reason or feedback.other_ids is None or not len(call.sampled_ids):
             batch.drops.append(_make_drop(claim, drop_reason or "no_tokens"))
             continue
-        other_call = None if feedback.other_call_id is None else await store.call(feedback.other_call_id)
         other_session = call.session_id if other_call is None else other_call.session_id
         key = claim.sample_key
         this = _make_sample(key, call, call.sampled_ids)
@@ -101,12 +103,16 @@ async def _load_subject(
     call = None if feedback.call_id is None else await store.call(feedback.call_id)
     if call is None or not len(call.prompt_ids):
         return None, "no_tokens"
-    session = await store.session(feedback.session_id) if config.has_gate else None
-    if session is not None and session.channel is Channel.LIVE:
-        prompts = await store.first_prompts([feedback.session_id])
-        if is_held_out(prompts.get(feedback.session_id, ())):
-            return None, "held_out"
+    if await _is_held_out(store, config, feedback.session_id):
+        return None, "held_out"
     return call, None
+
+
+async def _is_held_out(store: Store, config: RunConfig, session_id: str) -> bool:
+    session = await store.session(session_id) if config.has_gate else None
+    if session is None or session.channel is not Channel.LIVE:
+        return False
+    return is_held_out((await store.first_prompts([session_id])).get(session_id, ()))
 
 
 def _make_claim(feedback: Feedback, config: RunConfig, step: int, epoch: int) -> Claim:

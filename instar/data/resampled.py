@@ -13,7 +13,7 @@ from instar.data.combine import RewardCombiner
 from instar.data.group_loader import LoadedGroup, LoadedSession
 from instar.data.linearize import linearize
 from instar.store.base import RESAMPLED_PREFIX, Store
-from instar.types import Channel, Group, GroupStatus, RewardSource
+from instar.types import UNTRAINABLE, Channel, Group, GroupStatus, RewardSource
 
 MAX_WAIT_SECONDS = 600.0
 """How long a group waits for the rewards of its sessions."""
@@ -29,7 +29,7 @@ class ResampledLoader:
 
     async def load_ready(self, epoch: int, count: int) -> list[LoadedGroup]:
         """Return up to ``count`` unclaimed groups whose sessions have rewards, oldest first. Groups that have
-        waited too long for a reward are included."""
+        waited too long for a reward are included. Those of untrainable live sessions are left out."""
         if not count or self._config.live.resample < 2:
             return []
         groups = await self._store.groups(
@@ -39,7 +39,10 @@ class ResampledLoader:
         for group in sorted(groups, key=lambda group: group.created_at):
             if len(ready) == count:
                 break
-            loaded = await self._load(group)
+            original_id = group.group_id.removeprefix(RESAMPLED_PREFIX)
+            if any(tag.name == UNTRAINABLE for tag in (await self._store.tags([original_id]))[original_id]):
+                continue
+            loaded = await self._load(group, original_id)
             is_scored = all(session.reward is not None for session in loaded.sessions)
             agents = {session.session.agent_id for session in loaded.sessions}
             has_waited = time.time() - group.created_at > MAX_WAIT_SECONDS
@@ -47,10 +50,9 @@ class ResampledLoader:
                 ready.append(loaded)
         return ready
 
-    async def _load(self, group: Group) -> LoadedGroup:
+    async def _load(self, group: Group, original_id: str) -> LoadedGroup:
         sessions = (await self._store.sessions_by_group([group.group_id]))[group.group_id]
         requires_logprobs = self._config.trainer.loss.name != "cross_entropy"
-        original_id = group.group_id.removeprefix(RESAMPLED_PREFIX)
         ids = [session.session_id for session in sessions]
         rewards = await self._store.rewards_by_session([*ids, original_id])
         scores = await self._store.scores([*ids, original_id])

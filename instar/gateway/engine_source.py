@@ -53,7 +53,7 @@ class EngineSource(Source):
         self.engine = engine
         self.live = context.live
         self.shadow = shadow
-        self._identity = context.identity
+        self._identity, self._store = context.identity, context.store
         self._renderer = renderer
         self._timeout = context.config.request_timeout
         self._train_sampling = context.train_sampling
@@ -76,7 +76,7 @@ class EngineSource(Source):
             status = None
         names: list[str] = []
         for policy_id in self._list_policy_ids(caller):
-            refs = [] if status is None else self._list_versions(status, policy_id, caller)
+            refs = [] if status is None else await self._list_versions(status, policy_id, caller)
             names += [policy_id, *map(str, refs)]
         return names
 
@@ -90,7 +90,7 @@ class EngineSource(Source):
         if policy.policy_id not in own_ids:
             message = f"{model!r} is not a model of this agent; its own versions are {own_ids[0]}@VERSION."
             raise ApiError(404, message, code="model_not_found", param="model")
-        refs = self._list_versions(await self.get_status(), policy.policy_id, caller)
+        refs = await self._list_versions(await self.get_status(), policy.policy_id, caller)
         initial = PolicyRef(policy.policy_id, 0)
         if self.engine.info.serves_several_policies and initial not in refs:
             refs.insert(0, initial)
@@ -110,9 +110,9 @@ class EngineSource(Source):
         is_admin = caller.kind == "admin"
         return self._identity.policy_ids if is_admin else [self._identity.get_policy_id(caller.agent_id)]
 
-    def _list_versions(self, status: EngineStatus, policy_id: str, caller: Caller) -> list[PolicyRef]:
-        """Return the loaded versions that the caller may name. Only the admin may name versions that are not
-        promoted yet."""
+    async def _list_versions(self, status: EngineStatus, policy_id: str, caller: Caller) -> list[PolicyRef]:
+        """Return the loaded versions that the caller may name. Only the admin may name versions that were
+        never promoted, which are also loaded to evaluate them."""
         versions = {ref.version for ref in status.policies if ref.policy_id == policy_id}
         if self.live is None:
             versions |= {status.version} if policy_id == self._identity.policy_id else set()
@@ -120,8 +120,8 @@ class EngineSource(Source):
             served = self.live.get(policy_id)
             versions |= {served.serving.version} if served.serving is not None else set()
             if caller.kind != "admin":
-                pending = (served.canary, served.shadow)
-                versions -= {policy.version for policy in pending if policy not in (None, served.serving)}
+                rows = await self._store.policy_versions(policy_id)
+                versions &= {0, *(row.policy.version for row in rows if row.was_served)}
         return [PolicyRef(policy_id, version) for version in sorted(versions) if version >= 0]
 
     def get_policy_id(self, agent_id: str) -> str:

@@ -57,7 +57,6 @@ UNUSED_LIVE_REASON = (
     "this run does not train on live replies of this agent; in a run with data 'live', set agents.NAME.mode "
     "to learn"
 )
-HELD_OUT_REASON = "the session is held out, to evaluate new versions"
 RATING_FIELDS = ("session_id", "thumbs", "score", "text", "correction", "author")
 COMPARED_FIELDS = (*RATING_FIELDS, "preferred", "other_call_id", "other_text")
 """The content of feedback, which a retry repeats."""
@@ -125,6 +124,9 @@ class FeedbackService:
             unused = self.unused_reasons
             view.reason = unused.preferences if feedback.correction_ids is None else unused.corrections
             view.reason = view.reason or await self._explain_unused_live(feedback.session_id)
+            if view.reason is None and feedback.other_call_id is not None:
+                other = await self.store.call(feedback.other_call_id)
+                view.reason = None if other is None else await self._explain_unused_live(other.session_id)
             view.trainable = view.reason is None
         return view
 
@@ -133,12 +135,12 @@ class FeedbackService:
         if self.trained_agents is None:
             return None
         session = await self.store.session(session_id)
-        if session is None or session.channel is not Channel.LIVE:
+        if session is None or session.channel not in (Channel.LIVE, Channel.RESAMPLED):
             return None
         if session.agent_id not in self.trained_agents:
             return UNUSED_LIVE_REASON
-        first = await self.store.first_call(session_id)
-        return HELD_OUT_REASON if first is not None and is_held_out(first.messages) else None
+        first = await self.store.first_call(session_id) if session.channel is Channel.LIVE else None
+        return self.unused_reasons.held_out if first is not None and is_held_out(first.messages) else None
 
     async def _find_subject(self, caller: Caller, body: FeedbackBody) -> tuple[Session, Call | None]:
         call = await self._find_call(caller, body.call_id, body.response_id, body.session_id)

@@ -66,12 +66,17 @@ class FeedbackList(msgspec.Struct):
     """The value of `after` with which the next request continues, or None at the end of the list."""
 
 
+HELD_OUT_REASON = "the session is held out, to evaluate new versions"
+
+
 class UnusedReasons(NamedTuple):
     """Why the run does not train on any correction or preference, or None if it does. The tokens are stored
     in any case, because another run may train on them after an export."""
 
     corrections: str | None = None
     preferences: str | None = None
+    held_out: str | None = None
+    """Why it does not train on those of sessions that are held out."""
 
 
 NO_REASONS = UnusedReasons()
@@ -84,6 +89,7 @@ def explain_unused(config: RunConfig) -> UnusedReasons:
     return UnusedReasons(
         "trainer.corrections.weight is 0" if config.trainer.corrections.weight == 0 else None,
         "trainer.preferences.weight is 0" if config.trainer.preferences.weight == 0 else None,
+        HELD_OUT_REASON if config.has_gate else None,
     )
 
 

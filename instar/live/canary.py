@@ -18,6 +18,7 @@ from statistics import fmean, variance
 from typing import NamedTuple
 
 from instar.config import RunConfig
+from instar.errors import ConflictError
 from instar.live.base import StageCheck, StageOutcome
 from instar.store.base import PolicyVersion, Store
 from instar.types import Message, PolicyStage, Reward, RewardSource, Score, Session
@@ -135,7 +136,7 @@ class CanaryController:
 
     async def check_serving(self) -> Rollback | None:
         """If live rewards fell after the last promotion, serve the version before it again, and return what
-        was done. Raises StoreError if the version changed meanwhile."""
+        was done."""
         rows = await self._store.policy_versions(self._policy_id)
         head = (await self._store.latest_policy(self._policy_id)).version
         serving = next((row for row in rows if row.policy.version == head), None)
@@ -143,7 +144,10 @@ class CanaryController:
         if reason is None:
             return None
         previous = find_previous(rows, head)
-        await self._store.roll_back(self._policy_id, self._run_id, previous, reason)
+        try:
+            await self._store.roll_back(self._policy_id, self._run_id, previous, reason, serving=head)
+        except ConflictError:  # another version was promoted meanwhile
+            return None
         return Rollback(head, previous, reason)
 
     async def _check_shadow(self, row: PolicyVersion) -> StageOutcome:

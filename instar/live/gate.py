@@ -67,9 +67,10 @@ class Gate:
         self._check_stage = check_stage
         self.activity = "starting"
 
-    async def advance(self) -> bool:
-        """Do the next small piece of work. Return False if there is nothing to do now. Raises EngineError if
-        the engine fails, and StoreError if the store does."""
+    async def advance(self, *, may_evaluate: bool = True) -> bool:
+        """Do the next small piece of work. Return False if there is nothing to do now. If ``may_evaluate`` is
+        False, only shadow and canary versions are decided, for which nothing is sampled. Raises EngineError
+        if the engine fails, and StoreError if the store does."""
         rows = {row.policy.version: row for row in await self._store.policy_versions(self._policy_id)}
         promotable = await self._store.promotable_versions(self._policy_id)
         pending = [rows[version] for version in promotable if version in rows]
@@ -77,7 +78,9 @@ class Gate:
         incumbent = await self._store.latest_policy(self._policy_id)
         current = [evaluation for evaluation in evaluations if evaluation.incumbent == incumbent.version]
         if staged := [row for row in pending if row.stage is not PolicyStage.CANDIDATE]:
-            return await self._follow_stage(staged[-1], current)
+            return await self._follow_stage(staged[-1], current, incumbent.version)
+        if not may_evaluate:
+            return False
         # A candidate older than an evaluated one is left to a person.
         last_evaluated = max((evaluation.version for evaluation in evaluations), default=0)
         versions = {r.policy.version: r.policy for r in pending if r.policy.version >= last_evaluated}
@@ -106,25 +109,30 @@ class Gate:
 
     # --- stages ------------------------------------------------------------------------------------
 
-    async def _follow_stage(self, row: PolicyVersion, evaluations: Sequence[Evaluation]) -> bool:
-        """Ask the check of the stage what becomes of the version."""
+    async def _follow_stage(self, row: PolicyVersion, current: Sequence[Evaluation], incumbent: int) -> bool:
+        """Ask the check of the stage what becomes of the version. ``current`` are the evaluations against the
+        incumbent."""
         version, stage = row.policy.version, row.stage
         self.activity = f"version {version} is in the stage {stage}"
         if self._config.mode != "auto":
             return False
-        if not any(e.version == version and e.decision == "promote" for e in evaluations):
+        if not any(e.version == version and e.decision == "promote" for e in current):
             # The serving version changed, or somebody moved the version here by hand.
             reason = "it was not compared with the version that is served now"
-            return await self._move(version, stage, PolicyStage.REJECTED, reason)
+            return await self._move(version, stage, PolicyStage.REJECTED, reason, incumbent)
         outcome = await self._check_stage(self._policy_id, version, stage)
         if outcome.action == "wait":
             self.activity = f"version {version} ({stage}): {outcome.reason}"
             return False
         next_stage = NEXT_STAGE[stage] if outcome.action == "advance" else PolicyStage.REJECTED
-        return await self._move(version, stage, next_stage, outcome.reason or f"passed the stage {stage}")
+        reason = outcome.reason or f"passed the stage {stage}"
+        return await self._move(version, stage, next_stage, reason, incumbent)
 
-    async def _move(self, version: int, stage: PolicyStage, next_stage: PolicyStage, reason: str) -> bool:
-        if await self._store.move_version(self._policy_id, version, stage, next_stage, reason):
+    async def _move(
+        self, version: int, stage: PolicyStage, next_stage: PolicyStage, reason: str, incumbent: int
+    ) -> bool:
+        move = (self._policy_id, version, stage, next_stage, reason)
+        if await self._store.move_version(*move, incumbent=incumbent):
             logger.info("%s version %s: %s → %s (%s)", self._policy_id, version, stage, next_stage, reason)
         return True
 

@@ -6,6 +6,7 @@ later versions.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import numpy as np
@@ -14,7 +15,7 @@ from instar.config import RunConfig
 from instar.config.data import group_id_prefix
 from instar.config.live_data import BASE_REFERENCE
 from instar.engines.base import Engine
-from instar.errors import EngineError, PolicyNotFound, RenderError
+from instar.errors import EngineError, EngineUnavailable, PolicyNotFound, RenderError
 from instar.live.base import MayRun, wait_until_allowed
 from instar.live.reference_prompts import REFERENCE_PROMPTS
 from instar.live.resample import sample_reply
@@ -36,13 +37,14 @@ from instar.types import (
 logger = logging.getLogger(__name__)
 
 MAX_REPLY_TOKENS = 96
+RETRY_SECONDS = 1.0
 
 
 async def sample_reference_set(
     store: Store, config: RunConfig, engine: Engine, renderer: Renderer, may_run: MayRun
 ) -> None:
-    """Sample the replies that are missing, one at a time, while ``may_run`` allows it. If the engine cannot
-    sample from version 0, log a warning, and replay no reference set."""
+    """Sample the replies that are missing, one at a time, while ``may_run`` allows it and the engine is
+    available. If the engine cannot sample from version 0, log a warning, and replay no reference set."""
     if config.reference_label != BASE_REFERENCE:
         return
     prefix = group_id_prefix(config.name, BASE_REFERENCE)
@@ -51,15 +53,27 @@ async def sample_reference_set(
         group_id = f"{prefix}{index:06d}"
         if group_id in existing:
             continue
-        await wait_until_allowed(may_run)
         try:
-            record = await _sample(config, engine, renderer, group_id, prompt)
+            while (record := await _try_sample(config, engine, renderer, group_id, prompt, may_run)) is None:
+                pass
         except (EngineError, RenderError) as error:
             logger.warning("the reference set of live.replay is incomplete: %s", error)
             return
         task = Task(f"{BASE_REFERENCE}-{index}", {})
         group = Group(group_id, config.name, Channel.DATA, index, 1, task, GroupStatus.READY)
         await store.put_records([group], [record])
+
+
+async def _try_sample(
+    config: RunConfig, engine: Engine, renderer: Renderer, group_id: str, prompt: str, may_run: MayRun
+) -> SessionRecord | None:
+    await wait_until_allowed(may_run)
+    try:
+        return await _sample(config, engine, renderer, group_id, prompt)
+    except EngineUnavailable as error:  # it may be restarting
+        logger.info("the reference set of live.replay waits for the engine: %s", error)
+        await asyncio.sleep(RETRY_SECONDS)
+        return None
 
 
 async def _sample(
@@ -69,7 +83,7 @@ async def _sample(
     policy = PolicyRef(config.policy_ids[0], 0)
     session_id = group_id.replace("/", "-")
     empty = np.empty(0, np.float32)
-    identity = (config.name, config.agent_id, policy.policy_id)
+    identity = (config.name, BASE_REFERENCE, policy.policy_id)  # it is deleted with no agent's sessions
     prompt_call = Call(
         f"{session_id}-call",
         session_id,

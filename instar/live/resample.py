@@ -20,7 +20,7 @@ import numpy as np
 
 from instar.config import RunConfig
 from instar.engines.base import Engine
-from instar.errors import EngineError, PolicyNotFound
+from instar.errors import ConflictError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
 from instar.live.base import POLL_SECONDS, MayRun, is_held_out, wait_until_allowed
 from instar.record.base import Renderer
 from instar.store.base import RESAMPLED_TAG, SessionRecord, Store, make_resampled_group_id
@@ -49,7 +49,7 @@ async def sample_reply(
     engine: Engine, prompt: Call, policy: PolicyRef | None, renderer: Renderer, *, number: int = 0
 ) -> Call:
     """Return a copy of a call with a new reply, sampled at temperature 1. Its seed depends only on the call
-    and on ``number``."""
+    and on ``number``. Raises EngineUnavailable if the engine does not finish the reply."""
     seed = zlib.crc32(f"{prompt.call_id}/{number}".encode())
     params = msgspec.structs.replace(
         prompt.params, temperature=1.0, top_p=1.0, top_k=0, seed=seed, logprobs=True
@@ -57,6 +57,9 @@ async def sample_reply(
     started_at = time.time()
     ids = prompt.prompt_ids.tolist()
     chunks: list[TokenChunk] = [chunk async for chunk in engine.generate(ids, params, policy)]
+    finish_reason = chunks[-1].finish_reason if chunks else None
+    if finish_reason is None or finish_reason == "aborted":
+        raise EngineUnavailable("the engine stopped before the end of a reply")
     sampled_ids = [token for chunk in chunks for token in chunk.token_ids]
     return Call(
         prompt.call_id,
@@ -71,7 +74,7 @@ async def sample_reply(
         versions=np.asarray([value for chunk in chunks for value in chunk.versions], np.int32),
         messages=prompt.messages,
         reply=renderer.parse(sampled_ids, prompt.tools, params.stop, ids),
-        finish_reason=chunks[-1].finish_reason or "stop",
+        finish_reason=finish_reason,
         tools=prompt.tools,
         model=prompt.model,
         params=params,
@@ -119,6 +122,8 @@ class Resampler:
                 continue
             try:
                 await self._resample(session, call)
+            except (ConflictError, PromptTooLong):  # the session was deleted, or the context is shorter now
+                self._skipped.add(session.session_id)
             except EngineError as error:
                 logger.warning("session %s was not resampled: %s", session.session_id, error)
                 return False

@@ -16,7 +16,8 @@ POLL_SECONDS = 1.0
 
 
 class GateRunner:
-    """Lets each gate do a small piece of work in turn, whenever ``may_run`` allows it."""
+    """Lets each gate do a small piece of work in turn. Candidates are only evaluated while ``may_run`` allows
+    it, and shadow and canary versions are decided at any time."""
 
     def __init__(self, gates: Mapping[str, Gate], *, may_run: MayRun = may_always_run) -> None:
         """``gates`` are the gates by policy id."""
@@ -39,14 +40,14 @@ class GateRunner:
             has_more = False
             for gate in self._gates.values():
                 self._is_paused = not await self._may_run()
-                has_more |= not self._is_paused and await _try_advance(gate)
+                has_more |= await _try_advance(gate, may_evaluate=not self._is_paused)
             if not has_more:
                 await asyncio.sleep(POLL_SECONDS)
 
 
-async def _try_advance(gate: Gate) -> bool:
+async def _try_advance(gate: Gate, *, may_evaluate: bool) -> bool:
     try:
-        return await gate.advance()
+        return await gate.advance(may_evaluate=may_evaluate)
     except EngineError as error:  # the engine may be restarting; the next attempt repeats what is missing
         activity = f"waiting for the engine: {error}"
         if gate.activity != activity:

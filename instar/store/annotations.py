@@ -155,10 +155,11 @@ def get_scores(db: Database, session_ids: Sequence[str]) -> dict[str, list[Score
 
 
 def get_reward_counts(db: Database, run_id: str) -> dict[str, int]:
-    """Count the run's rewards by source, such as ``human``."""
+    """Count the run's rewards by source, such as ``human``. Those of resampled replies do not count."""
     rows = db.execute(
-        "SELECT source, COUNT(*) AS n FROM rewards WHERE run_id = ? GROUP BY source ORDER BY source",
-        (run_id,),
+        "SELECT source, COUNT(*) AS n FROM rewards WHERE run_id = ? AND session_id NOT IN "
+        "(SELECT session_id FROM sessions WHERE run_id = ? AND channel = ?) GROUP BY source ORDER BY source",
+        (run_id, run_id, Channel.RESAMPLED.value),
     )
     return {row["source"]: row["n"] for row in rows}
 
@@ -239,7 +240,7 @@ def get_corrections(
 ) -> list[Feedback]:
     """Return up to ``limit`` corrections that have token ids and are not claimed in this epoch, oldest
     first. Evaluation sessions, sessions tagged as untrainable, and live sessions of agents that are not in
-    ``live_agents`` are excluded."""
+    ``live_agents``, with further replies to their prompts, are excluded."""
     return _select_unclaimed(db, "f.correction_ids IS NOT NULL", run_id, epoch, limit, live_agents)
 
 
@@ -262,14 +263,14 @@ def _select_unclaimed(
         db,
         "SELECT f.* FROM feedback f JOIN sessions s ON s.session_id = f.session_id "
         f"WHERE f.run_id = ? AND {condition} AND s.channel != ? "
-        f"AND (s.channel != ? OR s.agent_id IN ({db.json_array_sql.format('?')})) "
+        f"AND (s.channel NOT IN (?, ?) OR s.agent_id IN ({db.json_array_sql.format('?')})) "
         "AND NOT EXISTS (SELECT 1 FROM tags t WHERE t.session_id = f.session_id AND t.name = ?) "
         "AND NOT EXISTS (SELECT 1 FROM claims c WHERE c.run_id = f.run_id AND c.epoch = ? "
         "AND c.sample_key = ? || f.feedback_id) ORDER BY f.seq LIMIT ?",
         (
             run_id,
             Channel.VAL.value,
-            Channel.LIVE.value,
+            *(Channel.LIVE.value, Channel.RESAMPLED.value),
             json.dumps(list(live_agents)),
             UNTRAINABLE,
             epoch,

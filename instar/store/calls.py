@@ -20,8 +20,8 @@ from instar.store.call_rows import (
 )
 from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
-from instar.store.forgetting import get_forgotten_sessions
-from instar.store.models import CallDelta, SessionRecord
+from instar.store.forgetting import lock_and_find_forgotten
+from instar.store.models import RESAMPLED_TAG, CallDelta, SessionRecord
 from instar.store.rows import encode_session
 from instar.store.schema import CALLS, SESSIONS
 from instar.types import Call, Channel, Group, Message, Session, SessionStatus, Tool
@@ -194,12 +194,14 @@ def _read_summaries(db: Database, call_ids: Sequence[str]) -> dict[str, BaseCall
 
 
 def put_records(db: Database, groups: Sequence[Group], records: Sequence[SessionRecord]) -> None:
-    """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken, or
-    belongs to a session whose data was deleted."""
-    if forgotten := get_forgotten_sessions(db, [record.session.session_id for record in records]):
+    """Store imported groups and sessions atomically. Raises ConflictError if one of the ids is taken, or if a
+    session, or the live session whose prompt it repeats, was deleted."""
+    tags = [tag for record in records for tag in record.tags if tag.name == RESAMPLED_TAG]
+    session_ids = {*(record.session.session_id for record in records), *(tag.value for tag in tags)}
+    if forgotten := lock_and_find_forgotten(db, session_ids):
         raise ConflictError(
-            f"the data of session {forgotten[0].session_id} was deleted from this store, so it cannot be "
-            "imported again; remove the session from the data"
+            f"the data of session {min(forgotten)} was deleted from this store, so it cannot be imported "
+            "again; remove the session and replies to its prompt from the data"
         )
     for group in groups:
         sessions.open_group(db, group)

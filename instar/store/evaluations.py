@@ -68,10 +68,8 @@ def record_evaluation(db: Database, evaluation: Evaluation, next_stage: PolicySt
     or if another version than the incumbent is served."""
     lock_versions(db, evaluation.policy_id)
     if next_stage is not None:
-        if get_latest_policy(db, evaluation.policy_id).version != evaluation.incumbent:
-            return False
-        key = (evaluation.policy_id, evaluation.version)
-        if not move_version(db, *key, PolicyStage.CANDIDATE, next_stage, evaluation.reason):
+        move = (evaluation.policy_id, evaluation.version, PolicyStage.CANDIDATE, next_stage)
+        if not move_version(db, *move, evaluation.reason, incumbent=evaluation.incumbent):
             return False
     row = EVALUATION_ROWS.encode(replace(evaluation, updated_at=time.time()))
     db.execute(EVALUATIONS.insert_sql + EVALUATIONS.build_upsert_clause(*_KEYS), row)
@@ -79,11 +77,21 @@ def record_evaluation(db: Database, evaluation: Evaluation, next_stage: PolicySt
 
 
 def move_version(
-    db: Database, policy_id: str, version: int, stage: PolicyStage, next_stage: PolicyStage, reason: str
+    db: Database,
+    policy_id: str,
+    version: int,
+    stage: PolicyStage,
+    next_stage: PolicyStage,
+    reason: str,
+    *,
+    incumbent: int | None = None,
 ) -> bool:
     """Move a version from ``stage`` to ``next_stage``. Return False and change nothing if it is in another
-    stage, because a person or another process was faster."""
+    stage, or if ``incumbent`` is set and another version is served, because a person or another process was
+    faster."""
     lock_versions(db, policy_id)
+    if incumbent not in (None, get_latest_policy(db, policy_id).version):
+        return False
     stages = {row.policy.version: row.stage for row in get_policy_versions(db, policy_id)}
     if stages.get(version) is not stage:
         return False

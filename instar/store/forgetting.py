@@ -10,11 +10,18 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from instar.store.database import Database
-from instar.store.models import JUDGED_TAG, RESAMPLED_TAG, ForgetCause, ForgottenSession, TrainedSession
+from instar.store.models import (
+    JUDGED_TAG,
+    RESAMPLED_TAG,
+    ForgetCause,
+    ForgottenSession,
+    TrainedSession,
+    make_resampled_group_id,
+)
 from instar.store.rows import FORGOTTEN_ROWS, TRAINED_ROWS
 from instar.store.schema import FORGOTTEN_SESSIONS
 from instar.types import Channel, ClaimOutcome, GroupStatus, SessionStatus, StepState
@@ -135,15 +142,17 @@ def _get_last_steps_in_checkpoints(db: Database, run_id: str, keep_checkpoints: 
 
 
 def get_trained_sessions(db: Database, session_ids: Sequence[str]) -> list[TrainedSession]:
-    """Return the steps that trained on these sessions, also if the sessions' data was deleted."""
+    """Return the steps that trained on these sessions or on further replies to their prompts, also if the
+    sessions' data was deleted."""
+    array, group_ids = db.json_array_sql.format("?"), list(map(make_resampled_group_id, session_ids))
     return TRAINED_ROWS.select(
         db,
         "SELECT c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version, COUNT(*) AS samples "
         "FROM claims c JOIN steps t ON t.policy_id = c.policy_id AND t.step = c.step "
-        f"WHERE c.session_id IN ({db.json_array_sql.format('?')}) AND c.outcome = ? "
+        f"WHERE (c.session_id IN ({array}) OR c.group_id IN ({array})) AND c.outcome = ? "
         "GROUP BY c.session_id, c.run_id, c.policy_id, c.step, t.state, t.version "
         "ORDER BY c.run_id, c.policy_id, c.step, c.session_id",
-        (json.dumps(list(session_ids)), ClaimOutcome.TRAINED.value),
+        (json.dumps(list(session_ids)), json.dumps(group_ids), ClaimOutcome.TRAINED.value),
     )
 
 
@@ -154,6 +163,19 @@ def get_forgotten_sessions(db: Database, session_ids: Sequence[str]) -> list[For
         f"WHERE session_id IN ({db.json_array_sql.format('?')}) ORDER BY seq",
         (json.dumps(list(session_ids)),),
     )
+
+
+def lock_and_find_forgotten(db: Database, session_ids: Iterable[str]) -> frozenset[str]:
+    """Return those of the sessions whose data was deleted. The data of the others cannot be deleted before
+    the transaction ends, so whoever deletes it later finds what the transaction stored."""
+    values = (json.dumps(sorted(session_ids)),)
+    in_ids = f"IN ({db.json_array_sql.format('?')})"
+    if db.for_update:
+        db.execute(
+            f"SELECT 1 FROM sessions WHERE session_id {in_ids} ORDER BY session_id{db.for_update}", values
+        )
+    rows = db.execute(f"SELECT session_id FROM forgotten_sessions WHERE session_id {in_ids}", values)
+    return frozenset(row["session_id"] for row in rows)
 
 
 class ForgottenPage(NamedTuple):
@@ -198,7 +220,7 @@ def forget_sessions(
     requested_ids = [row["session_id"] for row in sessions]
     if not requested_ids:
         return []
-    related = _find_related_sessions(db, requested_ids)
+    related = _find_related_sessions(db, run_id, requested_ids)
     sessions += _select_questions(db, run_id, related, requested_ids)
     ids = [row["session_id"] for row in sessions]
     in_ids = f"IN ({db.json_array_sql.format('?')})"
@@ -255,12 +277,15 @@ def _build_forgotten_row(session: Any, counts: Any, cause: ForgetCause) -> tuple
     )
 
 
-def _find_related_sessions(db: Database, session_ids: Sequence[str]) -> list[str]:
-    """Return these sessions and those in the same groups, because a judge that compared them quotes all."""
+def _find_related_sessions(db: Database, run_id: str, session_ids: Sequence[str]) -> list[str]:
+    """Return these sessions, those that repeat a prompt of them, and those in the same groups, because a
+    judge that compared them quotes all."""
+    array, ids = db.json_array_sql.format("?"), json.dumps(list(session_ids))
     rows = db.execute(
         "SELECT session_id FROM sessions WHERE group_id IN (SELECT group_id FROM sessions "
-        f"WHERE session_id IN ({db.json_array_sql.format('?')}) AND group_id IS NOT NULL)",
-        (json.dumps(list(session_ids)),),
+        f"WHERE session_id IN ({array}) AND group_id IS NOT NULL) UNION ALL "
+        f"SELECT session_id FROM tags WHERE run_id = ? AND name = ? AND value IN ({array})",
+        (ids, run_id, RESAMPLED_TAG, ids),
     )
     return sorted({*session_ids, *(row["session_id"] for row in rows)})
 

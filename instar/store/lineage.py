@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from instar.errors import StoreError
+from instar.errors import ConflictError, StoreError
 from instar.store.codec import sanitize_text
 from instar.store.database import Database
 from instar.store.models import PolicyVersion
@@ -102,14 +102,19 @@ def reject_version(db: Database, policy_id: str, version: int, reason: str) -> l
     return rejected
 
 
-def roll_back(db: Database, policy_id: str, run_id: str, version: int, cause: str = "") -> int:
+def roll_back(
+    db: Database, policy_id: str, run_id: str, version: int, cause: str = "", *, serving: int | None = None
+) -> int:
     """Serve the weights of an earlier version again, under a new number, which is returned. The serving
     version is retired, and all candidates are rejected, because they were trained from it. ``cause`` becomes
-    part of their reason. Raises StoreError if the version was never served or is served now."""
+    part of their reason. Raises StoreError if the version was never served or is served now, and
+    ConflictError if ``serving`` is set and another version is served."""
     lock_versions(db, policy_id)
     rows = get_policy_versions(db, policy_id)
-    served = {row.policy.version: row for row in rows if _was_served(row)}
+    served = {row.policy.version: row for row in rows if row.was_served}
     head = get_latest_policy(db, policy_id)
+    if serving not in (None, head.version):
+        raise ConflictError(f"version {head.version} of {policy_id} is served now, not version {serving}")
     if version == head.version or (version != 0 and version not in served):
         known = sorted({0, *served} - {head.version})
         raise StoreError(
@@ -124,9 +129,9 @@ def roll_back(db: Database, policy_id: str, run_id: str, version: int, cause: st
     number: int = newest + 1
     reason = f"rollback to version {version}" + (f": {cause}" if cause else "")
     pending = [row.policy.version for row in rows if row.stage.is_pending]
-    serving = [row.policy.version for row in rows if row.stage is PolicyStage.SERVING]
+    replaced = [row.policy.version for row in rows if row.stage is PolicyStage.SERVING]
     _set_stage(db, policy_id, pending, PolicyStage.REJECTED, reason)
-    _set_stage(db, policy_id, serving, PolicyStage.RETIRED, reason)
+    _set_stage(db, policy_id, replaced, PolicyStage.RETIRED, reason)
     now = time.time()
     db.execute(
         "INSERT INTO policies (policy_id, version, run_id, step, state, artifact_kind, artifact_path, "
@@ -139,12 +144,6 @@ def roll_back(db: Database, policy_id: str, run_id: str, version: int, cause: st
         ),
     )
     return number
-
-
-def _was_served(row: PolicyVersion) -> bool:
-    """Return True if engines serve or served the version. A candidate that a later one replaced is retired
-    without having been served."""
-    return row.stage is PolicyStage.SERVING or row.promoted_at is not None
 
 
 def _require_committed(

@@ -117,11 +117,14 @@ def get_rewarded_live_sessions(
 
 
 def get_newest_live_sessions(db: Database, run_id: str, agent_ids: Sequence[str], limit: int) -> list[str]:
-    """Return the ids of the agents' newest completed live sessions, newest first."""
+    """Return the ids of the agents' newest completed live sessions, newest first. Sessions that were trained
+    on, because the run had no gate then, are left out."""
+    condition = (Channel.LIVE.value, SessionStatus.COMPLETED.value, json.dumps(list(agent_ids)))
     rows = db.execute(
-        "SELECT session_id FROM sessions WHERE run_id = ? AND channel = ? AND status = ? "
-        f"AND agent_id IN ({db.json_array_sql.format('?')}) ORDER BY seq DESC LIMIT ?",
-        (run_id, Channel.LIVE.value, SessionStatus.COMPLETED.value, json.dumps(list(agent_ids)), limit),
+        "SELECT session_id FROM sessions s WHERE run_id = ? AND channel = ? AND status = ? "
+        f"AND agent_id IN ({db.json_array_sql.format('?')}) AND NOT EXISTS (SELECT 1 FROM claims c "
+        "WHERE c.session_id = s.session_id AND c.outcome = ?) ORDER BY seq DESC LIMIT ?",
+        (run_id, *condition, ClaimOutcome.TRAINED.value, limit),
     )
     return [row["session_id"] for row in rows]
 

@@ -10,11 +10,11 @@ from instar import types
 KeyKind = Literal["admin", "agent", "feedback"]
 FEEDBACK_ID_PREFIX = "feedback:"
 JUDGED_TAG = "judged-session"
+"""The name of the tag of a session in which the run's own model judges another session. Its value is the
+id of the judged session."""
 RESAMPLED_TAG = "resampled-session"
 """The tag of a session that repeats the prompt of the live session in its value."""
 RESAMPLED_PREFIX = "resampled/"
-"""The name of the tag of a session in which the run's own model judges another session. Its value is the
-id of the judged session."""
 
 
 def make_resampled_group_id(session_id: str) -> str:
@@ -58,6 +58,12 @@ class PolicyVersion:
     """The Unix time at which a person chose to serve the version, or None if nobody did."""
     updated_at: float
     reason: str | None = None
+
+    @property
+    def was_served(self) -> bool:
+        """True if the version serves or served all sessions. A candidate that a later one replaced is retired
+        without having been served."""
+        return self.stage is types.PolicyStage.SERVING or self.promoted_at is not None
 
 
 EvaluationDecision = Literal["promote", "reject", "more data", "superseded"]

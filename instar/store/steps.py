@@ -12,6 +12,7 @@ from typing import Any
 from instar.errors import ConflictError, StoreError
 from instar.store.codec import dump_json
 from instar.store.database import Database
+from instar.store.forgetting import lock_and_find_forgotten
 from instar.store.models import Progress
 from instar.store.policies import get_latest_policy
 from instar.store.rows import CLAIM_ROWS, STEP_ROWS, encode_claim, match_columns
@@ -49,7 +50,7 @@ def claim_step(
     row = Step(policy_id, step, StepState.CLAIMED, run_id=run_id)
     db.execute(STEPS.insert_sql, STEP_ROWS.encode(row))
     trained = {claim.session_id for claim in claims if claim.outcome is ClaimOutcome.TRAINED}
-    forgotten = _lock_and_find_forgotten(db, trained)
+    forgotten = lock_and_find_forgotten(db, trained)
     dropped = {"outcome": ClaimOutcome.DROPPED.value, "reason": FORGOTTEN}
     rows = [
         encode_claim(claim, step)
@@ -59,19 +60,6 @@ def claim_step(
     ]
     _add_claims(db, rows)
     return forgotten
-
-
-def _lock_and_find_forgotten(db: Database, session_ids: Iterable[str]) -> frozenset[str]:
-    """Return those of the sessions whose data was deleted. The data of the others cannot be deleted before
-    the transaction ends, so whoever deletes it later finds the claims."""
-    values = (json.dumps(sorted(session_ids)),)
-    in_ids = f"IN ({db.json_array_sql.format('?')})"
-    if db.for_update:
-        db.execute(
-            f"SELECT 1 FROM sessions WHERE session_id {in_ids} ORDER BY session_id{db.for_update}", values
-        )
-    rows = db.execute(f"SELECT session_id FROM forgotten_sessions WHERE session_id {in_ids}", values)
-    return frozenset(row["session_id"] for row in rows)
 
 
 def drop_samples(db: Database, claims: Sequence[Claim]) -> None:

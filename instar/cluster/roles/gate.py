@@ -114,7 +114,7 @@ def create_gates(
     if not engine.info.serves_several_policies:
         raise ConfigError(
             f"live.gate.mode: {config.live.gate.mode!r} compares versions, but the {engine.info.kind} engine "
-            "serves only one at a time; set it to off, or use adapters"
+            "serves only one at a time; use local, or vllm with engine.policy adapter"
         )
     section = config.live.gate
     sampler = ReplySampler(engine, renderer, section.max_tokens)

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from instar.cli.train import find_newest_policy
 from instar.cluster.layout import RunFolder
 from instar.config import RunConfig
+from instar.store.base import SessionRecord
 from instar.store.factory import open_store
-from instar.types import Artifact, Claim, ClaimOutcome, Policy, SessionStatus, StepState
+from instar.types import (
+    Artifact,
+    Channel,
+    Claim,
+    ClaimOutcome,
+    Group,
+    GroupStatus,
+    Policy,
+    SessionStatus,
+    StepState,
+    Task,
+)
 from tests.unit.cli.conftest import Instar
-from tests.unit.data.builders import RUN, put_test_run
+from tests.unit.data.builders import RUN, make_session, put_test_run
 from tests.unit.data.test_live import POLICY, add_live, make_live_config
 from tests.unit.live.prompts import list_prompts
+from tests.versions import publish_serving
 
 
 @pytest.fixture
@@ -33,6 +48,10 @@ def config(tmp_path: Path) -> RunConfig:
         await add_live(store, "open", status=SessionStatus.OPEN)
         await add_live(store, "third", 1.0, ended=4)
         await add_live(store, "second", 0.0, ended=3)
+        task, status = Task("task", {}), GroupStatus.SCORING
+        group = Group("resampled/first", RUN, Channel.RESAMPLED, 0, 1, task, status)
+        copy = make_session("copy", channel=Channel.RESAMPLED, group_id=group.group_id)
+        await store.put_records([group], [SessionRecord(replace(copy, status=SessionStatus.COMPLETED))])
         await store.close()
 
     asyncio.run(fill())
@@ -93,6 +112,7 @@ def test_held_out_session_is_neither_planned_nor_exported_by_default(
 @pytest.mark.parametrize(
     ("session_id", "line"),
     [
+        ("copy", "not claimed yet: the session's group is being scored"),
         ("trained", "sample trained/0: advantage none → trained in step 1, 0 step(s) stale"),
         ("first", "not claimed yet: the session waits for a step"),
         ("watched", "not claimed: its agent's mode is observe; set `agents.NAME.mode` to learn"),
@@ -103,6 +123,18 @@ def test_sessions_show_says_why_a_live_session_is_not_claimed(
     instar: Instar, config: RunConfig, session_id: str, line: str
 ) -> None:
     assert line in instar("sessions", "show", config.run_dir, session_id).out
+
+
+def test_newest_policy_is_the_serving_version_of_a_learning_agent(config: RunConfig) -> None:
+    async def promote() -> Policy | None:
+        store = open_store(config)
+        await publish_serving(store, POLICY, RUN, Artifact("adapter", str(config.run_dir)))
+        await store.close()
+        return await find_newest_policy(config.run_dir)
+
+    policy = asyncio.run(promote())
+    assert policy is not None
+    assert str(policy.ref) == f"{POLICY}@1"
 
 
 def test_sessions_show_in_a_run_on_rollouts_names_the_setting(instar: Instar, config: RunConfig) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,10 +15,11 @@ from instar.datasets.columns import TABLES
 from instar.datasets.export import read_records
 from instar.datasets.importing import import_sessions, verify_content
 from instar.errors import ConfigError, ConflictError, DataError
+from instar.live.base import is_held_out
 from instar.store.base import SessionFilter, Store
 from instar.store.sqlite import SqliteStore
-from instar.types import Call, Channel, Feedback, Reward, RewardSource, Session
-from tests.unit.data.builders import RUN, make_call
+from instar.types import Call, Channel, Feedback, Message, Reward, RewardSource, Session, SessionStatus
+from tests.unit.data.builders import RUN, insert_session, make_call, make_session
 from tests.unit.datasets.harness import add_session, export_all, fill_store
 
 FORMATS = ["jsonl", "parquet", "hf"]
@@ -287,3 +289,22 @@ async def test_dpo_export_contains_preferences_of_people(store: Store, tmp_path:
     rows = [json.loads(line) for line in (tmp_path / "dpo" / "pairs.jsonl").read_text().splitlines()]
     replies = [(row["chosen"][0]["content"], row["rejected"][0]["content"]) for row in rows]
     assert replies == [("second", "first"), ("first", "third")]
+
+
+async def test_dpo_export_without_held_out_sessions_has_no_preference_over_their_replies(
+    store: Store, tmp_path: Path
+) -> None:
+    (call,) = await add_session(store, "held", ["first"], 0.0, channel=Channel.LIVE)
+    assert is_held_out(call.messages)
+    prompts = ((Message(role="user", content=f"question {number}"),) for number in count())
+    prompt = next(prompt for prompt in prompts if not is_held_out(prompt))
+    await insert_session(store, make_session("a", channel=Channel.LIVE))
+    reply = Message(role="assistant", content="second")
+    second = replace(call, call_id="a#1", session_id="a", request_id="a#1", reply=reply)
+    await store.add_calls([make_call("a#0", [1], [2], session_id="a", messages=prompt), second])
+    await store.end_session("a", SessionStatus.COMPLETED)
+    await store.add_feedback(Feedback("1", "a", "a#1", preferred="this", other_call_id=call.call_id))
+    for exclude in (False, True):
+        folder = tmp_path / f"dpo-{exclude}"
+        await export_all(store, folder, format="dpo", exclude_held_out=exclude)
+        assert ('"first"' in (folder / "pairs.jsonl").read_text()) is not exclude

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
 from instar.gateway.base import OpenedSession
 from instar.gateway.feedback import FEEDBACK_PAGE_SIZE, UNUSED_LIVE_REASON
-from instar.gateway.feedback_api import explain_unused
+from instar.gateway.feedback_api import HELD_OUT_REASON, explain_unused
 from instar.gateway.upstream.http import HttpUpstream
+from instar.live.base import is_held_out
 from instar.record.base import Renderer
 from instar.types import Call, Reward, RewardSource
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway, run_gateway
@@ -504,6 +506,26 @@ async def test_correction_of_a_live_reply_is_trainable_only_if_the_run_trains_on
         assert await load_correction_ids(gateway), "another run may train on the tokens"
         batch = await gateway.store.corrections("run", 0, 8, agents)
         assert bool(batch) == is_trainable
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+async def test_correction_of_a_held_out_reply_is_trainable_without_a_gate(
+    tmp_path: Path, model: ModelConfig, renderer: Renderer, mode: str
+) -> None:
+    engine = ScriptedEngine(model, ScriptedEngineConfig(function="tests.unit.gateway.scripts:reply"))
+    settings = {"data": "live", "agents": {"agent": {"mode": "learn"}}, "live": {"gate": {"mode": mode}}}
+    options = {
+        "trained_agents": ["agent"],
+        "unused_feedback": explain_unused(RunConfig.model_validate(settings)),
+    }
+    texts = (f"question {number}" for number in count())
+    text = next(text for text in texts if is_held_out([{"role": "user", "content": text}]))
+    async with run_gateway(tmp_path / "s.db", engine, renderer, GatewayConfig(), **options) as gateway:
+        session, _ = await open_session_with_reply(gateway, text)
+        view = await send_human_feedback(gateway, session, correction="Hello.")
+        assert (view["trainable"], view["reason"]) == (
+            (False, HELD_OUT_REASON) if mode == "auto" else (True, None)
+        )
 
 
 # --- provider replies ---------------------------------------------------------------------------

@@ -222,6 +222,22 @@ async def test_agent_cannot_name_a_version_that_is_not_promoted(gateway: Running
     assert await get_versions(gateway, await chat(gateway, model=f"{POLICY}@{canary}")) == {canary}
 
 
+async def test_agent_cannot_name_a_candidate_that_is_loaded_for_its_evaluation(
+    gateway: RunningGateway,
+) -> None:
+    key = await create_key(gateway.store, "agent", "agent")
+    serving = await publish_serving(gateway.store, POLICY)
+    await wait_for_version(gateway, serving)
+    candidate = await publish_candidate(gateway.store, POLICY)
+    assert gateway.engine is not None
+    await gateway.engine.keep(Policy(POLICY, candidate, Artifact("adapter", "x")))
+    assert (await chat(gateway, key, model=f"{POLICY}@{candidate}")).status_code == 404
+    assert await list_models(gateway, key) == [POLICY, f"{POLICY}@{serving}"]
+    await gateway.store.reject_version(POLICY, candidate, "worse")
+    assert (await chat(gateway, key, model=f"{POLICY}@{candidate}")).status_code == 404
+    assert await get_versions(gateway, await chat(gateway, model=f"{POLICY}@{candidate}")) == {candidate}
+
+
 async def test_canary_serves_its_share_of_new_sessions_also_after_a_restart(
     start_gateway: StartGateway, model: ModelConfig
 ) -> None:

@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -253,6 +253,29 @@ async def test_falling_rewards_after_a_promotion_cause_one_rollback(store: Sqlit
         await add_session(store, 0.0)
     assert await check(controller, store) is None, "the version of a rollback is not rolled back"
     assert find_previous(rows, head) == second
+
+
+class PromotingStore(SqliteStore):
+    """A store in which a person promotes a version right before each automatic rollback."""
+
+    promoted: int
+
+    async def roll_back(self, *args: Any, **options: Any) -> int:
+        await self.promote_version(POLICY, self.promoted)
+        return await super().roll_back(*args, **options)
+
+
+async def test_version_that_a_person_promotes_meanwhile_is_not_rolled_back(tmp_path: Path) -> None:
+    store = PromotingStore(tmp_path / "store.db")
+    for _ in range(40):
+        await add_session(store, 1.0)
+    await publish_serving(store, POLICY)
+    store.promoted = await publish_candidate(store, POLICY)
+    for _ in range(40):
+        await add_session(store, 0.0)
+    assert await make_controller(store).check_serving() is None
+    assert (await store.latest_policy(POLICY)).version == store.promoted
+    await store.close()
 
 
 async def test_falling_rewards_long_after_a_promotion_are_ignored(store: SqliteStore) -> None:

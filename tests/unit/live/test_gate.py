@@ -230,6 +230,27 @@ async def test_canary_that_was_not_compared_with_the_serving_version_is_rejected
         assert (await harness.list_stages())[2] == "rejected"
 
 
+async def test_canary_is_rejected_if_a_person_promotes_another_version_during_its_check(
+    model: Path, tmp_path: Path
+) -> None:
+    async with open_harness(model, tmp_path) as harness:
+
+        async def promote_other(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+            if stage is PolicyStage.CANARY:
+                await harness.store.promote_version(POLICY, 1)
+            return StageOutcome("advance")
+
+        await harness.add_sessions(0, 60)
+        for version in range(1, 6):
+            await harness.add_candidate(version)
+        gate = harness.create_gate(promote_other)
+        while (await harness.list_stages())[1] == "candidate":
+            assert await gate.advance()
+        assert (await harness.store.latest_policy(POLICY)).version == 1
+        assert await gate.advance()
+        assert (await harness.list_stages())[5] == "rejected"
+
+
 async def test_feedback_is_compared_by_the_margin_of_liked_over_disliked_replies(
     model: Path, tmp_path: Path
 ) -> None:
@@ -268,6 +289,25 @@ async def test_runner_pauses_while_evaluation_may_not_run_and_survives_engine_er
         await harness.engine.close()
         await run_briefly(runner)
         assert runner.activity.startswith("waiting for the engine")
+
+
+async def test_canary_is_decided_while_no_evaluation_may_run(model: Path, tmp_path: Path) -> None:
+    async def may_run() -> bool:
+        return False
+
+    async def reject(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+        return StageOutcome("reject", "live rewards fell")
+
+    async def wait(policy_id: str, version: int, stage: PolicyStage) -> StageOutcome:
+        return StageOutcome("wait")
+
+    async with open_harness(model, tmp_path) as harness:
+        await harness.add_sessions(0, 60)
+        await harness.add_candidate(1)
+        await harness.run_gate(harness.create_gate(wait))
+        assert await harness.list_stages() == {1: "shadow"}
+        await run_briefly(GateRunner({POLICY: harness.create_gate(reject)}, may_run=may_run))
+        assert await harness.list_stages() == {1: "rejected"}
 
 
 async def run_briefly(runner: GateRunner) -> None:

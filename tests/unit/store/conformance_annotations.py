@@ -141,7 +141,9 @@ class ScoreTests:
     async def test_reward_counts_are_by_source(self, store: Store) -> None:
         await complete_sessions(store, "a", "b")
         sources = (RewardSource.HUMAN, RewardSource.RULE, RewardSource.HUMAN)
+        await store.open_session(make_session("copy", channel=Channel.RESAMPLED))
         await store.add_rewards([Reward("a", 1.0, source) for source in sources])
+        await store.add_rewards([Reward("copy", 1.0, RewardSource.RULE)])
         assert await store.reward_counts(RUN_ID) == {"human": 2, "rule": 1}
         assert await store.reward_counts("other") == {}
 

@@ -13,9 +13,9 @@ from instar.types import UNTRAINABLE, Channel, Feedback, Reward, RewardSource, T
 from .factories import RUN_ID, ids, make_claim, make_session
 
 
-def make_correction(number: int, session_id: str = "s") -> Feedback:
+def make_correction(number: int, session_id: str = "s", suffix: str = "") -> Feedback:
     return Feedback(
-        f"f{number}",
+        f"f{number}{suffix}",
         session_id,
         "c",
         correction="Corrected.",
@@ -68,8 +68,9 @@ class FeedbackTests:
 
     async def test_corrections_of_live_sessions_are_listed_for_the_given_agents(self, store: Store) -> None:
         for number, name in enumerate(("a", "b")):
-            await store.open_session(make_session(name, channel=Channel.LIVE, agent_id=name))
-            await store.add_feedback(make_correction(number, name))
+            for suffix, channel in (("", Channel.LIVE), ("-resampled", Channel.RESAMPLED)):
+                await store.open_session(make_session(name + suffix, channel=channel, agent_id=name))
+                await store.add_feedback(make_correction(number, name + suffix, suffix))
         assert await store.corrections(RUN_ID, 0, 10) == []
         listed = await store.corrections(RUN_ID, 0, 10, ["b", "c"])
-        assert [feedback.session_id for feedback in listed] == ["b"]
+        assert [feedback.session_id for feedback in listed] == ["b", "b-resampled"]

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from instar.errors import ConflictError, SessionNotFound, StoreError
-from instar.store.base import JUDGED_TAG, Run, SessionRecord, Store
+from instar.store.base import (
+    JUDGED_TAG,
+    RESAMPLED_TAG,
+    Run,
+    SessionRecord,
+    Store,
+    make_resampled_group_id,
+)
 from instar.types import (
     Channel,
     Claim,
@@ -194,6 +201,27 @@ class ForgetTests:
         rows = await store.forgotten_sessions(["a", "about a", "about a and b"])
         assert [row.session_id for row in rows] == ["a", "about a", "about a and b"]
 
+    async def test_judgments_of_resampled_replies_are_forgotten_with_the_live_session(
+        self, store: Store
+    ) -> None:
+        await add_live_session(store, "live", "secret")
+        copy = make_session("copy", channel=Channel.RESAMPLED, group_id=make_resampled_group_id("live"))
+        await store.put_records([], [SessionRecord(copy, tags=(Tag("copy", RESAMPLED_TAG, "live"),))])
+        await store.put_judgment(b"copy", RUN_ID, {"answer": "secret"}, 0.25, "copy")
+        await add_live_session(store, "question", "secret question")
+        await store.add_tags([Tag("question", JUDGED_TAG, "copy")])
+        await store.forget_sessions(RUN_ID, ["live"])
+        assert await store.sessions(RUN_ID) == []
+        assert await store.judgment(b"copy") is None
+
+    async def test_resampled_replies_of_a_forgotten_session_are_not_stored(self, store: Store) -> None:
+        await add_live_session(store, "live", "secret")
+        await store.forget_sessions(RUN_ID, ["live"])
+        copy = make_session("copy", channel=Channel.RESAMPLED)
+        with pytest.raises(ConflictError):
+            await store.put_records([], [SessionRecord(copy, tags=(Tag("copy", RESAMPLED_TAG, "live"),))])
+        assert await store.sessions(RUN_ID) == []
+
     async def test_task_of_a_group_is_cleared_with_its_last_session(self, store: Store) -> None:
         await store.open_group(make_group(task=Task("t", {"q": "text"})))
         for slot, session_id in enumerate(("a", "b")):
@@ -294,6 +322,19 @@ async def add_old_session(store: Store, session_id: str, hours: float, **overrid
     await store.open_session(make_session(session_id, **(fields | overrides)))
 
 
+class ResampledClaimTests:
+    async def test_versions_trained_on_resampled_replies_are_listed_for_the_live_session(
+        self, store: Store
+    ) -> None:
+        await add_live_session(store, "live", "secret")
+        group_id = make_resampled_group_id("live")
+        claim = make_claim(f"{group_id}/0/0", session_id="copy", group_id=group_id)
+        await train_on(store, 1, [claim], StepState.COMMITTED)
+        await store.forget_sessions(RUN_ID, ["live"])
+        (trained,) = await store.trained_sessions(["live"])
+        assert (trained.step, trained.version, trained.samples) == (1, 1, 1)
+
+
 class RetentionTests:
     async def test_expired_sessions_are_selected_by_age_and_count(self, store: Store) -> None:
         for number in range(6):
@@ -350,5 +391,5 @@ class RetentionTests:
         assert await get_expired(store, max_age=HOUR) == ["s"]
 
 
-class ForgettingTests(ForgetTests, ForgottenClaimTests, RetentionTests):
+class ForgettingTests(ForgetTests, ForgottenClaimTests, ResampledClaimTests, RetentionTests):
     """All tests for deleting sessions."""

@@ -10,7 +10,16 @@ from instar.store.base import ShadowReply, Store
 from instar.types import Artifact, Channel, Policy, PolicyStage, SessionStatus
 from tests.versions import publish_canary, publish_candidate, publish_serving
 
-from .factories import POLICY_ID, RUN_ID, assistant, make_call, make_session
+from .factories import (
+    AGENT_ID,
+    POLICY_ID,
+    RUN_ID,
+    assistant,
+    make_call,
+    make_claim,
+    make_dropped_claim,
+    make_session,
+)
 
 
 def make_shadow_reply(session_id: str = "s", text: str = "hello", version: int = 2) -> ShadowReply:
@@ -65,6 +74,15 @@ class ServingVersionTests:
         assert [session.session_id for session in sessions] == ["s1", "s2", "s4"]
         sessions = await store.completed_live_sessions(RUN_ID, POLICY_ID, 0.0, limit=2)
         assert [session.session_id for session in sessions] == ["s4", "s5"]
+
+    async def test_trained_sessions_are_not_among_the_newest_ones_for_evaluations(self, store: Store) -> None:
+        for name in ("trained", "dropped", "unclaimed"):
+            await store.open_session(make_session(name, channel=Channel.LIVE))
+            await store.end_session(name, SessionStatus.COMPLETED)
+        claims = [make_claim("trained/0", session_id="trained", group_id=None)]
+        claims.append(make_dropped_claim("dropped/0", session_id="dropped", group_id=None))
+        await store.claim_step(RUN_ID, 1, claims)
+        assert await store.newest_live_sessions(RUN_ID, [AGENT_ID], 10) == ["unclaimed", "dropped"]
 
     async def test_canary_version_of_a_session_is_stored(self, store: Store) -> None:
         session = make_session(canary_version=3, created_at=1.0)

@@ -192,6 +192,19 @@ async def test_held_out_preference_is_dropped(tmp_path: Path, model: Path) -> No
     await store.close()
 
 
+async def test_preference_over_the_reply_of_a_held_out_session_is_dropped(
+    tmp_path: Path, model: Path
+) -> None:
+    config = make_live_config(tmp_path, model)
+    store = await open_store(config)
+    await add_reply(store, "a")
+    other_call = await add_reply(store, "held", messages=HELD_OUT)
+    await add_feedback(store, "a", preferred="this", other_call_id=other_call, other_ids=OTHER_IDS)
+    batch = await load_preferences(store, config, 1, 0)
+    assert (batch.pairs, [claim.reason for claim in batch.drops]) == ([], ["held_out"])
+    await store.close()
+
+
 @pytest.mark.parametrize("point", ["claimed", "forward_backward", "published"])
 async def test_preferences_are_trained_once_after_crash(tmp_path: Path, model: Path, point: str) -> None:
     config = make_live_config(tmp_path, model, steps=1)

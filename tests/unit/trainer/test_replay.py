@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from instar.backends.factory import apply_capabilities
 from instar.config import RunConfig
 from instar.data.batcher import Batcher, StepBatch
 from instar.engines.scripted import ScriptedEngine
-from instar.errors import ConfigError
+from instar.errors import ConfigError, EngineUnavailable
 from instar.live.base import may_always_run
 from instar.live.reference_prompts import REFERENCE_PROMPTS
 from instar.live.reference_set import sample_reference_set
@@ -34,6 +35,7 @@ from instar.types import (
     StepState,
     Tag,
     Task,
+    TokenChunk,
 )
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, make_call, make_session
@@ -175,6 +177,7 @@ async def test_reference_set_is_sampled_once_from_version_0(tmp_path: Path, mode
         await sample_reference_set(store, config, engine, renderer, may_always_run)
     groups = await store.groups(RUN, Channel.DATA, GroupStatus.READY)
     assert [group.index for group in groups] == list(range(len(REFERENCE_PROMPTS)))
+    assert await store.session_ids(RUN, agent_id=config.agent_id) == [], "forgetting the agent keeps the set"
     sessions = await store.group_sessions(groups, config.agent_id)
     (session,) = sessions[groups[3].group_id]
     (call,) = await store.calls(session.session_id)
@@ -183,6 +186,30 @@ async def test_reference_set_is_sampled_once_from_version_0(tmp_path: Path, mode
     await add_live(store, "s")
     batch = await Batcher(store, RUN, config).next_batch(2, 0, 0, timeout=0.0)
     assert len(list_replayed(batch)) == 1
+    await engine.close()
+    await store.close()
+
+
+class RestartingEngine(ScriptedEngine):
+    """An engine that is not available for the second reply."""
+
+    calls = 0
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[TokenChunk]:
+        self.calls += 1
+        if self.calls == 2:
+            raise EngineUnavailable("the engine is restarting")
+        async for chunk in super().generate(*args, **options):
+            yield chunk
+
+
+async def test_reference_set_is_complete_although_the_engine_restarts(tmp_path: Path, model: Path) -> None:
+    config = make_replay_config(tmp_path, model, {})
+    store = await open_store(config)
+    engine = RestartingEngine(config.model, config.engine)  # pyright: ignore[reportArgumentType]
+    renderer = Renderer.load(model, config.model)
+    await sample_reference_set(store, config, engine, renderer, may_always_run)
+    assert len(await store.groups(RUN, Channel.DATA)) == len(REFERENCE_PROMPTS)
     await engine.close()
     await store.close()
 

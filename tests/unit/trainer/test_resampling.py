@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from instar.data.batcher import Batcher
 from instar.data.resampled import ResampledLoader
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
+from instar.engines.scripted import ScriptedEngine
 from instar.live.base import may_always_run
 from instar.live.resample import Resampler
 from instar.record.base import Renderer
@@ -32,6 +33,7 @@ from instar.types import (
     SessionStatus,
     StepState,
     Tag,
+    TokenChunk,
 )
 from tests.tiny import make_tiny_model
 from tests.unit.data.builders import RUN, insert_session, make_call, make_session
@@ -170,6 +172,72 @@ async def test_resampled_sessions_are_forgotten_with_their_session(
     await make_resampler(store, config, model, engine).resample_next()
     assert await store.forget_sessions(RUN, ["s"]) == ["s"]
     assert await store.sessions(RUN) == []
+    await store.close()
+
+
+async def test_session_that_is_forgotten_while_it_is_resampled_leaves_no_copies(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    await add_greedy(store, "s")
+    await add_greedy(store, "t")
+
+    async def forget() -> bool:
+        await store.forget_sessions(RUN, ["s"])
+        return True
+
+    resampler = Resampler(store, config, Renderer.load(model, config.model), engine, forget)
+    assert await resampler.resample_next()
+    assert [row.session.session_id for row in await store.sessions(RUN)] == ["t"]
+    assert await resampler.resample_next(), "others are resampled"
+    assert len(await store.groups(RUN, Channel.RESAMPLED)) == 1
+    await store.close()
+
+
+async def test_prompt_that_is_too_long_for_the_engine_does_not_delay_others(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    await insert_session(store, make_session("long", channel=Channel.LIVE, status=SessionStatus.COMPLETED))
+    await store.add_calls([make_call("long#0", [4] * 100_000, [7], session_id="long")])
+    await add_greedy(store, "s")
+    resampler = make_resampler(store, config, model, engine)
+    assert await resampler.resample_next()
+    assert await resampler.resample_next()
+    assert [group.group_id for group in await store.groups(RUN, Channel.RESAMPLED)] == ["resampled/s"]
+    await store.close()
+
+
+class StoppingEngine(ScriptedEngine):
+    """An engine that is stopped after the first token of a reply."""
+
+    async def generate(self, *args: Any, **options: Any) -> AsyncGenerator[TokenChunk]:
+        yield TokenChunk([5], [-1.0], [0])
+        yield TokenChunk([], [], [], finish_reason="aborted")
+
+
+async def test_reply_that_the_engine_did_not_finish_is_not_stored(config: RunConfig, model: Path) -> None:
+    store = await open_store(config)
+    await add_greedy(store, "s")
+    engine = StoppingEngine(config.model, ScriptedEngineConfig())
+    assert not await make_resampler(store, config, model, engine).resample_next()
+    assert await store.groups(RUN, Channel.RESAMPLED) == []
+    await engine.close()
+    await store.close()
+
+
+async def test_resampled_replies_wait_while_their_session_is_tagged_untrainable(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    await add_greedy(store, "s")
+    await make_resampler(store, config, model, engine).resample_next()
+    await score_all(store, config)
+    loader = ResampledLoader(store, config)
+    await store.add_tags([Tag("s", UNTRAINABLE)])
+    assert await loader.load_ready(0, 8) == []
+    await store.remove_tags(["s"], UNTRAINABLE)
+    assert len(await loader.load_ready(0, 8)) == 1
     await store.close()
 
 
