@@ -121,6 +121,9 @@ class Backend(ABC):
     `load_adapter`, if nothing was saved) to start a new session.
     """
 
+    artifact_lifetime_seconds: float | None = None
+    """Seconds until a published artifact expires, or None if it does not."""
+
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...

@@ -48,6 +48,7 @@ class TinkerBackend(CloudBackend):
         super().__init__(config.type, model)
         self._model = model
         self._config = config
+        self.artifact_lifetime_seconds = config.sampler_ttl
         self._seed = seed
         self._submission_lock = asyncio.Lock()
         """Held while a call is sent. It is fair, so calls are sent in the order they are made."""

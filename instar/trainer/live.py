@@ -22,6 +22,7 @@ from instar.errors import BackendLost, InstarError, StoreError
 from instar.trainer import lineage
 from instar.trainer.checkpoint import BACKEND_FOLDER, find_damage
 from instar.trainer.loop import Trainer
+from instar.trainer.renewal import SamplerRenewals
 from instar.types import SINGLE_EPOCH, Policy
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class LiveTrainer:
         self._config = config
         self._backend = backend
         self._lineages = lineages
+        self._renewals = SamplerRenewals(config, lineages[0].store, backend)
         self._loaded: LineageTrainer | None = None
         """The policy whose state the backend has, or None if it has that of none."""
         self._failures: dict[str, InstarError] = {}
@@ -134,6 +136,7 @@ class LiveTrainer:
             try:
                 await self._start()
                 while members := self._list_active():
+                    await self._renew_samplers()
                     if not any([await self._attempt(member, self._take_turn) for member in members]):
                         await self._pause()
                 if self._loaded is not None:
@@ -186,15 +189,34 @@ class LiveTrainer:
         if work is None:
             return False
         if self._loaded is not member:
-            if self._loaded is not None:
-                await self._attempt(self._loaded, LineageTrainer.save_unsaved_steps)
-            self._loaded = None
+            await self._unload()
             if not await member.load_state():
                 await self._recover(member)  # the work belongs to steps that are repeated
                 return True
             self._loaded = member
         await work()
         return True
+
+    async def _unload(self) -> None:
+        """Save the steps of the loaded policy, before the backend loads another state."""
+        if self._loaded is not None:
+            await self._attempt(self._loaded, LineageTrainer.save_unsaved_steps)
+        self._loaded = None
+
+    async def _renew_samplers(self) -> None:
+        """Export versions again whose samplers expire soon, also while no step may begin, and those of
+        policies that failed."""
+        for member in self._lineages:
+            for row in await self._renewals.list_due(member.policy_id):
+                await self._unload()
+                try:
+                    await self._renewals.renew(row)
+                except (StoreError, BackendLost):
+                    raise
+                except InstarError as error:
+                    text = f"version {row.policy.version} cannot be exported again: {error}"
+                    logger.warning("%s: %s", member.name, text)
+                    member.monitor.record("warning", member.step, {"alarm": "renewal", "text": text})
 
     async def _pause(self) -> None:
         try:
