@@ -104,8 +104,7 @@ class TinkerBackend(CloudBackend):
             self._check_open()
             if self._session is not None:
                 previous, self._session = self._session, None
-                previous.mark_lost("another session was started")
-                await previous.connection.close(finish=True)
+                await previous.end()
             if self._vocab_size is None:
                 self._vocab_size = await asyncio.to_thread(_read_vocab_size, self._model.name)
             session = await start_session(lambda: self._connect(action, create))
