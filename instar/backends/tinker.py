@@ -189,6 +189,7 @@ class TinkerBackend(CloudBackend):
                     f"sample {sample.sample_key}: the mask has values other than 0 and 1, which services "
                     "do not support with the dro loss; use a different loss"
                 )
+        self.sent_tokens += sum(map(len, samples))
         current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
         pairs = zip(samples, current, strict=True)
         return [np.where(sample.mask > 0, sample.logprobs, logprobs) for sample, logprobs in pairs]

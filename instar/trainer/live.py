@@ -23,7 +23,7 @@ from instar.trainer import lineage
 from instar.trainer.checkpoint import BACKEND_FOLDER, find_damage
 from instar.trainer.loop import Trainer
 from instar.trainer.renewal import SamplerRenewals
-from instar.types import SINGLE_EPOCH, Policy
+from instar.types import SINGLE_EPOCH, Json, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,12 @@ class LineageTrainer(Trainer):
         self.waiting_since = time.monotonic()
         await self.check_alarms()
 
+    async def _update_weights(self, batch: StepBatch, step: int) -> Json:
+        previous = self.backend.sent_tokens
+        metrics = await super()._update_weights(batch, step)
+        sent = self.backend.sent_tokens - previous
+        return metrics | ({"sent_tokens": sent} if sent else {})
+
     async def _follow(self, head: Policy, step: int) -> None:
         text = f"version {self.version} was not promoted; training continues from version {head.version}"
         await self.restore_step(step, "lineage", text, head)
@@ -104,7 +110,7 @@ class LiveTrainer:
         backend: Backend,
         lineages: Sequence[LineageTrainer],
         *,
-        may_run: Callable[[], bool] | None = None,
+        may_run: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """``may_run`` returns False while no step may begin."""
         self._may_run = may_run
@@ -183,7 +189,7 @@ class LiveTrainer:
         """Run the policy's next step. Return False if it has none, or may not begin it now."""
         if member.is_done():  # `stop` was called since the turn of an earlier policy
             return False
-        if self._may_run is not None and not self._may_run():
+        if self._may_run is not None and not await self._may_run():
             return False
         work = await member.find_work()
         if work is None:
