@@ -66,11 +66,13 @@ class SamplerRenewals:
 
     async def _check_checkpoint(self, row: PolicyVersion) -> None:
         """Raise InstarError if the step was repeated since, so that its checkpoint has other weights."""
+        if row.step == lineage.INITIAL_STEP:
+            return
         rows = {r.policy.version: r for r in await self.store.policy_versions(row.policy.policy_id)}
         source = row  # the version that was trained in the step; a rollback serves it under other numbers
         while (parent := rows.get(source.parent or 0)) is not None and parent.step == row.step:
             source = parent
         versions = {step.step: step.version for step in await self.store.steps(row.policy.policy_id)}
-        if row.step != lineage.INITIAL_STEP and versions.get(row.step) != source.policy.version:
+        if versions.get(row.step) != source.policy.version:
             name = f"version {source.policy.version}"
             raise InstarError(f"the checkpoint of step {row.step} does not have the weights of {name}")

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from instar.backends.local.state import hash_adapter
 from instar.config import RunConfig
 from instar.store.base import PolicyVersion, Store
 from instar.store.sqlite import SqliteStore
-from instar.trainer.checkpoint import checkpoint_path
+from instar.trainer.checkpoint import checkpoint_path, policy_path
 from instar.trainer.live import LiveTrainer
 from instar.trainer.monitor import read_warnings
-from instar.types import PolicyStage
+from instar.types import Policy, PolicyStage
 from tests.tiny import make_tiny_model
+from tests.unit.data.builders import RUN
 from tests.unit.trainer.harness import FaultInjector, SimulatedCrash, TrainerHarness, open_live_trainer
 from tests.unit.trainer.test_lineages import POLICIES, A, B, add_sessions, make_live_config, train
 
@@ -165,7 +168,7 @@ async def test_version_served_by_a_rollback_is_exported_again_from_the_step_of_i
     await store.promote_version(POLICIES[A], 2)
     first = hash_artifact(await get_version(store, 1))
     await asyncio.sleep(LIFETIME_SECONDS)  # no trainer runs, so all samplers expire
-    number = await store.roll_back(POLICIES[A], "run", 1)
+    number = await store.roll_back(POLICIES[A], RUN, 1)
     expired = await get_version(store, number)
     async with running_trainer(config):
         renewed = await wait_for_renewal(store, expired)
@@ -174,10 +177,22 @@ async def test_version_served_by_a_rollback_is_exported_again_from_the_step_of_i
     await store.close()
 
 
+async def test_initial_version_is_exported_again_while_it_serves(config: RunConfig) -> None:
+    store = SqliteStore(config.store_path)
+    first = await get_version(store, 1, B)
+    initial = msgspec.structs.replace(first.policy.artifact, expires_at=time.time())
+    await store.put_initial_policy(Policy(POLICIES[B], 0, initial), RUN)
+    async with running_trainer(config):
+        renewed = await wait_for_renewal(store, await get_version(store, 0, B), B)
+    assert renewed.policy.artifact.path == str(policy_path(config.get_policy_dir(POLICIES[B]), 0))
+    assert hash_artifact(renewed) != hash_artifact(first)
+    await store.close()
+
+
 async def test_version_whose_checkpoint_has_other_weights_is_not_exported(config: RunConfig) -> None:
     store = SqliteStore(config.store_path)
     await store.promote_version(POLICIES[A], 2)
-    number = await store.roll_back(POLICIES[A], "run", 1)
+    number = await store.roll_back(POLICIES[A], RUN, 1)
     retired, serving = [await get_version(store, version) for version in (2, number)]
     damaged = checkpoint_path(config.get_policy_dir(POLICIES[A]), 2) / "backend" / "state.safetensors"
     damaged.write_bytes(b"damaged")
