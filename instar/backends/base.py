@@ -121,6 +121,11 @@ class Backend(ABC):
     `load_adapter`, if nothing was saved) to start a new session.
     """
 
+    artifact_lifetime_seconds: float | None = None
+    """Seconds until a published artifact expires, or None if it does not."""
+    sent_tokens: int = 0
+    """The number of tokens that were sent to a training service so far, in all passes over a sample."""
+
     @property
     @abstractmethod
     def capabilities(self) -> BackendCapabilities: ...

@@ -95,6 +95,7 @@ class CloudBackend(Backend):
         check_samples(samples, self._vocab_size, self._max_tokens)
         results = make_nan_logprobs(samples)
         indices = select_scorable(samples)
+        self.sent_tokens += sum(len(samples[i]) for i in indices)
         if indices:
             for index, row in zip(indices, await compute([samples[i] for i in indices]), strict=True):
                 results[index] = row
@@ -105,6 +106,7 @@ class CloudBackend(Backend):
         check_samples(samples, self._vocab_size, self._max_tokens, loss)
         results = make_nan_logprobs(samples)
         indices = select_trained(samples)
+        self.sent_tokens += sum(len(samples[i]) for i in indices)
         if indices:
             rows = await self._train([samples[i] for i in indices], loss)
             for index, row in zip(indices, rows, strict=True):

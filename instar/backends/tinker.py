@@ -48,6 +48,7 @@ class TinkerBackend(CloudBackend):
         super().__init__(config.type, model)
         self._model = model
         self._config = config
+        self.artifact_lifetime_seconds = config.sampler_ttl
         self._seed = seed
         self._submission_lock = asyncio.Lock()
         """Held while a call is sent. It is fair, so calls are sent in the order they are made."""
@@ -103,8 +104,7 @@ class TinkerBackend(CloudBackend):
             self._check_open()
             if self._session is not None:
                 previous, self._session = self._session, None
-                previous.mark_lost("another session was started")
-                await previous.connection.close(finish=True)
+                await previous.end()
             if self._vocab_size is None:
                 self._vocab_size = await asyncio.to_thread(_read_vocab_size, self._model.name)
             session = await start_session(lambda: self._connect(action, create))
@@ -189,6 +189,7 @@ class TinkerBackend(CloudBackend):
                     f"sample {sample.sample_key}: the mask has values other than 0 and 1, which services "
                     "do not support with the dro loss; use a different loss"
                 )
+        self.sent_tokens += sum(map(len, samples))
         current = await _await_result(await session.send_forward([sample.token_ids for sample in samples]))
         pairs = zip(samples, current, strict=True)
         return [np.where(sample.mask > 0, sample.logprobs, logprobs) for sample, logprobs in pairs]

@@ -151,6 +151,7 @@ class WeaverBackend(CloudBackend):
     def __init__(self, model: ModelConfig, config: WeaverBackendConfig, *, seed: int = 0) -> None:
         super().__init__("weaver", model)
         self._config = config
+        self.artifact_lifetime_seconds = config.sampler_ttl
         self._seed = seed
         self._access: CloudAccess = resolve_access(config, model)
         self._caller = WeaverCaller(self._access)

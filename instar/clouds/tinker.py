@@ -158,18 +158,28 @@ class TinkerConnection:
         """Return the SDK's client for stored checkpoints. MinT uses Tinker's client."""
         return import_module("tinker.lib.public_interfaces.rest_client").RestClient(self._holder)
 
-    async def close(self, *, finish: bool) -> None:
-        """Close the connection without raising. If ``finish`` is True and the SDK supports it, the session
-        ends now; otherwise it expires later. The service keeps saved and published weights."""
+    async def close(self, *, finish: bool, model_id: str | None = None) -> None:
+        """Close the connection without raising. If ``finish`` is True, the session ends now; otherwise it
+        expires later. MinT's SDK cannot end a session, so only its model is unloaded. The service keeps saved
+        and published weights."""
         client, self.client = self.client, None
         if client is None:
             return
-        if finish and hasattr(client, "close"):
+        if finish:
             # The session expires on the service if this call fails.
             with suppress(Exception):
                 async with asyncio.timeout(FINISH_TIMEOUT_SECONDS):
-                    await client.close("success")
+                    if hasattr(client, "close"):
+                        await client.close("success")
+                    elif model_id is not None:
+                        await self._holder.run_coroutine_threadsafe(self._unload(model_id))
         self._holder.close()
+
+    async def _unload(self, model_id: str) -> None:
+        pools = import_module("tinker.lib.client_connection_pool_type").ClientConnectionPoolType
+        request = self.sdk.types.UnloadModelRequest(model_id=model_id)
+        with self._holder.aclient(pools.TRAIN) as client:
+            await client.models.unload(request=request)
 
     # --- errors ---
 

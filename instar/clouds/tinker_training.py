@@ -31,6 +31,11 @@ class TinkerTrainingSession:
         self._previous_call: asyncio.Future[None] | None = None
         self._base_sampler: Any = None
 
+    async def end(self) -> None:
+        """Close the connection, and end the session on the service without raising errors."""
+        self.mark_lost("another session was started")
+        await self.connection.close(finish=True, model_id=self._client.model_id)
+
     # --- calls that the service executes in order ---
 
     def send(self, action: str, submit: Callable[[Any], Any]) -> asyncio.Task[Any]:

@@ -121,11 +121,11 @@ def _check_trainable(config: RunConfig) -> None:
 def _check_live(config: RunConfig) -> None:
     if not config.trains_on_live:
         return
-    if isinstance(config.backend, CloudSection):
+    if isinstance(config.backend, CloudSection) and (steps := config.trainer.checkpoint_every) > 1:
         raise ConfigError(
-            f"backend.type: {config.backend.type!r} cannot be used with data 'live', because the sampler of "
-            "the serving version expires and cannot be exported again while training continues; use local or "
-            "verl"
+            f"trainer.checkpoint_every: must be 1 with data 'live' and backend.type {config.backend.type!r}, "
+            f"got {steps}, because a version is exported again from the checkpoint of its step before its "
+            "sampler expires; remove this setting"
         )
     check_window(config)
     if getattr(config.backend, "lora", True) is None:

@@ -93,6 +93,8 @@ class CloudEngineConfig(EngineProcessConfig):
     type: Literal["cloud"] = "cloud"
     max_in_flight: PositiveInt = 64
     """Maximum number of concurrent requests to the service; further requests wait."""
+    max_adapters: PositiveInt = DEFAULT_MAX_ADAPTERS
+    """Maximum number of policy versions to keep open, as for the `local` engine."""
 
 
 class VllmEngineConfig(EngineProcessConfig):

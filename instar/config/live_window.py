@@ -101,5 +101,6 @@ class WindowConfig(Section):
     """Path of an ICS file. Nothing is trained during its events, except those that are cancelled or shown as
     free. The file is read again when it changes. Requires `pip install 'instar[calendar]'`."""
     daily_budget: PositiveInt | None = None
-    """Tokens per day of the time zone that are sent to a training service. No step starts on a day on which
-    earlier steps reached this number, so that one step may exceed it."""
+    """Tokens per day of the time zone that steps send to a training service, counted in every pass over a
+    sample. Sampling is not counted. No step starts on a day on which earlier steps reached this number, so
+    that one step may exceed it."""

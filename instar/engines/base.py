@@ -137,7 +137,8 @@ class Engine(ABC):
     async def keep(self, policy: Policy) -> None:
         """Make a policy available to requests that name it, without serving it to others. If the limit is
         reached, the least recently used policy that no request uses is unloaded. Raises PoliciesInUse if
-        requests use all of them. A policy that is already loaded is not read again."""
+        requests use all of them. A policy that is already loaded is not read again, unless its sampler on a
+        training service was exported again."""
         raise one_policy_error(self.info)
 
     async def unload(self, policy: PolicyRef) -> None:

@@ -18,7 +18,7 @@ from instar.config import CanaryConfig
 from instar.engines.base import Engine
 from instar.errors import EngineError, EngineUnavailable, PoliciesInUse, StoreError
 from instar.store.base import Store
-from instar.types import Artifact, Channel, Policy, PolicyStage, Session
+from instar.types import Artifact, Channel, Policy, PolicyRef, PolicyStage, Session
 
 logger = logging.getLogger(__name__)
 
@@ -151,10 +151,11 @@ class LivePolicies:
     async def _update(self, served: ServedPolicy, targets: Mapping[PolicyStage, Policy]) -> None:
         head = targets.get(PolicyStage.SERVING) or Policy(served.policy_id, 0, self._options.initial)
         canary, shadow = targets.get(PolicyStage.CANARY), targets.get(PolicyStage.SHADOW)
-        # Until a promoted canary serves all sessions, it continues to serve its own.
-        if served.canary not in (canary, head):
+        # Until a promoted canary serves all sessions, it continues to serve its own. So does one that was
+        # exported again, until its new artifact is loaded.
+        if _get_ref(served.canary) not in (_get_ref(canary), head.ref):
             served.canary = None
-        if served.shadow != shadow:
+        if _get_ref(served.shadow) != _get_ref(shadow):
             served.shadow = None
         problems: list[str] = []
         for name, policy in (("serving", head), ("canary", canary), ("shadow", shadow)):
@@ -180,6 +181,10 @@ class LivePolicies:
         if policy is not None:
             logger.info("%s is now used as: %s", policy.ref, name)
         return ""
+
+
+def _get_ref(policy: Policy | None) -> PolicyRef | None:
+    return None if policy is None else policy.ref
 
 
 def is_selected(share: float, name: str, version: int) -> bool:

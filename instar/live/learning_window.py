@@ -90,6 +90,11 @@ class LearningWindow:
         await self.refresh_budget()
         return self.may_run()
 
+    async def may_start_step(self) -> bool:
+        """Return True if a step may begin now, after counting the tokens of all earlier ones."""
+        await self.refresh_budget(max_age=0.0)
+        return self.may_run()
+
     # --- pausing a thread ---
 
     def pause(self) -> None:
@@ -109,15 +114,15 @@ class LearningWindow:
             await self.refresh_budget()
             await asyncio.sleep(BUDGET_REFRESH_SECONDS)
 
-    async def refresh_budget(self) -> None:
+    async def refresh_budget(self, max_age: float = BUDGET_REFRESH_SECONDS) -> None:
         """Count the tokens of today's steps, if they are limited."""
         if self._section.daily_budget is None or self._store is None:
             return
-        if time.monotonic() - self._budget_read_at < BUDGET_REFRESH_SECONDS:
+        if time.monotonic() - self._budget_read_at < max_age:
             return
         today = self._windows.start_of_day(self._clock())
         steps = [step for policy_id in self._policy_ids for step in await self._store.steps(policy_id)]
-        counts = [step.metrics.get("sequence_tokens", 0) for step in steps if step.updated_at >= today]
+        counts = [step.metrics.get("sent_tokens", 0) for step in steps if step.updated_at >= today]
         self._tokens_today = sum(map(int, counts))
         self._budget_read_at = time.monotonic()
         self._checked_at = float("-inf")

@@ -65,17 +65,18 @@ def lock_versions(db: Database, policy_id: str) -> None:
 
 def publish(db: Database, policy: Policy) -> None:
     """Record the artifact of a reserved version and mark the version as published. Publishing a version again
-    replaces its artifact, for example if a remote sampler is exported again before it expires. Raises
+    replaces only its artifact, for example if a remote sampler is exported again before it expires. Raises
     StoreError if the version was never reserved or is tombstoned."""
     if _lock_state(db, policy.policy_id, policy.version) is PolicyState.TOMBSTONED:
         raise StoreError(
             f"version {policy.version} of {policy.policy_id} is tombstoned; reserve a new version"
         )
     artifact, state = policy.artifact, PolicyState.PUBLISHED.value
-    values = (artifact.kind, artifact.path, artifact.expires_at, state, time.time())
+    values = (artifact.kind, artifact.path, artifact.expires_at, state, state, time.time())
+    # The days of a canary are counted from the last change of its stage.
     db.execute(
-        "UPDATE policies SET artifact_kind = ?, artifact_path = ?, expires_at = ?, state = ?, updated_at = ? "
-        "WHERE policy_id = ? AND version = ?",
+        "UPDATE policies SET artifact_kind = ?, artifact_path = ?, expires_at = ?, state = ?, "
+        "updated_at = CASE WHEN state = ? THEN updated_at ELSE ? END WHERE policy_id = ? AND version = ?",
         (*values, policy.policy_id, policy.version),
     )
 

@@ -22,7 +22,8 @@ from instar.errors import BackendLost, InstarError, StoreError
 from instar.trainer import lineage
 from instar.trainer.checkpoint import BACKEND_FOLDER, find_damage
 from instar.trainer.loop import Trainer
-from instar.types import SINGLE_EPOCH, Policy
+from instar.trainer.renewal import SamplerRenewals
+from instar.types import SINGLE_EPOCH, Json, Policy
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +84,12 @@ class LineageTrainer(Trainer):
         self.waiting_since = time.monotonic()
         await self.check_alarms()
 
+    async def _update_weights(self, batch: StepBatch, step: int) -> Json:
+        previous = self.backend.sent_tokens
+        metrics = await super()._update_weights(batch, step)
+        sent = self.backend.sent_tokens - previous
+        return metrics | ({"sent_tokens": sent} if sent else {})
+
     async def _follow(self, head: Policy, step: int) -> None:
         text = f"version {self.version} was not promoted; training continues from version {head.version}"
         await self.restore_step(step, "lineage", text, head)
@@ -107,13 +114,14 @@ class LiveTrainer:
         backend: Backend,
         lineages: Sequence[LineageTrainer],
         *,
-        may_run: Callable[[], bool] | None = None,
+        may_run: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         """``may_run`` returns False while no step may begin."""
         self._may_run = may_run
         self._config = config
         self._backend = backend
         self._lineages = lineages
+        self._renewals = SamplerRenewals(config, lineages[0].store, backend)
         self._loaded: LineageTrainer | None = None
         """The policy whose state the backend has, or None if it has that of none."""
         self._failures: dict[str, InstarError] = {}
@@ -138,6 +146,7 @@ class LiveTrainer:
             try:
                 await self._start()
                 while members := self._list_active():
+                    await self._renew_samplers()
                     if not any([await self._attempt(member, self._take_turn) for member in members]):
                         await self._pause()
                 if self._loaded is not None:
@@ -184,21 +193,40 @@ class LiveTrainer:
         """Run the policy's next step. Return False if it has none, or may not begin it now."""
         if member.is_done():  # `stop` was called since the turn of an earlier policy
             return False
-        if self._may_run is not None and not self._may_run():
+        if self._may_run is not None and not await self._may_run():
             return False
         work = await member.find_work()
         if work is None:
             return False
         if self._loaded is not member:
-            if self._loaded is not None:
-                await self._attempt(self._loaded, LineageTrainer.save_unsaved_steps)
-            self._loaded = None
+            await self._unload()
             if not await member.load_state():
                 await self._recover(member)  # the work belongs to steps that are repeated
                 return True
             self._loaded = member
         await work()
         return True
+
+    async def _unload(self) -> None:
+        """Save the steps of the loaded policy, before the backend loads another state."""
+        if self._loaded is not None:
+            await self._attempt(self._loaded, LineageTrainer.save_unsaved_steps)
+        self._loaded = None
+
+    async def _renew_samplers(self) -> None:
+        """Export versions again whose samplers expire soon, also while no step may begin, and those of
+        policies that failed."""
+        for member in self._lineages:
+            for row in await self._renewals.list_due(member.policy_id):
+                await self._unload()
+                try:
+                    await self._renewals.renew(row)
+                except (StoreError, BackendLost):
+                    raise
+                except InstarError as error:
+                    text = f"version {row.policy.version} cannot be exported again: {error}"
+                    logger.warning("%s: %s", member.name, text)
+                    member.monitor.record("warning", member.step, {"alarm": "renewal", "text": text})
 
     async def _pause(self) -> None:
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -14,10 +16,12 @@ from instar.backends.base import Backend
 from instar.backends.factory import create_backend
 from instar.cluster.live_run import serve_run
 from instar.config import ModelConfig, RunConfig
-from instar.conformance.batches import make_tree_samples
+from instar.conformance.batches import make_sample, make_tree_samples
 from instar.engines.factory import connect_engines
 from instar.protocol.base import ServiceLimits
-from instar.types import Floats
+from instar.store.sqlite import SqliteStore
+from instar.types import Floats, Sample
+from tests.integration.test_live_run import run_cli
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
 from tests.tiny import make_tiny_model
 from tests.torture.run_process import RunProcess, make_config
@@ -111,3 +115,61 @@ async def test_run_on_a_service_starts_from_a_run_and_from_a_path(
     second.finish()
     versions = second.query("SELECT version, artifact_kind FROM policies ORDER BY version")
     assert versions == [(0, "remote"), (1, "remote"), (2, "remote")]
+
+
+async def test_live_agent_on_a_service_is_answered_by_the_adapter_also_after_its_sampler_expires(
+    service: dict[str, Any], model: Path, tmp_path: Path
+) -> None:
+    first = make_run(tmp_path / "first", model, backend=service)
+    first.start()
+    first.finish()
+    live = make_run(tmp_path / "live", model, f"run:{first.run_dir}", backend=service)
+    for section in ("rollout", "reward", "engine"):
+        del live.config[section]
+    live = RunProcess(
+        live.folder,
+        live.config
+        | {
+            "backend": {**service, "sampler_ttl": 30},
+            "data": "live",
+            "agents": {"learner": {"mode": "learn"}},
+            "live": {"gate": {"mode": "off"}, "replay": {"max_base_kl": None}},
+        },
+    )
+    live.roles = ("engine", "gateway", "trainer")
+    live.start()
+    try:
+        assert live.wait_until(live.is_ready), live.collect_logs()
+        key = run_cli("keys", "create", live.run_dir, "--agent", "learner")["key"]
+        (url,) = live.query("SELECT url FROM endpoints WHERE role = 'gateway'")[0]
+        sql = "SELECT artifact_path FROM policies WHERE policy_id = 'live/learner' AND version = 0"
+        path = live.query(sql)[0][0]
+        before = await request_scores(live, url, key)
+        assert live.wait_until(lambda: live.query(sql)[0][0] != path), live.collect_logs()
+        await asyncio.sleep(12)  # the first sampler expires
+        after = await request_scores(live, url, key)
+    finally:
+        live.kill_tree()
+    for sample, logprobs in (before, after):
+        settings = {name: first.config[name] for name in ("model", "backend")}
+        backend: Backend = create_backend(RunConfig.model_validate(settings))
+        await backend.load_state(first.run_dir / "checkpoints" / "step-000002" / "backend")
+        expected, base = [(await f([sample]))[0] for f in (backend.forward, backend.reference_logprobs)]
+        await backend.close()
+        np.testing.assert_allclose(logprobs, expected[-len(logprobs) :], atol=1e-4)
+        assert np.abs(logprobs - base[-len(logprobs) :]).max() > 1e-3
+
+
+async def request_scores(run: RunProcess, url: str, key: str) -> tuple[Sample, Floats]:
+    """Request a reply of version 0. Return its tokens and their logprobs."""
+    body = {"model": "m", "messages": [{"role": "user", "content": "What is 6 + 7?"}], "max_tokens": 24}
+    headers = {"Authorization": f"Bearer {key}"}
+    response = await asyncio.to_thread(
+        httpx.post, f"{url}/v1/chat/completions", json=body, headers=headers, timeout=60
+    )
+    assert response.status_code == 200, response.text
+    store = SqliteStore(run.run_dir / "store.db", read_only=True)
+    (call,) = await store.calls_by_request(response.json()["id"])
+    await store.close()
+    assert set(call.versions.tolist()) == {0}
+    return make_sample("reply", call.sequence.tolist(), len(call.prompt_ids)), call.logprobs

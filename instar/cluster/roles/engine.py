@@ -144,6 +144,6 @@ async def _export_initial_policy(context: RoleContext, store: Store) -> Policy:
         artifact = await backend.publish(policy_path(context.config.run_dir, 0))
     finally:
         await backend.close()
-    policy = Policy(context.policy_id, 0, artifact)
-    await store.put_initial_policy(policy, context.run_id)
-    return policy
+    for policy_id in dict.fromkeys([context.policy_id, *context.config.policy_ids]):
+        await store.put_initial_policy(Policy(policy_id, 0, artifact), context.run_id)
+    return Policy(context.policy_id, 0, artifact)

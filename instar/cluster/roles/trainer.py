@@ -82,7 +82,7 @@ async def run_trainer(context: RoleContext) -> None:
                 resources.callback(window.close)
                 backend.set_pause(window.pause)
                 lineages = [create(LineageTrainer, config.select_agent(a), a) for a in config.trained_agents]
-                trainer = LiveTrainer(config, backend, lineages, may_run=window.may_run)
+                trainer = LiveTrainer(config, backend, lineages, may_run=window.may_start_step)
             else:
                 trainer = create(Trainer, config, None)
                 trainer.is_rollout_finished = not config.trains_on_groups

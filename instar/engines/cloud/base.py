@@ -3,25 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import math
+import time
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from instar.clouds.base import CloudError
 from instar.config import CloudConfig, CloudEngineConfig, ModelConfig
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import check_artifact, check_request, check_score_request
+from instar.engines.policies import LoadedPolicy, PolicyTable
 from instar.engines.stopping import StopRule, collect_eos_ids
-from instar.errors import EngineUnavailable
+from instar.errors import EngineError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_tokenizer
-from instar.types import FinishReason, Floats, Ids, Policy, PolicyRef, SamplingParams, TokenChunk
+from instar.types import (
+    Artifact,
+    FinishReason,
+    Floats,
+    Ids,
+    Policy,
+    PolicyRef,
+    SamplingParams,
+    TokenChunk,
+)
 
 T = TypeVar("T")
 
@@ -35,9 +46,14 @@ class CloudReply:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedPolicy:
-    version: int
-    client: Any
+class Sampler:
+    """The sampler of a policy on the service. Another one replaces it if the policy is exported again."""
+
+    artifact: Artifact
+    client: Any = None
+    """None for the base model until the first request."""
+    connection: int = 0
+    """The number of the connection that the client belongs to."""
 
 
 class CloudEngine(Engine):
@@ -63,12 +79,18 @@ class CloudEngine(Engine):
             streams=False,
             versions_per_token=False,
             can_score=True,
+            serves_several_policies=True,
         )
         self._slots = asyncio.Semaphore(engine_config.max_in_flight)
+        self._policies = PolicyTable(
+            Sampler(Artifact("base")),
+            engine_config.max_adapters,
+            lambda _: None,
+            serves_base=model.adapter is None,
+        )
         self._policy_lock = asyncio.Lock()
-        self._served: ServedPolicy | None = None
-        self._policy_path: str | None = None
-        """The path of the policy to serve, or None for the base model. Its version is in ``_status``."""
+        """Held while samplers are opened."""
+        self._connection_count = 0
         self._status = EngineStatus(version=0)
         self._is_closed = False
 
@@ -93,22 +115,33 @@ class CloudEngine(Engine):
     ) -> AsyncGenerator[TokenChunk, None]:
         prompt = check_request(self.info, prompt_ids, params, policy)
         async with self._acquire_slot():
-            call = self._call_with_reconnect(lambda client: self.sample(client, prompt, params))
-            reply, served = await call
-            ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
-            logprobs, behavior = reply.logprobs[: len(ids)], None
-            if params.modifies_distribution:
-                logprobs, behavior = await self._score_modified(served, prompt, ids, params)
-            self._status.prompt_tokens += len(prompt)
-            self._status.generated_tokens += len(ids)
-            yield TokenChunk(ids, logprobs, [served.version] * len(ids), behavior, reason, stop)
+            with self._lease(policy) as loaded:
+                reply = await self._call(loaded, lambda client: self.sample(client, prompt, params))
+                ids, reason, stop = self._truncate(reply, params, self.info.max_context - len(prompt))
+                logprobs, behavior = reply.logprobs[: len(ids)], None
+                if params.modifies_distribution:
+                    logprobs, behavior = await self._score_modified(loaded, prompt, ids, params)
+                self._status.prompt_tokens += len(prompt)
+                self._status.generated_tokens += len(ids)
+                version = loaded.ref.version if policy is None else policy.version
+                yield TokenChunk(ids, logprobs, [version] * len(ids), behavior, reason, stop)
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         ids = check_score_request(self.info, token_ids, policy)
-        if len(ids) < 2:
-            return np.full(len(ids), np.nan, np.float32)
         async with self._acquire_slot():
-            return (await self._call_with_reconnect(lambda client: self.score(client, ids)))[0]
+            with self._lease(policy) as loaded:
+                if len(ids) < 2:
+                    return np.full(len(ids), np.nan, np.float32)
+                return await self._call(loaded, lambda client: self.score(client, ids))
+
+    @contextmanager
+    def _lease(self, policy: PolicyRef | None) -> Generator[LoadedPolicy[Sampler]]:
+        """Yield the policy, or the served one if it is None, for one request."""
+        loaded = self._policies.acquire_head() if policy is None else self._policies.acquire(policy)
+        try:
+            yield loaded
+        finally:
+            self._policies.release(loaded)
 
     @asynccontextmanager
     async def _acquire_slot(self) -> AsyncGenerator[None]:
@@ -140,65 +173,115 @@ class CloudEngine(Engine):
         return reply.token_ids, reply.finish_reason, None
 
     async def _score_modified(
-        self, served: ServedPolicy, prompt: Ids, ids: list[int], params: SamplingParams
+        self, loaded: LoadedPolicy[Sampler], prompt: Ids, ids: list[int], params: SamplingParams
     ) -> tuple[list[float], list[float]]:
         """Return the logprobs under the full softmax and under the modified distribution. The service's own
         logprobs are not used, because they could be either. A greedy reply is scored in a second request if
         ``params.logprobs`` is True. Otherwise, all logprobs are NaN."""
         if params.temperature > 0 or not ids or not params.logprobs:
             return [math.nan] * len(ids), [math.nan] * len(ids)
-        scores = await self.score(served.client, np.concatenate([prompt, np.asarray(ids, np.int32)]))
+        sequence = np.concatenate([prompt, np.asarray(ids, np.int32)])
+        scores = await self._call(loaded, lambda client: self.score(client, sequence))
         return scores[len(prompt) :].tolist(), [0.0] * len(ids)
 
-    async def _call_with_reconnect(self, call: Callable[[Any], Awaitable[T]]) -> tuple[T, ServedPolicy]:
-        """Return the result of ``call(client)`` and its policy. Reconnect once if the session is lost."""
-        served = await self._ensure_served_policy()
+    async def _call(self, loaded: LoadedPolicy[Sampler], call: Callable[[Any], Awaitable[T]]) -> T:
+        """Return the result of ``call(client)``. Reconnect once if the session is lost."""
+        sampler = await self._open_if_needed(loaded)
         try:
-            return await call(served.client), served
+            return await call(sampler.client)
         except CloudError as failure:
             if failure.kind != "lost":
                 raise
-        served = await self._ensure_served_policy(lost=served)
-        return await call(served.client), served
+        sampler = await self._open_if_needed(loaded, lost=sampler)
+        return await call(sampler.client)
 
-    async def _ensure_served_policy(self, lost: ServedPolicy | None = None) -> ServedPolicy:
-        """Return the served policy, and open it if necessary. If it is ``lost``, reconnect first."""
+    async def _open_if_needed(self, loaded: LoadedPolicy[Sampler], lost: Sampler | None = None) -> Sampler:
+        """Return the policy's sampler. If it is ``lost``, reconnect first, after which the samplers of other
+        policies are opened again when a request needs them."""
+        if self._is_open(loaded.content) and loaded.content is not lost:
+            return loaded.content
         async with self._policy_lock:
-            if self._is_closed:
-                raise EngineUnavailable("The engine is closed.")
-            if self._served is not None and self._served is not lost:
-                return self._served
-            if lost is not None:
-                await self.disconnect()
-            client = await self.open_sampler(self._policy_path)
-            self._served = ServedPolicy(self._status.version, client)
-            return self._served
+            sampler = loaded.content
+            if sampler is lost and self._is_open(sampler):
+                _check_not_expired(loaded.ref, sampler.artifact)
+                await self._reconnect()
+            if not self._is_open(sampler) or sampler is lost:
+                loaded.content = await self._open(loaded.ref, sampler.artifact)
+            return loaded.content
+
+    def _is_open(self, sampler: Sampler) -> bool:
+        return sampler.client is not None and sampler.connection == self._connection_count
+
+    async def _open(self, ref: PolicyRef, artifact: Artifact) -> Sampler:
+        """Connect if necessary, and open a sampler. The caller holds the lock. Raises EngineError if the
+        sampler has expired, and CloudError."""
+        if self._is_closed:
+            raise EngineUnavailable("The engine is closed.")
+        _check_not_expired(ref, artifact)
+        path = None if artifact.kind == "base" else artifact.path
+        try:
+            client = await self.open_sampler(path)
+        except CloudError as failure:
+            if failure.kind != "lost":
+                raise
+            if path is not None and await self._is_connected():
+                raise CloudError("refused", str(failure)) from None
+            await self._reconnect()
+            client = await self.open_sampler(path)
+        return Sampler(artifact, client, self._connection_count)
+
+    async def _is_connected(self) -> bool:
+        """Return False if the session is lost, and not only a sampler."""
+        try:
+            await self.open_sampler(None)
+        except CloudError as failure:
+            if failure.kind != "lost":
+                raise
+            return False
+        return True
+
+    async def _reconnect(self) -> None:
+        self._connection_count += 1
+        await self.disconnect()
 
     async def load(self, policy: Policy) -> None:
         check_artifact(self.info, policy)
-        path = None if policy.artifact.kind == "base" else policy.artifact.path
         async with self._policy_lock:
-            if self._is_closed:
-                raise EngineUnavailable("The engine is closed.")
-            try:
-                try:
-                    client = await self.open_sampler(path)
-                except CloudError as failure:
-                    if failure.kind != "lost":
-                        raise
-                    await self.disconnect()
-                    client = await self.open_sampler(path)
-            except CloudError as failure:
-                raise failure.to_engine_error() from None
-            self._status.version, self._policy_path = policy.version, path
-            self._served = ServedPolicy(policy.version, client)
+            self._policies.set_head(policy.ref, await self._open_policy(policy))
+
+    async def keep(self, policy: Policy) -> None:
+        check_artifact(self.info, policy)
+        async with self._policy_lock:
+            if policy.ref not in self._policies:
+                self._policies.make_room(policy.ref)
+                return self._policies.keep(policy.ref, await self._open_policy(policy))
+            with self._lease(policy.ref) as loaded:
+                # Another process may still have the path of an earlier export.
+                if (policy.artifact.expires_at or 0.0) > (loaded.content.artifact.expires_at or 0.0):
+                    loaded.content = await self._open_policy(policy)
+
+    async def _open_policy(self, policy: Policy) -> Sampler:
+        try:
+            return await self._open(policy.ref, policy.artifact)
+        except CloudError as failure:
+            raise failure.to_engine_error() from None
+
+    async def unload(self, policy: PolicyRef) -> None:
+        self._policies.unload(policy)
 
     async def status(self) -> EngineStatus:
-        return copy.copy(self._status)
+        version, policies = self._policies.head.ref.version, self._policies.refs
+        return msgspec.structs.replace(self._status, version=version, policies=policies)
 
     async def close(self) -> None:
         async with self._policy_lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._served = None
-                await self.disconnect()
+                await self._reconnect()
+
+
+def _check_not_expired(ref: PolicyRef, artifact: Artifact) -> None:
+    if artifact.expires_at is not None and artifact.expires_at <= time.time():
+        raise EngineError(
+            f"The sampler of {ref} has expired on the service. The trainer exports it again while it runs."
+        )

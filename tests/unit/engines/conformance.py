@@ -9,16 +9,18 @@ request.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from instar.engines.base import Engine, Prompt
-from instar.errors import EngineError, PolicyNotFound, PromptTooLong
+from instar.errors import EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
 from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
 
@@ -277,9 +279,13 @@ class MultiPolicyConformance(EngineConformance):
     """Further tests for engines that serve several policies."""
 
     @pytest.fixture
-    def policies(self, adapters: list[Path]) -> list[Policy]:
-        """Two versions with different adapters."""
-        return [Policy("p", v, Artifact("adapter", str(path))) for v, path in enumerate(adapters, 1)]
+    def artifacts(self, adapters: list[Path]) -> list[Artifact]:
+        """Two artifacts with different weights."""
+        return [Artifact("adapter", str(path)) for path in adapters]
+
+    @pytest.fixture
+    def policies(self, artifacts: list[Artifact]) -> list[Policy]:
+        return [Policy("p", version, artifact) for version, artifact in enumerate(artifacts, 1)]
 
     async def test_policies_in_one_batch_reply_as_each_does_alone(
         self, engine: Engine, prompt: list[int], policies: list[Policy]
@@ -368,9 +374,9 @@ class MultiPolicyConformance(EngineConformance):
             await engine.unload(policies[0].ref)
 
     async def test_least_recently_used_policy_is_unloaded_at_the_limit(
-        self, engine: Engine, prompt: list[int], adapters: list[Path]
+        self, engine: Engine, prompt: list[int], artifacts: list[Artifact]
     ) -> None:
-        artifact = Artifact("adapter", str(adapters[0]))
+        artifact = artifacts[0]
         await engine.load(Policy("p", 1, artifact))
         for version in (2, 3, 4):
             await engine.keep(Policy("p", version, artifact))
@@ -382,3 +388,76 @@ class MultiPolicyConformance(EngineConformance):
         assert [ref.version for ref in (await engine.status()).policies] == [2, 4, 5, 6]
         with pytest.raises(PolicyNotFound):
             await collect(engine, prompt, policy=PolicyRef("p", 3), max_tokens=2)
+
+
+class CloudConformance(MultiPolicyConformance):
+    """The tests for engines of training services. Subclasses provide an ``artifacts`` fixture. Replies arrive
+    as one chunk, so tests that read part of a reply are overridden."""
+
+    async def test_info_describes_the_engine(self, engine: Engine) -> None:
+        info = engine.info
+        assert (info.vocab_size, info.max_context) == (len(TOKENIZER), self.max_context)
+        assert info.artifacts == ("base", "remote")
+        assert not info.streams
+        assert not info.versions_per_token
+
+    async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
+        stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
+        pending_task = asyncio.ensure_future(anext(stream))
+        while not (await engine.status()).running:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        pending_task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await pending_task
+        status = await engine.status()
+        assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
+
+    async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {0}
+        await engine.load(Policy("p", 5, Artifact("base")))
+        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {5}
+        assert (await engine.status()).version == 5
+
+    async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
+        with pytest.raises(EngineError, match="not adapter"):
+            await engine.load(Policy("p", 6, Artifact("adapter", "/somewhere")))
+        assert (await engine.status()).version == 0
+
+    async def test_renewed_policy_is_sampled_at_its_new_path(
+        self, engine: Engine, prompt: list[int], artifacts: list[Artifact]
+    ) -> None:
+        """A version keeps its weights when it is exported again. Different ones show which path is used."""
+        old, new = artifacts
+        assert old.expires_at is not None
+        new = msgspec.structs.replace(new, expires_at=old.expires_at + 1)
+        await engine.keep(Policy("p", 1, new))
+        expected = await collect(engine, prompt, policy=PolicyRef("p", 1), max_tokens=6, temperature=0)
+        await engine.unload(PolicyRef("p", 1))
+        await engine.keep(Policy("p", 1, old))
+        before = await collect(engine, prompt, policy=PolicyRef("p", 1), max_tokens=6, temperature=0)
+        assert get_logprobs(before) != get_logprobs(expected)
+        stream = engine.generate(prompt, SamplingParams(max_tokens=100, temperature=0), PolicyRef("p", 1))
+        in_flight = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        await engine.keep(Policy("p", 1, new))
+        await engine.keep(Policy("p", 1, old))  # from a process that has not read the new path yet
+        for number in range(2):
+            after = await collect(engine, prompt, policy=PolicyRef("p", 1), max_tokens=6, temperature=0)
+            assert get_logprobs(after) == pytest.approx(get_logprobs(expected), abs=1e-5), number
+        assert set((await in_flight).versions) == {1}
+        assert (await engine.status()).policies == (PolicyRef("p", 1),)
+
+    async def test_expired_and_missing_samplers_are_rejected_without_disturbing_others(
+        self, engine: Engine, prompt: list[int], policies: list[Policy]
+    ) -> None:
+        await engine.keep(policies[0])
+        in_flight = asyncio.create_task(collect(engine, prompt, policy=policies[0].ref, max_tokens=150))
+        await asyncio.sleep(0.05)
+        expired = msgspec.structs.replace(policies[1].artifact, expires_at=time.time() - 1)
+        missing = Artifact("remote", policies[1].artifact.path + "-missing", time.time() + 100)
+        for artifact, message in ((expired, "p@2 has expired"), (missing, "missing")):
+            with pytest.raises(EngineError, match=message) as caught:
+                await engine.keep(Policy("p", 2, artifact))
+            assert not isinstance(caught.value, EngineUnavailable), "the engine itself is available"
+        assert set(get_versions(await in_flight)) == {1}
+        assert (await engine.status()).policies == (PolicyRef("p", 1),)

@@ -18,9 +18,9 @@ from instar.conformance.cases import LOSS
 from instar.engines.base import Engine
 from instar.engines.cloud.tinker import TinkerSampler
 from instar.errors import EngineError, EngineUnavailable
-from instar.types import Artifact, Policy, SamplingParams
+from instar.types import Artifact, Policy
 from tests.sdk_leaks import IGNORE_SDK_LEAKS, collect_sdk_leaks
-from tests.unit.engines.conformance import EngineConformance, collect, get_ids, get_logprobs, get_versions
+from tests.unit.engines.conformance import CloudConformance, collect, get_ids, get_logprobs, get_versions
 from tests.unit.protocol.serving import serve_in_thread
 
 API_KEY = "tml-test-key"
@@ -57,45 +57,33 @@ async def engine(model: ModelConfig, url: str) -> AsyncGenerator[Engine]:
     await sampler.close()
 
 
-async def train_and_publish(model: ModelConfig, url: str, tmp_path: Path) -> tuple[TinkerBackend, Artifact]:
+async def train_and_publish(model: ModelConfig, url: str, path: Path) -> tuple[TinkerBackend, Artifact]:
     backend = TinkerBackend(model, make_backend_config(url), seed=1)
     await backend.start()
     await backend.forward_backward(make_tree_samples(), LOSS)
     await backend.optim_step(AdamConfig(lr=0.05))
-    return backend, await backend.publish(tmp_path / "v000001")
+    return backend, await backend.publish(path)
 
 
-class TestConformance(EngineConformance):
-    """Replies arrive as one chunk, so tests that read part of a reply are overridden."""
+@pytest.fixture(scope="module")
+def published(model: ModelConfig, url: str) -> list[Artifact]:
+    """The artifacts after two training steps."""
 
-    async def test_info_describes_the_engine(self, engine: Engine) -> None:
-        info = engine.info
-        assert (info.kind, info.vocab_size, info.max_context) == ("tinker", 320, 256)
-        assert info.artifacts == ("base", "remote")
-        assert not info.streams
-        assert not info.versions_per_token
+    async def publish() -> list[Artifact]:
+        backend, first = await train_and_publish(model, url, Path("v000001"))
+        await backend.forward_backward(make_tree_samples(), LOSS)
+        await backend.optim_step(AdamConfig(lr=0.05))
+        second = await backend.publish(Path("v000002"))
+        await backend.close()
+        return [first, second]
 
-    async def test_closed_stream_frees_the_engine(self, engine: Engine, prompt: list[int]) -> None:
-        stream = engine.generate(prompt, SamplingParams(max_tokens=200, temperature=0))
-        pending_task = asyncio.ensure_future(anext(stream))
-        while not (await engine.status()).running:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-        pending_task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await pending_task
-        status = await engine.status()
-        assert (status.running, status.waiting, status.generated_tokens) == (0, 0, 0)
+    return asyncio.run(publish())
 
-    async def test_load_changes_the_version_of_later_tokens(self, engine: Engine, prompt: list[int]) -> None:
-        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {0}
-        await engine.load(Policy("p", 5, Artifact("base")))
-        assert set(get_versions(await collect(engine, prompt, max_tokens=3))) == {5}
-        assert (await engine.status()).version == 5
 
-    async def test_load_rejects_unsupported_artifacts(self, engine: Engine) -> None:
-        with pytest.raises(EngineError, match="not adapter"):
-            await engine.load(Policy("p", 6, Artifact("adapter", "/somewhere")))
-        assert (await engine.status()).version == 0
+class TestConformance(CloudConformance):
+    @pytest.fixture
+    def artifacts(self, published: list[Artifact]) -> list[Artifact]:
+        return published
 
 
 async def test_tinker_sampler_samples_the_published_policy(
@@ -162,7 +150,7 @@ async def test_tinker_sampler_reconnects_after_a_server_restart(model: ModelConf
     ):
         after = await collect(engine, PROMPT, max_tokens=5, temperature=0)
         assert (get_ids(before), get_versions(before)) == (get_ids(after), get_versions(after))
-        with pytest.raises(EngineUnavailable):
+        with pytest.raises(EngineError, match="no longer has"):
             await engine.load(Policy("p", 2, Artifact("remote", "tinker://missing/sampler_weights/missing")))
         assert (await engine.status()).version == 1
         assert get_ids(await collect(engine, PROMPT, max_tokens=5, temperature=0)) == get_ids(before)

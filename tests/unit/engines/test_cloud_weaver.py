@@ -27,6 +27,7 @@ from instar.engines.local.engine import LocalEngine
 from instar.errors import EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Artifact, Policy, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
+from tests.unit.engines.conformance import CloudConformance
 from tests.unit.protocol.serving import serve_in_thread
 
 API_KEY = "sk-weaver-test"
@@ -48,19 +49,26 @@ def url(model: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Generat
 
 
 @pytest.fixture(scope="module")
-def trained_artifact(model: ModelConfig, url: str) -> Artifact:
-    """The artifact that a backend published after one training step."""
+def published(model: ModelConfig, url: str) -> list[Artifact]:
+    """The artifacts that a backend published after each of two training steps."""
 
-    async def publish() -> Artifact:
+    async def publish() -> list[Artifact]:
         backend = WeaverBackend(model, make_backend_config(url))
         await backend.start()
-        await backend.forward_backward(make_tree_samples(), LOSS)
-        await backend.optim_step(AdamConfig(lr=0.05))
-        artifact = await backend.publish(Path("v000001"))
+        artifacts: list[Artifact] = []
+        for version in (1, 2):
+            await backend.forward_backward(make_tree_samples(), LOSS)
+            await backend.optim_step(AdamConfig(lr=0.05))
+            artifacts.append(await backend.publish(Path(f"v00000{version}")))
         await backend.close()
-        return artifact
+        return artifacts
 
     return asyncio.run(publish())
+
+
+@pytest.fixture(scope="module")
+def trained_artifact(published: list[Artifact]) -> Artifact:
+    return published[0]
 
 
 def make_backend_config(url: str, **overrides: object) -> WeaverBackendConfig:
@@ -81,6 +89,16 @@ async def create_engine(model: ModelConfig, url: str) -> AsyncGenerator[CreateEn
     yield build
     for engine in engines:
         await engine.close()
+
+
+class TestConformance(CloudConformance):
+    @pytest.fixture
+    async def engine(self, create_engine: CreateEngine) -> Engine:
+        return create_engine()
+
+    @pytest.fixture
+    def artifacts(self, published: list[Artifact]) -> list[Artifact]:
+        return published
 
 
 async def sample_reply(engine: Engine, **params: object) -> TokenChunk:

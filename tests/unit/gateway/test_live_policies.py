@@ -23,20 +23,27 @@ LIVE = LiveOptions()
 DEADLINE_SECONDS = 120
 
 
-class BrokenFolderEngine(ScriptedEngine):
-    """A scripted engine that cannot read the folder `broken`."""
+class FolderEngine(ScriptedEngine):
+    """A scripted engine that cannot read the folder `broken`, and takes a second to read `slow`."""
+
+    def __init__(self, model: ModelConfig, config: ScriptedEngineConfig) -> None:
+        super().__init__(model, config)
+        self.paths: list[str] = []
 
     async def keep(self, policy: Policy) -> None:
         if policy.artifact.path == "broken":
             raise EngineError("The adapter in broken cannot be read.")
+        if policy.artifact.path == "slow":
+            await asyncio.sleep(1.0)
+        self.paths.append(policy.artifact.path)
         await super().keep(policy)
 
 
-def make_engine(model: ModelConfig, *, delay: float = 0.0, max_adapters: int = 4) -> ScriptedEngine:
+def make_engine(model: ModelConfig, *, delay: float = 0.0, max_adapters: int = 4) -> FolderEngine:
     script = ScriptedEngineConfig(
         function="tests.unit.gateway.scripts:reply", delay=delay, max_adapters=max_adapters
     )
-    return BrokenFolderEngine(model, script)
+    return FolderEngine(model, script)
 
 
 async def wait_until(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -131,6 +138,23 @@ async def open_canary_session(gateway: RunningGateway, canary: int) -> str:
             assert session is not None
             if session.canary_version == canary:
                 return opened.session_id
+
+
+async def test_canary_that_is_exported_again_serves_its_sessions_without_a_gap(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
+    engine = make_engine(model)
+    gateway = await start_gateway(engine, live=LIVE)
+    first = await publish_serving(gateway.store, POLICY)
+    await wait_for_version(gateway, first)
+    canary = await publish_canary(gateway.store, POLICY)
+    session_id = await open_canary_session(gateway, canary)
+    for version in (first, canary):
+        await gateway.store.publish(Policy(POLICY, version, Artifact("remote", "slow")))
+    async with asyncio.timeout(DEADLINE_SECONDS):
+        while engine.paths.count("slow") < 2:
+            response = await chat(gateway, path=f"/s/{session_id}")
+            assert await get_versions(gateway, response) == {canary}
 
 
 async def test_version_that_cannot_be_loaded_leaves_the_old_one_serving(

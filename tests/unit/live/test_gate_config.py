@@ -28,6 +28,15 @@ async def test_training_full_weights_is_rejected(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+async def test_checkpoints_at_intervals_are_rejected_on_a_service(tmp_path: Path) -> None:
+    model = {"name": str(make_tiny_model(tmp_path / "model")), "device": "cpu"}
+    backend = {"type": "weaver", "api_key": "k", "base_url": "http://127.0.0.1:9"}
+    settings = {**LIVE, "dir": tmp_path / "run", "model": model, "backend": backend}
+    with pytest.raises(ConfigError, match=r"trainer\.checkpoint_every: must be 1 with data 'live' .* got 5"):
+        await train(RunConfig.model_validate({**settings, "trainer": {"checkpoint_every": 5}}))
+    assert not (tmp_path / "run").exists()
+
+
 def test_only_runs_on_live_data_with_a_mode_have_a_gate() -> None:
     assert RunConfig.model_validate(LIVE).has_gate
     assert not RunConfig.model_validate({**LIVE, "live": {"gate": {"mode": "off"}}}).has_gate

@@ -91,8 +91,6 @@ class FaultyBackend(LocalBackend):
         self.initial_state = config.run_dir / "initial_state"
         self.trained_sessions: list[str] = []
         """The sessions of all samples that were trained on."""
-        self.artifact_lifetime_seconds: float | None = None
-        """Seconds until published artifacts expire, or None if they do not."""
 
     async def start(self) -> None:
         """Save the initial state when the run starts, and load it when the run is restarted."""
