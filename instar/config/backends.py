@@ -17,7 +17,8 @@ class LoraConfig(Section):
     alpha: float = 32.0
     """Scale of the adapter: its output is multiplied by `alpha` / `rank`."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the modules to adapt, or `all-linear` for all linear layers."""
+    """Names of the modules to adapt, or `all-linear` for all linear layers except the output layer. Experts
+    whose weights are stored as one tensor cannot be adapted."""
 
 
 class LocalBackendConfig(Section):

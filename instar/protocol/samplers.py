@@ -17,6 +17,7 @@ from instar.async_utils import map_concurrently
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.base import EngineInfo
 from instar.engines.checks import check_request, check_score_request
+from instar.engines.local.check import check_architecture
 from instar.engines.local.engine import LocalEngine, compute_kv_tokens
 from instar.engines.local.model import EngineModel
 from instar.errors import EngineError
@@ -43,6 +44,7 @@ class SamplerPool:
 
     def __init__(self, model: ModelConfig, base: Any, *, max_engines: int, threads: int | None) -> None:
         self._model_config = model
+        check_architecture(model)
         self._model = EngineModel(model, base)
         self._tokenizer: Any = load_tokenizer(self._model.folder)
         self._max_engines = max_engines

@@ -9,6 +9,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from instar.backends.local.check import check_architecture
 from instar.backends.local.model import load_base
 from instar.config import ModelConfig
 from instar.protocol.base import AdapterSpec, ProtocolError, SampledSequence, ServiceLimits, convert_errors
@@ -54,6 +55,7 @@ class TrainingService:
         """Load the base model. Raises ConfigError if that fails or another server uses the folder."""
         self.checkpoints = CheckpointStore(self._folder)
         try:
+            await asyncio.to_thread(check_architecture, self._model_config)
             self._base = await asyncio.to_thread(load_base, self._model_config)
             self._sampler_pool = await asyncio.to_thread(
                 SamplerPool,

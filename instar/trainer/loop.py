@@ -106,7 +106,7 @@ class Trainer:
                 while not self.is_done() and await self._run_step():
                     pass
                 await self.save_unsaved_steps()
-                await self.publisher.push_skipped()
+                await self.publisher.push_last()
                 self.activity = "finished"
                 return
             except BackendLost as error:

@@ -43,7 +43,7 @@ class PolicyPublisher:
     def __post_init__(self) -> None:
         self._skipped: list[Policy] = []
         """The policies that are newer than the pushed one, oldest first."""
-        self._pushed_version: int | None = None
+        self._pushed: Policy | None = None
         self._is_due = False
         """True if the next policy must be pushed regardless of ``every``."""
         self._refusals = 0
@@ -55,11 +55,15 @@ class PolicyPublisher:
         """The Unix time at which the newest policy must be exported again and pushed, because an artifact
         that engines use expires soon, or None if none expires."""
 
+    @property
+    def _pushed_version(self) -> int | None:
+        return None if self._pushed is None else self._pushed.version
+
     def require_push(self) -> None:
         """Push the next policy even if it is not due. After a recovery, the last push may be tombstoned, and
         after a rewind, it is worse than the next policy."""
         self._skipped.clear()
-        self._pushed_version, self._is_due = None, True
+        self._pushed, self._is_due = None, True
 
     async def push_if_due(self, policy: Policy) -> None:
         self._skipped.append(policy)
@@ -70,16 +74,20 @@ class PolicyPublisher:
         if self.renewal_time is None:  # engines that restart load this policy
             self.renewal_time = compute_renewal_time(policy.artifact)
 
-    async def push_skipped(self) -> None:
-        """Push the newest policy, unless it has been pushed."""
+    async def push_last(self) -> None:
+        """Push the newest policy, unless it has been pushed, and again while all engines refuse it. Raises
+        SyncError if they keep refusing it."""
         if self._skipped:
             await self.push(self._skipped[-1])
+        while self._refusals and self._pushed is not None:
+            await asyncio.sleep(self.poll_seconds)
+            await self.push(self._pushed)
 
     async def push(self, policy: Policy) -> None:
         """Push the policy to every engine. If an engine cannot be reached, it keeps its version, and the run
         continues. Raises SyncError if `MAX_REFUSALS` pushes in a row were refused."""
         self._skipped.clear()
-        self._pushed_version, self._is_due = policy.version, False
+        self._pushed, self._is_due = policy, False
         self.renewal_time = compute_renewal_time(policy.artifact)
         engines = await self.list_engines()
         started_at = time.monotonic()

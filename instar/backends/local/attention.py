@@ -256,11 +256,10 @@ def tree_attention(
     """Compute one attention layer for transformers, from query [1, H, T, D] and key, value [1, K, T, D]."""
     for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
         if kwargs.get(name) is not None:
-            raise BackendError(f"the local backend does not support attention with {name}")
+            raise BackendError(f"Its attention uses {name}, which the local backend does not support")
     if tree_plan is None:
         raise BackendError(
-            f"the local backend does not support {type(module).__name__}, because the model does not pass "
-            "keyword arguments to its attention function"
+            f"{type(module).__name__} does not get the keyword arguments that are passed to the model"
         )
     tree_plan.calls += 1
     device = query.device.type

@@ -24,6 +24,7 @@ from instar.backends.base import (
 )
 from instar.backends.check import check_samples, make_nan_logprobs, select_trained
 from instar.backends.local import losses, state
+from instar.backends.local.check import check_architecture
 from instar.backends.local.model import TrainedModel, load_model, load_reference
 from instar.backends.local.pack import IntArray, PackedRow, pack, split_micro_batches
 from instar.backends.threaded import ThreadedBackend, do_nothing, in_thread
@@ -66,6 +67,8 @@ class LocalBackend(ThreadedBackend):
         if self._config.threads is not None:
             torch.set_num_threads(self._config.threads)
         with RNG_LOCK:
+            if base_model is None:
+                check_architecture(model)
             # torch starts from a random seed, but the RNG state in a checkpoint must be reproducible.
             torch.manual_seed(seed)
             self._model = load_model(model, self._config, seed, base_model)

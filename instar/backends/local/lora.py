@@ -14,7 +14,8 @@ from typing import Any, cast
 
 import peft
 import torch
-from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.layer import Linear, LoraLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -22,10 +23,12 @@ from instar.backends.weight_export import ADAPTER
 from instar.config import LoraConfig
 from instar.errors import BackendError
 
+PEFT_PREFIX = "base_model.model."
+
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:
     """Wrap the model with an fp32 adapter that is initialized from the seed, and freeze the base weights."""
-    targets = config.targets if config.targets == "all-linear" else list(config.targets)
+    targets = _list_linear_layers(model) if config.targets == "all-linear" else list(config.targets)
     lora = peft.LoraConfig(
         r=config.rank,
         lora_alpha=cast(int, config.alpha),
@@ -39,23 +42,45 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
         torch.manual_seed(seed)
         try:
             with warnings.catch_warnings():
-                # With tied embeddings, the adapter changes only the output layer, which is intended.
-                warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")
+                # PEFT warns of targets that are refused below. With tied embeddings, it warns that an adapter
+                # changes only the output layer, which is intended.
+                warnings.simplefilter("ignore")
                 wrapped = cast(peft.PeftModel, peft.get_peft_model(model, lora, autocast_adapter_dtype=True))
         except ValueError as error:
             raise BackendError(
                 f"backend.lora.targets: PEFT cannot adapt {config.targets!r} ({error}); name linear layers "
                 "of the model, or use all-linear"
             ) from error
-    for module in wrapped.modules():
+    for name, module in wrapped.named_modules():
         if isinstance(module, Linear) and _can_fuse(module):
             module.forward = partial(_forward, module)
+        elif isinstance(module, LoraLayer):
+            raise BackendError(
+                f"backend.lora.targets: {name.removeprefix(PEFT_PREFIX)} is a "
+                f"{type(module.get_base_layer()).__name__}, and engines serve only adapters of linear layers; "
+                "name such layers, or set backend.lora to null"
+            )
     return wrapped
+
+
+def _list_linear_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the linear layers except the output layer. In some models with experts, PEFT takes
+    the names of other linear layers for those of experts, whose adapters engines cannot serve."""
+    head = model.get_output_embeddings()
+    modules = cast(nn.Module, model).named_modules()
+    names = [name for name, module in modules if type(module) is nn.Linear and module is not head]
+    if not names:
+        raise BackendError(
+            f"backend.lora.targets: {type(model).__name__} has no linear layers; set backend.lora to null"
+        )
+    converted = peft.LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(converted, model, None)
+    return sorted(cast(set[str], converted.target_modules))
 
 
 def _can_fuse(module: Linear) -> bool:
     return (
-        isinstance(module.get_base_layer(), nn.Linear)
+        type(module.get_base_layer()) is nn.Linear
         and not module.lora_variant
         and not module.fan_in_fan_out
         and isinstance(module.lora_dropout[ADAPTER], nn.Identity)

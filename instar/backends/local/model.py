@@ -1,4 +1,4 @@
-"""Load the model to train, check that it supports packing, and compute logprobs."""
+"""Load the model to train, and compute logprobs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import peft
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from instar.backends.local.attention import ATTENTION_NAME, TreeAttentionPlan, make_attention_plan
@@ -28,8 +28,6 @@ from instar.models import copy_with_shared_weights, device_and_dtype, resolve_mo
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_TOKENS = 256
 """The maximum number of tokens whose logits are in memory at the same time."""
-LOGIT_SETTINGS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "attn_logit_softcapping")
-"""Model settings that scale or cap logits, which the local backend does not implement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +51,21 @@ class TrainedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
         """Return the fp32 logprobs at these row positions, which must not include a sample's first token."""
         plan = make_attention_plan(packed, self.device, self.dtype)
         with self._autocast():
             hidden_states = self._compute_hidden_states(packed, plan)
-            rows = hidden_states[self._to_tensor(packed.previous[positions])]
+            rows = hidden_states[self._to_tensor(packed.previous[positions])] * self._get_logit_scale()
             head = cast(nn.Module, self.model.get_output_embeddings())
             targets = self._to_tensor(packed.token_ids[positions])
             return _compute_target_logprobs(head, rows, targets, self._pause)
+
+    def _get_logit_scale(self) -> float:
+        config = self.model.config.get_text_config()
+        return getattr(config, "logit_scale", None) or 1 / (getattr(config, "logits_scaling", None) or 1.0)
 
     def pause_between_layers(self, pause: Callable[[], None]) -> None:
         """Call ``pause`` before every linear layer, in the forward and the backward pass, and between chunks
@@ -110,11 +112,10 @@ class TrainedModel:
         plan = make_attention_plan(packed, self.device, self.dtype)
         with torch.no_grad(), self._autocast():
             self._compute_hidden_states(packed, plan)
-        layer_count = self.model.config.num_hidden_layers
+        layer_count = self.model.config.get_text_config().num_hidden_layers
         if plan.calls != layer_count:
             raise BackendError(
-                f"the local backend does not support {type(self.model).__name__}: only "
-                f"{plan.calls} of its {layer_count} layers use attention that supports packing"
+                f"Its {layer_count} layers call attention that supports packing {plan.calls} times"
             )
 
     def write(self, folder: Path) -> None:
@@ -168,30 +169,18 @@ def load_reference(config: ModelConfig, backend: LocalBackendConfig) -> TrainedM
 
 
 def _read_model(folder: Path, dtype: torch.dtype) -> PreTrainedModel:
-    _check_supported(cast(PreTrainedConfig, AutoConfig.from_pretrained(folder)))
     logging.disable_progress_bar()
-    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    model = cast(PreTrainedModel, loaded)
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    return prepare_model(cast(PreTrainedModel, loaded))
+
+
+def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
+    """Let the model use the backend's attention and no dropout."""
+    model.set_attn_implementation(ATTENTION_NAME)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     return model
-
-
-def _check_supported(config: PreTrainedConfig) -> None:
-    def unsupported_error(feature: str) -> BackendError:
-        return BackendError(f"the local backend does not support {config.model_type} models with {feature}")
-
-    if config.is_encoder_decoder:
-        raise unsupported_error("an encoder")
-    layer_types = cast(list[str], getattr(config, "layer_types", None) or [])
-    if unsupported_types := sorted(set(layer_types) - {"full_attention"}):
-        raise unsupported_error(f"layers of type {', '.join(unsupported_types)}")
-    if not layer_types and getattr(config, "sliding_window", None) is not None:
-        raise unsupported_error(f"a sliding window (sliding_window: {config.sliding_window})")
-    for name in LOGIT_SETTINGS:
-        if getattr(config, name, None) not in (None, 1.0):
-            raise unsupported_error(f"{name}: {getattr(config, name)}")
 
 
 def _compute_target_logprobs(

@@ -98,7 +98,8 @@ def attend(
     [1, heads, T, head dim]. With a ShapeProbe, only record the shapes and return zeros."""
     if isinstance(instar_plan, ShapeProbe):
         return _record_shape(module, query, key, value, instar_plan, kwargs), None
-    assert instar_plan is not None, "the model does not pass keyword arguments to its attention"
+    if instar_plan is None:
+        raise EngineError("The model does not pass keyword arguments to its attention")
     plan = instar_plan
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
@@ -232,14 +233,11 @@ def _record_shape(
     for name in ("sliding_window", "softcap", "s_aux", "sinks", "position_bias"):
         if kwargs.get(name) is not None:
             raise EngineError(
-                f"The local engine supports only plain causal attention, but this model uses {name}; set "
-                "engine.type to vllm."
+                f"Its attention uses {name}, but the local engine supports only plain causal attention"
             )
     if key.shape != value.shape:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise EngineError(
-            f"The local engine needs equal key and value shapes, got {shapes}; set engine.type to vllm."
-        )
+        raise EngineError(f"The local engine needs keys and values of equal shapes, but they are {shapes}")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])
     return torch.zeros_like(query).transpose(1, 2)

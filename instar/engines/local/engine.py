@@ -19,6 +19,7 @@ from instar.config import LocalEngineConfig, ModelConfig
 from instar.cpu import read_free_memory
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, one_policy_error
 from instar.engines.checks import check_artifact, check_request, check_score_request
+from instar.engines.local.check import check_architecture
 from instar.engines.local.determinism import choose_threads
 from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.model import EngineModel, PolicyUpdate
@@ -45,6 +46,8 @@ class LocalEngine(Engine):
         stop_at_eos: bool = True,
         shared_model: EngineModel | None = None,
     ) -> None:
+        if shared_model is None:
+            check_architecture(model)
         self._model = shared_model or EngineModel(model)
         self._tokenizer: Any = tokenizer or load_tokenizer(self._model.folder)
         self._eos_ids = self._model.get_eos_ids(self._tokenizer) if stop_at_eos else set[int]()

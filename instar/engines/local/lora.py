@@ -105,7 +105,7 @@ def read_adapter(folder: Path, model: nn.Module, dtype: torch.dtype, device: str
     adapter: dict[str, LoraPair] = {}
     for name, matrices in updates.items():
         module = modules.get(name)
-        if not isinstance(module, nn.Linear):
+        if not isinstance(module, EngineLinear):
             raise EngineError(f"The adapter updates {name}, which is not a linear layer of this model.")
         check_update(name, matrices, (module.out_features, module.in_features))
         down, up = matrices["A"], matrices["B"].float().T * scale

@@ -133,9 +133,8 @@ class EngineModel:
         shapes = set(probe.shapes.values())
         if sorted(probe.shapes) != list(range(layer_count)) or len(shapes) != 1:
             raise EngineError(
-                "The local engine needs full attention with the same shape in all layers, but "
-                f"{self.folder} has full attention in {len(probe.shapes)} of {layer_count} layers, with "
-                f"{len(shapes)} shapes; set engine.type to vllm."
+                "The local engine needs supported attention with the same shape in all layers, but "
+                f"{len(probe.shapes)} of {layer_count} layers have it, with {len(shapes)} shapes"
             )
         ((kv_heads, head_dim),) = shapes
         return KVShape(layer_count, kv_heads, head_dim, self.dtype, self.device)

@@ -81,8 +81,8 @@ async def test_publisher_pushes_one_of_several_policies() -> None:
         await publisher.push_if_due(make_policy(version))
         versions.append(engine.version)
     assert versions == [0, 0, 3, 3, 3, 6, 6, 6]
-    await publisher.push_skipped()
-    await publisher.push_skipped()
+    await publisher.push_last()
+    await publisher.push_last()
     assert (engine.version, engine.attempts) == (8, 3)
 
 
@@ -145,6 +145,23 @@ async def test_publisher_fails_when_all_engines_keep_refusing(log: list[str]) ->
     with pytest.raises(SyncError, match="rank 64 is not supported"):
         await publisher.sync_while_waiting(HEAD, asyncio.sleep(60))
     assert len(log) == 2 * MAX_REFUSALS
+
+
+async def test_run_fails_if_its_last_version_was_refused_by_all_engines() -> None:
+    """A run of a few quick steps ends before the publisher has retried often enough to fail."""
+    publisher = make_publisher(LoadingEngine(*[EngineError("experts are not supported")] * 99))
+    await publisher.push_if_due(make_policy(1))
+    await publisher.push_if_due(make_policy(2))
+    with pytest.raises(SyncError, match=r"version 2 .*experts are not supported"):
+        await publisher.push_last()
+
+
+async def test_last_version_that_an_engine_loads_after_a_refusal_is_served() -> None:
+    engine = LoadingEngine(EngineError("out of memory"))
+    publisher = make_publisher(engine)
+    await publisher.push_if_due(make_policy(1))
+    await publisher.push_last()
+    assert engine.version == 1
 
 
 async def test_publisher_fails_when_the_route_keeps_failing() -> None:

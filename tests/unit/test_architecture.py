@@ -1,0 +1,76 @@
+"""Tests that models which the local engine or backend would compute wrongly are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from instar.architecture import shrink_config
+from instar.backends.local.backend import LocalBackend
+from instar.config import LocalBackendConfig, LocalEngineConfig, ModelConfig
+from instar.engines.local.engine import LocalEngine
+from instar.errors import BackendError, EngineError
+from instar.models import cache_dir
+from tests.tiny import make_tiny_model
+
+WRONG_TYPES = ("falcon_h1", "diffllama", "bert", "doge", "bart")
+"""Types that run, but of which some layers or masks would be ignored."""
+FAILING_TYPES = ("mistral3", "deepseek_v3", "glm_moe_dsa", "falcon", "gptj", "stablelm", "mamba")
+"""Types whose code fails in other ways with a custom attention function."""
+
+
+@pytest.fixture(autouse=True)
+def _use_empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INSTAR_CACHE", str(tmp_path / "cache"))
+
+
+def write_config(folder: Path, model_type: str, **settings: Any) -> ModelConfig:
+    config = shrink_config(AutoConfig.for_model(model_type, **settings), is_narrow=True)
+    config.save_pretrained(folder)
+    return ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)
+
+
+def make_engine(config: ModelConfig) -> LocalEngine:
+    return LocalEngine(config, LocalEngineConfig(threads=1))
+
+
+def make_backend(config: ModelConfig) -> LocalBackend:
+    return LocalBackend(config, LocalBackendConfig())
+
+
+@pytest.mark.parametrize("model_type", [*WRONG_TYPES, *FAILING_TYPES])
+def test_unsupported_architecture_is_refused_with_a_reason_and_an_alternative(
+    tmp_path: Path, model_type: str
+) -> None:
+    config = write_config(tmp_path / "model", model_type)
+    with pytest.raises(EngineError, match=r"does not support the model .*: .*vllm"):
+        make_engine(config)
+    with pytest.raises(BackendError, match=r"does not support the model .*: .*verl"):
+        make_backend(config)
+
+
+def test_chunked_attention_is_refused_if_the_chunk_is_longer_than_the_context(tmp_path: Path) -> None:
+    config = write_config(tmp_path / "model", "llama4_text", attention_chunk_size=8192)
+    with pytest.raises(EngineError, match="would differ from those of transformers"):
+        make_engine(config)
+
+
+def test_unknown_model_type_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(EngineError, match=r"cannot read its config.*unheard_of"):
+        make_engine(ModelConfig(name=str(tmp_path), dtype="fp32", device="cpu"))
+
+
+async def test_only_a_successful_check_is_cached(tmp_path: Path) -> None:
+    with pytest.raises(EngineError):
+        make_engine(write_config(tmp_path / "bert", "bert"))
+    assert not list(cache_dir().glob("architectures/*"))
+    folder = make_tiny_model(tmp_path / "tiny", hidden=32)
+    config = ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)
+    for _ in range(2):
+        await make_engine(config).close()
+        await make_backend(config).close()
+    assert len(list(cache_dir().glob("architectures/*"))) == 2
