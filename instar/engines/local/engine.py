@@ -20,6 +20,7 @@ from instar.cpu import read_free_memory
 from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, one_policy_error
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.local.determinism import choose_threads
+from instar.engines.local.grammar import GrammarCompiler
 from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.requests import Emission, SchedulerRequest
@@ -73,8 +74,10 @@ class LocalEngine(Engine):
             max_context=context,
             artifacts=("adapter", "weights", "base"),
             can_score=True,
+            constrains_output=True,
             serves_several_policies=self._model.adapters.can_mix,
         )
+        self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None
@@ -87,16 +90,23 @@ class LocalEngine(Engine):
     ) -> AsyncGenerator[TokenChunk, None]:
         prompt = check_request(self.info, prompt_ids, params, policy)
         context_left = self.info.max_context - len(prompt)
-        return self._run_request(
-            SchedulerRequest(
-                prompt=prompt,
-                params=params,
-                stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
-                rng=Random(params.seed),
-                length_limit=len(prompt) + min(params.max_tokens, context_left),
-                policy=policy,
-            )
+        request = SchedulerRequest(
+            prompt=prompt,
+            params=params,
+            stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
+            rng=Random(params.seed),
+            length_limit=len(prompt) + min(params.max_tokens, context_left),
+            policy=policy,
         )
+        return self._run_request(request) if params.constraint is None else self._run_constrained(request)
+
+    async def _run_constrained(self, request: SchedulerRequest) -> AsyncGenerator[TokenChunk, None]:
+        constraint, stop_ids = request.params.constraint, request.params.stop_token_ids
+        assert constraint is not None
+        request.matcher = await asyncio.to_thread(self._grammars.start, constraint, stop_ids)
+        async with aclosing(self._run_request(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         ids = check_score_request(self.info, token_ids, policy)
