@@ -73,8 +73,9 @@ class GrammarCompiler:
         limits = LLParserLimits(verbose_errors=False)
         try:
             grammar = write_grammar(constraint, special_tokens)
-        except RecursionError as error:
-            raise ConstraintError("The JSON schema is nested too deeply.") from error
+        except (ValueError, RecursionError) as error:
+            message = "is not valid JSON" if isinstance(error, ValueError) else "is nested too deeply"
+            raise ConstraintError(f"The JSON schema {message}.") from error
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.deep_copy().compute_bitmask()  # some schemas exceed a limit only here
