@@ -65,10 +65,15 @@ class MessagesContextManagement(msgspec.Struct, forbid_unknown_fields=True):
     edits: list[MessagesContextEdit] | None = None
 
 
+class MessagesOutputFormat(msgspec.Struct):
+    type: str
+    schema: dict[str, Any] | None = None
+
+
 class MessagesOutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     task_budget: dict[str, Any] | None = None
-    format: dict[str, Any] | None = None
+    format: MessagesOutputFormat | None = None
 
 
 class MessagesMetadata(msgspec.Struct):

@@ -68,8 +68,21 @@ class ChatToolChoice(msgspec.Struct):
     type: Literal["function"]
 
 
+class ResponseSchema(msgspec.Struct):
+    schema: dict[str, Any] | None = None
+
+
 class ResponseFormat(msgspec.Struct):
     type: str
+    json_schema: ResponseSchema | None = None
+
+
+class ResponsesFormat(msgspec.Struct, omit_defaults=True):
+    type: str
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,6 +117,7 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    response_format: ResponseFormat | None = None
     # Fields that may identify the session:
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -119,7 +133,6 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     store: bool | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Known fields that are rejected unless they are null (`functions` may also be empty):
@@ -264,7 +277,7 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesTextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: ResponseFormat | None = None
+    format: ResponsesFormat | None = None
     verbosity: str | None = None
 
 

@@ -1,8 +1,6 @@
 """OpenAI's chat completions. These request fields are accepted as hints (see ``base.py``):
 
-sampling    tool_choice "required" or one that names a function (smolagents, pydantic-ai and LangChain send
-            it by default; ``finish_reason`` shows whether a tool was called), parallel_tool_calls: false,
-            tools[].function.strict
+sampling    parallel_tool_calls: false and tools[].function.strict, unless tool_choice requires a call
 effort      reasoning_effort, verbosity
 provider    service_tier, prompt_cache_retention, prompt_cache_options
 session     user, safety_identifier, metadata, prompt_cache_key
@@ -19,7 +17,14 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
+from instar.gateway.dialects.base import (
+    Dialect,
+    ModelRequest,
+    ReplyChoice,
+    ReplyChoices,
+    RequiredOutput,
+    TokenLogprobs,
+)
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire import openai as wire
@@ -42,9 +47,6 @@ _RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]
 
 def _find_unsupported(body: wire.ChatRequestBody) -> list[ApiError]:
     errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
-    if body.response_format and body.response_format.type != "text":
-        message = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
-        errors.append(common.unsupported_value(message, "response_format.type"))
     if body.functions:
         errors.append(_deprecated_field_error("functions", "tools"))
     if body.function_call is not None:
@@ -124,6 +126,22 @@ def _check_tool_choice(body: wire.ChatRequestBody, names: set[str]) -> None:
         common.check_tool_is_listed(body.tool_choice.function.name, names)
 
 
+def _parse_required_output(
+    body: wire.ChatRequestBody, tools: tuple[Tool, ...], errors: list[ApiError]
+) -> RequiredOutput | None:
+    required_format, choice = None, body.tool_choice
+    if (value := body.response_format) is not None:
+        schema, path = value.json_schema and value.json_schema.schema, "response_format"
+        required_format = common.parse_format(value.type, schema, path, f"{path}.json_schema.schema", errors)
+    return common.require_output(
+        required_format,
+        tools,
+        is_call_required=choice == "required",
+        name=choice.function.name if isinstance(choice, wire.ChatToolChoice) else None,
+        is_single_call=body.parallel_tool_calls is False,
+    )
+
+
 def _format_logprobs(tokens: TokenLogprobs) -> Json:
     return {"content": [common.format_logprob(token) for token in tokens], "refusal": None}
 
@@ -198,10 +216,12 @@ class ChatDialect(Dialect):
         messages = tuple(
             _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(parsed.messages)
         )
+        tools = _parse_tools(parsed)
         return ModelRequest(
             model=parsed.model,
             messages=messages,
-            tools=_parse_tools(parsed),
+            tools=tools,
+            required_output=_parse_required_output(parsed, tools, errors),
             session_hints=common.parse_session_hints(parsed, parsed.metadata),
             user_ids=common.parse_user_ids(parsed, parsed.metadata),
             n=parsed.n or 1,

@@ -16,12 +16,13 @@ from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
     ReplyChoices,
+    RequiredOutput,
     StreamWriter,
     TokenLogprob,
     format_openai_error,
 )
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Json, Message, ToolCall
+from instar.types import Json, Message, Tool, ToolCall
 
 T = TypeVar("T")
 
@@ -84,6 +85,40 @@ def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_ch
 def no_tools_error() -> ApiError:
     message = "'tool_choice' requires a tool, but 'tools' offers none; add a tool or leave 'tool_choice' out."
     return invalid_value(message, "tool_choice")
+
+
+def parse_format(
+    kind: str, schema: Json | None, path: str, schema_path: str, errors: list[ApiError]
+) -> RequiredOutput | None:
+    """Return the requirement of a format in a request, or None if its ``kind`` is `text`. ``schema_path`` is
+    where the request has the schema."""
+    if kind == "json_object":
+        schema = {"type": "object"}
+    elif kind == "json_schema" and schema is None:
+        errors.append(missing_parameter(schema_path))
+    elif kind not in ("json_schema", "text"):
+        message = f"Unsupported value for '{path}.type': {kind!r}; supported: 'json_schema', 'json_object'."
+        errors.append(unsupported_value(message, f"{path}.type"))
+    return None if kind == "text" or schema is None else RequiredOutput(path, schema)
+
+
+def require_output(
+    required_format: RequiredOutput | None,
+    tools: tuple[Tool, ...],
+    *,
+    is_call_required: bool = False,
+    name: str | None = None,
+    is_single_call: bool = False,
+) -> RequiredOutput | None:
+    """Return what the format and the tool choice require of the reply. ``name`` is the tool that it must
+    call, or None if it may call any."""
+    if name is not None:
+        tools = tuple(tool for tool in tools if tool["name"] == name)
+    if is_call_required or name is not None:
+        return RequiredOutput("tool_choice", None, tools, is_single_call or name is not None)
+    if required_format is None:
+        return None
+    return RequiredOutput(required_format.param, required_format.schema, tools, is_single_call)
 
 
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:

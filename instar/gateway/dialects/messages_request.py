@@ -1,7 +1,6 @@
 """Parse requests to Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
-    sampling  tool_choice "any" or "tool" (``stop_reason`` shows whether a tool was called),
-              tool_choice.disable_parallel_tool_use, tools[].strict
+    sampling  tools[].strict and tool_choice.disable_parallel_tool_use, unless tool_choice requires a call
     effort    output_config.effort, output_config.task_budget
     provider  cache_control, diagnostics, inference_geo, service_tier, speed
     session   metadata.user_id
@@ -26,7 +25,7 @@ import msgspec
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.dialects.base import ModelRequest, RequiredOutput
 from instar.types import Message, Tool, ToolCall
 from instar.wire import anthropic as wire
 from instar.wire.anthropic import MessagesContentBlock
@@ -66,10 +65,12 @@ def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
             raise common.missing_parameter("max_tokens")
         errors += _find_reply_errors(body)
     messages = (*_parse_system(body.system, errors), *_parse_messages(body.messages, errors))
+    tools = _parse_tools(body, errors)
     return ModelRequest(
         model=body.model,
         messages=messages,
-        tools=_parse_tools(body, errors),
+        tools=tools,
+        required_output=_parse_required_output(body, tools, errors),
         session_hints=_parse_session_hints(body.metadata),
         user_ids=_parse_user_ids(body.metadata),
         max_tokens=body.max_tokens,
@@ -100,14 +101,27 @@ def _find_unsupported(body: wire.MessagesRequestBody) -> list[ApiError]:
         for name in _UNSUPPORTED_FIELDS
         if getattr(body, name)
     ]
-    if body.output_config and body.output_config.format:
-        message = "'output_config.format' is not supported; leave it out."
-        errors.append(common.unsupported_value(message, "output_config.format"))
     for i, edit in enumerate((body.context_management and body.context_management.edits) or ()):
         if not edit.type.startswith(_IGNORED_EDIT_PREFIXES):
             message = f"The context edit {edit.type!r} is not supported; leave it out."
             errors.append(common.unsupported_value(message, f"context_management.edits[{i}].type"))
     return errors
+
+
+def _parse_required_output(
+    body: wire.MessagesRequestBody, tools: tuple[Tool, ...], errors: list[ApiError]
+) -> RequiredOutput | None:
+    required_format, choice = None, body.tool_choice
+    if body.output_config and (value := body.output_config.format):
+        path = "output_config.format"
+        required_format = common.parse_format(value.type, value.schema, path, f"{path}.schema", errors)
+    return common.require_output(
+        required_format,
+        tools,
+        is_call_required=choice is not None and choice.type == "any",
+        name=choice.name if choice is not None and choice.type == "tool" else None,
+        is_single_call=choice is not None and choice.disable_parallel_tool_use is True,
+    )
 
 
 def _find_reply_errors(body: wire.MessagesRequestBody) -> list[ApiError]:
