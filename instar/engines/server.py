@@ -46,14 +46,7 @@ from instar.engines.wire import (
     pack_floats,
     unpack_request,
 )
-from instar.errors import (
-    ConstraintError,
-    EngineError,
-    EngineUnavailable,
-    InstarError,
-    PolicyNotFound,
-    PromptTooLong,
-)
+from instar.errors import EngineError, EngineUnavailable, InstarError, PolicyNotFound, PromptTooLong
 from instar.http.auth import has_bearer_token
 from instar.types import Policy, PolicyRef, TokenChunk
 
@@ -355,7 +348,7 @@ def _error_body(error: InstarError) -> dict[str, Any]:
 def _error_response(error: InstarError, status: int | None = None) -> Response:
     if status is None:
         match error:
-            case _BadRequest() | PromptTooLong() | ConstraintError():
+            case _BadRequest() | PromptTooLong():
                 status = 400
             case PolicyNotFound():
                 status = 404

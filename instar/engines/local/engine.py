@@ -67,6 +67,7 @@ class LocalEngine(Engine):
             max_adapters=config.max_adapters if self._model.adapters.can_mix else 1,
             is_batch_invariant=bool(config.deterministic),
         )
+        self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
         self._info = EngineInfo(
             kind="local",
             model=model.name,
@@ -74,10 +75,9 @@ class LocalEngine(Engine):
             max_context=context,
             artifacts=("adapter", "weights", "base"),
             can_score=True,
-            constrains_output=True,
+            constrains_output=self._grammars.is_available,
             serves_several_policies=self._model.adapters.can_mix,
         )
-        self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._failure: EngineError | None = None

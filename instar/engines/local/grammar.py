@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from instar.errors import ConstraintError
 from instar.types import CallForm, OutputConstraint
+
+logger = logging.getLogger(__name__)
 
 Mask = NDArray[np.bool_]
 MAX_CACHED_GRAMMARS = 64
@@ -53,46 +55,45 @@ class TokenMatcher:
 
 
 class GrammarCompiler:
-    """Compiles constraints. The methods may run in any thread, because compiling takes up to a second."""
+    """Compiles constraints. `start` may run in any thread, because compiling may take a second."""
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
-        self._backend = tokenizer.backend_tokenizer
+        """Load the vocabulary, which takes up to a second and stops all other Python threads."""
         self._eos_ids = sorted(eos_ids) or [int(tokenizer.eos_token_id)]
-        self._tokenizer: LLTokenizer | None = None
-        self._lock = Lock()
         self._compile_cached = lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
+        backend = tokenizer.backend_tokenizer
+        try:
+            self._tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
+        except ValueError as error:
+            logger.warning("Replies cannot be constrained, because of the model's tokenizer: %s", error)
+            self._tokenizer = None
+            return
+        added = backend.get_added_tokens_decoder().items()
+        is_special = self._tokenizer.is_special_token
+        self._special_tokens = {token.content: i for i, token in added if is_special(i)}
+
+    @property
+    def is_available(self) -> bool:
+        return self._tokenizer is not None
 
     def start(self, constraint: OutputConstraint, stop_ids: Collection[int]) -> TokenMatcher:
         """Return the matcher of a new reply. Raise ConstraintError if the constraint is not supported."""
         return TokenMatcher(self._compile_cached(constraint).deep_copy(), {*self._eos_ids, *stop_ids})
 
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
-        tokenizer = self._load_tokenizer()
-        added = self._backend.get_added_tokens_decoder().items()
-        special_tokens = {token.content: i for i, token in added if tokenizer.is_special_token(i)}
-        limits = LLParserLimits(verbose_errors=False)
+        assert self._tokenizer is not None
         try:
-            grammar = write_grammar(constraint, special_tokens)
-        except (ValueError, RecursionError) as error:
-            message = "is not valid JSON" if isinstance(error, ValueError) else "is nested too deeply"
-            raise ConstraintError(f"The JSON schema {message}.") from error
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.deep_copy().compute_bitmask()  # some schemas exceed a limit only here
-        if matcher.is_error():
-            reason = matcher.get_error().partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
+            grammar = write_grammar(constraint, self._special_tokens)
+        except (ValueError, RecursionError) as error:  # for example, a redacted schema
+            raise ConstraintError(f"The JSON schema cannot be read: {error}") from error
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # some schemas exceed a limit only here
+        if probe.is_error():
+            reason = probe.get_error().partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
             raise ConstraintError(f"The JSON schema is not supported: {reason}")
         return matcher
-
-    def _load_tokenizer(self) -> LLTokenizer:
-        with self._lock:
-            if self._tokenizer is None:
-                try:
-                    self._tokenizer = LLTokenizer(self._backend.to_str(), eos_token=self._eos_ids)
-                except ValueError as error:
-                    message = f"Replies of this model cannot be constrained; its tokenizer: {error}"
-                    raise ConstraintError(message) from error
-            return self._tokenizer
 
 
 def write_grammar(constraint: OutputConstraint, special_tokens: dict[str, int]) -> str:
