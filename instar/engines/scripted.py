@@ -157,18 +157,18 @@ class ScriptedEngine(Engine):
 
 
 def _check_form(text: str, constraint: OutputConstraint) -> None:
-    """Raise ConstraintError if a reply has no form that the constraint allows. Schemas are not checked."""
+    """Raise ConstraintError if a reply is neither JSON nor a call, as required. Schemas are not checked."""
     if constraint.reasoning is not None:
         text = text.rpartition(constraint.reasoning[1])[2]
     compact = "".join(text.split())
-    if any("".join(call.begin.split()) in compact for call in constraint.calls):
-        return
-    with contextlib.suppress(ValueError):
-        json.loads(text)
-        if constraint.schema is not None:
-            return
-    required = "JSON" if constraint.schema is not None else "a call of a required tool"
-    raise ConstraintError(f"The scripted reply {text!r} is not {required}.")
+    is_valid = any("".join(call.begin.split()) in compact for call in constraint.calls)
+    if constraint.schema is not None and not is_valid:
+        with contextlib.suppress(ValueError):
+            json.loads(text)
+            is_valid = True
+    if not is_valid:
+        required = "a call of a required tool" if constraint.schema is None else "JSON"
+        raise ConstraintError(f"The scripted reply {text!r} is not {required}.")
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:

@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from instar.wire.openai import ResponseFormat
+
 
 class MessagesContentBlock(msgspec.Struct):
     """A content block of any type. Fields that do not reach a model (``cache_control``, ``citations``,
@@ -65,15 +67,10 @@ class MessagesContextManagement(msgspec.Struct, forbid_unknown_fields=True):
     edits: list[MessagesContextEdit] | None = None
 
 
-class MessagesOutputFormat(msgspec.Struct):
-    type: str
-    schema: dict[str, Any] | None = None
-
-
 class MessagesOutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     task_budget: dict[str, Any] | None = None
-    format: MessagesOutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesMetadata(msgspec.Struct):

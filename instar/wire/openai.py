@@ -68,21 +68,15 @@ class ChatToolChoice(msgspec.Struct):
     type: Literal["function"]
 
 
-class ResponseSchema(msgspec.Struct):
-    schema: dict[str, Any] | None = None
+class ResponseFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a reply. Chat completions have the schema in ``json_schema``, other APIs here."""
 
-
-class ResponseFormat(msgspec.Struct):
-    type: str
-    json_schema: ResponseSchema | None = None
-
-
-class ResponsesFormat(msgspec.Struct, omit_defaults=True):
-    type: str
+    type: str = ""
     name: str | None = None
     schema: dict[str, Any] | None = None
     strict: bool | None = None
     description: str | None = None
+    json_schema: ResponseFormat | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -277,7 +271,7 @@ class ResponsesStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesTextConfig(msgspec.Struct, forbid_unknown_fields=True):
-    format: ResponsesFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: str | None = None
 
 

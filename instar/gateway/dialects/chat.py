@@ -22,7 +22,6 @@ from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
     ReplyChoices,
-    RequiredOutput,
     TokenLogprobs,
 )
 from instar.record.base import ReplyDelta, ToolCallDelta
@@ -126,22 +125,6 @@ def _check_tool_choice(body: wire.ChatRequestBody, names: set[str]) -> None:
         common.check_tool_is_listed(body.tool_choice.function.name, names)
 
 
-def _parse_required_output(
-    body: wire.ChatRequestBody, tools: tuple[Tool, ...], errors: list[ApiError]
-) -> RequiredOutput | None:
-    required_format, choice = None, body.tool_choice
-    if (value := body.response_format) is not None:
-        schema, path = value.json_schema and value.json_schema.schema, "response_format"
-        required_format = common.parse_format(value.type, schema, path, f"{path}.json_schema.schema", errors)
-    return common.require_output(
-        required_format,
-        tools,
-        is_call_required=choice == "required",
-        name=choice.function.name if isinstance(choice, wire.ChatToolChoice) else None,
-        is_single_call=body.parallel_tool_calls is False,
-    )
-
-
 def _format_logprobs(tokens: TokenLogprobs) -> Json:
     return {"content": [common.format_logprob(token) for token in tokens], "refusal": None}
 
@@ -216,12 +199,24 @@ class ChatDialect(Dialect):
         messages = tuple(
             _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(parsed.messages)
         )
-        tools = _parse_tools(parsed)
+        tools, choice = _parse_tools(parsed), parsed.tool_choice
+        required_tool = common.ANY_TOOL if choice == "required" else None
+        if isinstance(choice, wire.ChatToolChoice):
+            required_tool = choice.function.name
+        is_single_call = parsed.parallel_tool_calls is False
+        required_output = common.parse_required_output(
+            parsed.response_format,
+            "response_format",
+            tools,
+            required_tool,
+            errors,
+            is_single_call=is_single_call,
+        )
         return ModelRequest(
             model=parsed.model,
             messages=messages,
             tools=tools,
-            required_output=_parse_required_output(parsed, tools, errors),
+            required_output=required_output,
             session_hints=common.parse_session_hints(parsed, parsed.metadata),
             user_ids=common.parse_user_ids(parsed, parsed.metadata),
             n=parsed.n or 1,

@@ -23,10 +23,12 @@ from instar.gateway.dialects.base import (
 )
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
+from instar.wire.openai import ResponseFormat
 
 T = TypeVar("T")
 
 MAX_STOP_STRINGS = 16
+ANY_TOOL = "*"
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
     "max_tokens": (1, math.inf),
@@ -87,38 +89,29 @@ def no_tools_error() -> ApiError:
     return invalid_value(message, "tool_choice")
 
 
-def parse_format(
-    kind: str, schema: Json | None, path: str, schema_path: str, errors: list[ApiError]
-) -> RequiredOutput | None:
-    """Return the requirement of a format in a request, or None if its ``kind`` is `text`. ``schema_path`` is
-    where the request has the schema."""
-    if kind == "json_object":
-        schema = {"type": "object"}
-    elif kind == "json_schema" and schema is None:
-        errors.append(missing_parameter(schema_path))
-    elif kind not in ("json_schema", "text"):
-        message = f"Unsupported value for '{path}.type': {kind!r}; supported: 'json_schema', 'json_object'."
-        errors.append(unsupported_value(message, f"{path}.type"))
-    return None if kind == "text" or schema is None else RequiredOutput(path, schema)
-
-
-def require_output(
-    required_format: RequiredOutput | None,
+def parse_required_output(
+    value: ResponseFormat | None,
+    path: str,
     tools: tuple[Tool, ...],
+    choice: str | None,
+    errors: list[ApiError],
     *,
-    is_call_required: bool = False,
-    name: str | None = None,
-    is_single_call: bool = False,
+    is_single_call: bool | None = False,
 ) -> RequiredOutput | None:
-    """Return what the format and the tool choice require of the reply. ``name`` is the tool that it must
-    call, or None if it may call any."""
-    if name is not None:
-        tools = tuple(tool for tool in tools if tool["name"] == name)
-    if is_call_required or name is not None:
-        return RequiredOutput("tool_choice", None, tools, is_single_call or name is not None)
-    if required_format is None:
+    """Return what a request requires of the reply. ``value`` is the format at ``path``, and ``choice`` is the
+    tool that the reply must call, ANY_TOOL, or None if it need not call one."""
+    if choice is not None:
+        tools = tuple(tool for tool in tools if choice in (tool["name"], ANY_TOOL))
+        return RequiredOutput("tool_choice", None, tools, bool(is_single_call) or choice != ANY_TOOL)
+    if value is None or value.type == "text":
         return None
-    return RequiredOutput(required_format.param, required_format.schema, tools, is_single_call)
+    schema = {"type": "object"} if value.type == "json_object" else (value.json_schema or value).schema
+    if value.type not in ("json_object", "json_schema"):
+        message = f"Unsupported format {value.type!r}; supported: 'json_schema', 'json_object'."
+        errors.append(unsupported_value(message, f"{path}.type"))
+    elif schema is None:
+        errors.append(missing_parameter(f"{path}{'.json_schema' if value.json_schema else ''}.schema"))
+    return None if schema is None else RequiredOutput(path, schema, tools, bool(is_single_call))
 
 
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:

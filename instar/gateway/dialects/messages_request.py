@@ -25,7 +25,7 @@ import msgspec
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import ModelRequest, RequiredOutput
+from instar.gateway.dialects.base import ModelRequest
 from instar.types import Message, Tool, ToolCall
 from instar.wire import anthropic as wire
 from instar.wire.anthropic import MessagesContentBlock
@@ -65,12 +65,20 @@ def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
             raise common.missing_parameter("max_tokens")
         errors += _find_reply_errors(body)
     messages = (*_parse_system(body.system, errors), *_parse_messages(body.messages, errors))
-    tools = _parse_tools(body, errors)
+    tools, choice = _parse_tools(body, errors), body.tool_choice or wire.MessagesToolChoice("auto")
+    required_output = common.parse_required_output(
+        body.output_config and body.output_config.format,
+        "output_config.format",
+        tools,
+        {"any": common.ANY_TOOL, "tool": choice.name}.get(choice.type),
+        errors,
+        is_single_call=choice.disable_parallel_tool_use,
+    )
     return ModelRequest(
         model=body.model,
         messages=messages,
         tools=tools,
-        required_output=_parse_required_output(body, tools, errors),
+        required_output=required_output,
         session_hints=_parse_session_hints(body.metadata),
         user_ids=_parse_user_ids(body.metadata),
         max_tokens=body.max_tokens,
@@ -106,22 +114,6 @@ def _find_unsupported(body: wire.MessagesRequestBody) -> list[ApiError]:
             message = f"The context edit {edit.type!r} is not supported; leave it out."
             errors.append(common.unsupported_value(message, f"context_management.edits[{i}].type"))
     return errors
-
-
-def _parse_required_output(
-    body: wire.MessagesRequestBody, tools: tuple[Tool, ...], errors: list[ApiError]
-) -> RequiredOutput | None:
-    required_format, choice = None, body.tool_choice
-    if body.output_config and (value := body.output_config.format):
-        path = "output_config.format"
-        required_format = common.parse_format(value.type, value.schema, path, f"{path}.schema", errors)
-    return common.require_output(
-        required_format,
-        tools,
-        is_call_required=choice is not None and choice.type == "any",
-        name=choice.name if choice is not None and choice.type == "tool" else None,
-        is_single_call=choice is not None and choice.disable_parallel_tool_use is True,
-    )
 
 
 def _find_reply_errors(body: wire.MessagesRequestBody) -> list[ApiError]:

@@ -29,7 +29,6 @@ from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
     ReplyChoices,
-    RequiredOutput,
     StreamWriter,
     TokenLogprobs,
 )
@@ -77,25 +76,6 @@ def _find_unsupported(body: wire.ResponsesRequestBody) -> list[ApiError]:
         message = f"Unsupported tool choice {choice.type!r}; supported: 'function', 'custom'."
         errors.append(common.unsupported_value(message, "tool_choice.type"))
     return errors
-
-
-def _parse_required_output(
-    body: wire.ResponsesRequestBody, tools: RequestTools, errors: list[ApiError]
-) -> RequiredOutput | None:
-    required_format, choice, name = None, body.tool_choice, None
-    if body.text and (value := body.text.format):
-        path = "text.format"
-        required_format = common.parse_format(value.type, value.schema, path, f"{path}.schema", errors)
-    if isinstance(choice, wire.ResponsesToolChoice) and choice.type in ("function", "custom"):
-        common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
-        name = next(key for key, tool in tools.by_name.items() if tool.name == choice.name)
-    return common.require_output(
-        required_format,
-        () if choice == "none" else tools.offered,
-        is_call_required=choice == "required",
-        name=name,
-        is_single_call=body.parallel_tool_calls is False,
-    )
 
 
 def _format_head(request_id: str, request: ModelRequest) -> Json:
@@ -221,11 +201,23 @@ class ResponsesDialect(Dialect):
         choice = parsed.tool_choice
         if choice == "required" and not tools.offered:
             raise common.no_tools_error()
-        required_output = _parse_required_output(parsed, tools, errors)
+        required_tool = common.ANY_TOOL if choice == "required" else None
+        if isinstance(choice, wire.ResponsesToolChoice) and choice.type in ("function", "custom"):
+            common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
+            required_tool = next(key for key, tool in tools.by_name.items() if tool.name == choice.name)
+        offered = () if choice == "none" else tools.offered
+        required_output = common.parse_required_output(
+            parsed.text and parsed.text.format,
+            "text.format",
+            offered,
+            required_tool,
+            errors,
+            is_single_call=parsed.parallel_tool_calls is False,
+        )
         return ModelRequest(
             model=parsed.model,
             messages=(*instructions, *messages),
-            tools=() if choice == "none" else tools.offered,
+            tools=offered,
             required_output=required_output,
             previous_response_id=parsed.previous_response_id,
             instruction_count=len(instructions),
