@@ -15,6 +15,7 @@ InstarError
 ├── EngineError        an engine failed
 │   ├── EngineUnavailable  an engine, a provider or the gateway cannot be reached or is not ready: retry
 │   ├── PromptTooLong      the prompt does not fit into the model's context
+│   ├── ConstraintError    the engine cannot enforce the required form of a reply
 │   ├── PolicyNotFound     the engine does not have the requested version of a policy
 │   └── PoliciesInUse      the engine has no room for another version until requests have finished: retry
 ├── GatewayError       the gateway rejected a request of `instar.client`
@@ -90,6 +91,10 @@ class EngineUnavailable(EngineError):
 
 
 class PromptTooLong(EngineError):
+    pass
+
+
+class ConstraintError(EngineError):
     pass
 
 

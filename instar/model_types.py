@@ -46,6 +46,28 @@ class Tool(TypedDict):
 FinishReason = Literal["stop", "length", "aborted"]
 
 
+class CallForm(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form of a call of one tool: its arguments as JSON, between two fixed texts."""
+
+    begin: str
+    schema: str
+    """The JSON schema of the arguments, as JSON text."""
+    end: str
+
+
+class OutputConstraint(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The form that a reply must have: JSON that follows ``schema``, or one of ``calls``."""
+
+    schema: str | None = None
+    """A JSON schema, as JSON text; None if the reply must be a call."""
+    calls: tuple[CallForm, ...] = ()
+    separator: str | None = None
+    """The text between two calls; None if the reply may have only one call."""
+    reasoning: tuple[str, str] | None = None
+    """The texts that begin and end the reasoning before the JSON, or None if the model does not reason. The
+    reasoning may be left out, unless the first text is empty because the prompt contains it."""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     max_tokens: int = 256
     temperature: float = 1.0
@@ -57,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the reply. The sampled stop token is part of the reply."""
+    constraint: OutputConstraint | None = None
+    """Only tokens that can continue a reply of this form are sampled."""
     logprobs: bool = msgspec.field(default=True, name="score")
     """False if the caller neither reads the logprobs nor trains on them. Engines that need a second request
     for the logprobs may then omit them."""
@@ -64,7 +88,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def modifies_distribution(self) -> bool:
         """True if sampling differs from the full softmax at temperature 1."""
-        return self.temperature != 1.0 or self.top_p < 1.0 or self.top_k > 0
+        is_truncated = self.top_p < 1.0 or self.top_k > 0 or self.constraint is not None
+        return self.temperature != 1.0 or is_truncated
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):

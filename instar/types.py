@@ -19,12 +19,14 @@ import numpy as np
 
 from instar.model_types import Artifact as Artifact
 from instar.model_types import ArtifactKind as ArtifactKind
+from instar.model_types import CallForm as CallForm
 from instar.model_types import Endpoint as Endpoint
 from instar.model_types import FinishReason as FinishReason
 from instar.model_types import Floats as Floats
 from instar.model_types import Ids as Ids
 from instar.model_types import Json as Json
 from instar.model_types import Message as Message
+from instar.model_types import OutputConstraint as OutputConstraint
 from instar.model_types import Policy as Policy
 from instar.model_types import PolicyRef as PolicyRef
 from instar.model_types import PolicyStage as PolicyStage

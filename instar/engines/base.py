@@ -47,6 +47,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """False if all tokens of a reply have the same policy version."""
     can_score: bool = False
     """True if ``logprobs`` is implemented."""
+    constrains_output: bool = False
+    """True if ``SamplingParams.constraint`` is supported."""
     serves_several_policies: bool = False
     """True if requests can name a policy, and ``keep`` and ``unload`` are implemented."""
     routes: tuple[LiveRoute, ...] = ()
@@ -61,6 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             streams=self.streams and other.streams,
             versions_per_token=self.versions_per_token and other.versions_per_token,
             can_score=self.can_score and other.can_score,
+            constrains_output=self.constrains_output and other.constrains_output,
             serves_several_policies=self.serves_several_policies and other.serves_several_policies,
             routes=tuple(route for route in self.routes if route in other.routes),
         )
@@ -112,7 +115,7 @@ class Engine(ABC):
         """Stream a reply. Only the last chunk has a ``finish_reason``. Closing the iterator (``aclose``) or
         cancelling its consumer cancels the request. If ``policy`` is None, the served policy replies. Else
         this loaded version replies to the end, whatever is loaded meanwhile. Raises PolicyNotFound if it is
-        not loaded."""
+        not loaded, and ConstraintError if ``params.constraint`` cannot be enforced."""
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         """Return the logprobs of at most ``max_context`` tokens (NaN at index 0) under the served policy, or

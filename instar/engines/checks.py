@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from instar.engines.base import EngineInfo, Prompt, one_policy_error
-from instar.errors import EngineError, PromptTooLong
+from instar.errors import ConstraintError, EngineError, PromptTooLong
 from instar.types import Ids, Policy, PolicyRef, SamplingParams
 
 INT32 = np.iinfo(np.int32)
@@ -31,7 +31,8 @@ def check_request(
     info: EngineInfo, prompt: Prompt, params: SamplingParams, policy: PolicyRef | None = None
 ) -> Ids:
     """Return the prompt as an int32 array. Raises EngineError if the request is invalid, PromptTooLong if
-    there is no room for a new token, or PolicyNotFound if the engine cannot serve a named policy."""
+    there is no room for a new token, ConstraintError if the engine cannot constrain replies, or
+    PolicyNotFound if it cannot serve a named policy."""
     prompt_ids = _check_ids(info, prompt)
     if policy is not None and not info.serves_several_policies:
         raise one_policy_error(info)
@@ -43,6 +44,8 @@ def check_request(
         raise EngineError(f"top_p must be greater than 0 and at most 1, got {params.top_p}.")
     if params.top_k < 0:
         raise EngineError(f"top_k must be at least 0 (0 means all tokens), got {params.top_k}.")
+    if params.constraint is not None and not info.constrains_output:
+        raise ConstraintError(f"The {info.kind} engine cannot constrain replies.")
     if "" in params.stop:
         raise EngineError("stop must not contain an empty string.")
     if len(prompt_ids) >= info.max_context:

@@ -7,7 +7,9 @@ the same values as ``generate``. Policies are not read; only their version is us
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
+import json
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import lru_cache
 from hashlib import blake2b
@@ -21,10 +23,10 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.policies import PolicyTable
 from instar.engines.stopping import StopRule
-from instar.errors import ConfigError, EngineUnavailable
+from instar.errors import ConfigError, ConstraintError, EngineUnavailable
 from instar.models import load_tokenizer, resolve_model
 from instar.registry import load_object
-from instar.types import Floats, Ids, Policy, PolicyRef, SamplingParams, TokenChunk
+from instar.types import Floats, Ids, OutputConstraint, Policy, PolicyRef, SamplingParams, TokenChunk
 
 Script = Callable[..., str]
 """A function that returns the reply to a prompt. Its arguments are the prompt's text and the seed, and the
@@ -57,6 +59,7 @@ class ScriptedEngine(Engine):
             max_context=model.context_length,
             artifacts=("adapter", "weights", "base", "remote"),
             can_score=True,
+            constrains_output=True,
             serves_several_policies=True,
         )
         self._policies = PolicyTable(
@@ -74,6 +77,8 @@ class ScriptedEngine(Engine):
         prompt_bytes = prompt.tobytes()
         version = self._policies.head.ref.version if policy is None else policy.version
         reply = self._choose_reply(prompt, prompt_bytes, params.seed, version)
+        if params.constraint is not None:
+            _check_form(self._tokenizer.decode(reply[:-1]), params.constraint)
         state, delay = _initial_state(prompt_bytes, params.seed), self._config.delay
         loaded = None if policy is None else self._policies.acquire(policy)
         self._status.prompt_tokens += len(prompt)
@@ -149,6 +154,21 @@ class ScriptedEngine(Engine):
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return [*ids, self._eos]
+
+
+def _check_form(text: str, constraint: OutputConstraint) -> None:
+    """Raise ConstraintError if a reply is neither JSON nor a call, as required. Schemas are not checked."""
+    if constraint.reasoning is not None:
+        text = text.rpartition(constraint.reasoning[1])[2]
+    compact = "".join(text.split())
+    is_valid = any("".join(call.begin.split()) in compact for call in constraint.calls)
+    if constraint.schema is not None and not is_valid:
+        with contextlib.suppress(ValueError):
+            json.loads(text)
+            is_valid = True
+    if not is_valid:
+        required = "a call of a required tool" if constraint.schema is None else "JSON"
+        raise ConstraintError(f"The scripted reply {text!r} is not {required}.")
 
 
 def _count_turns(prompt: bytes, replies: Sequence[bytes]) -> int:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
 from functools import partial
-from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec.structs
@@ -16,14 +15,15 @@ import msgspec.structs
 from instar.async_utils import gather_or_cancel
 from instar.config import SamplingConfig
 from instar.engines.base import Engine, EngineStatus
-from instar.errors import EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
+from instar.errors import ConstraintError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
+from instar.gateway import required_output
 from instar.gateway.auth import Caller, extract_key
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.common import check_token_ids
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
-from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
+from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source, derive_seed
 from instar.gateway.shadow import ShadowSampler
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
@@ -139,6 +139,8 @@ class EngineSource(Source):
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
             raise request.unsupported_error
+        if request.required_output is not None:
+            required_output.check_support(request, self.engine.info)
         self.parse_policy(request.model)
 
     def parse_policy(self, model: str) -> PolicyRef | None:
@@ -306,9 +308,9 @@ class _EngineSamplingRun(SamplingRun):
             self._parsers.append(parser)
             seed = request_seed
             if request_seed is not None and index > 0:
-                seed = _derive_seed(request_seed, index)
+                seed = derive_seed(request_seed, index)
             elif request_seed is None and session.seed is not None:
-                seed = _derive_seed(session.seed, self._call.number, index)
+                seed = derive_seed(session.seed, self._call.number, index)
             reply = SampledReply(msgspec.structs.replace(params, seed=seed))
             reply.source_untrainable_reason = None if self._call.is_trainable else MODEL_UNTRAINABLE_REASON
             self._replies.append(reply)
@@ -332,6 +334,8 @@ class _EngineSamplingRun(SamplingRun):
                 f"the prompt has {prompt_tokens} tokens; at most {max_context - 1} fit in the context"
             )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
+        if request.required_output is not None:
+            settings["constraint"] = required_output.constrain(request, self._source.renderer, self.placement)
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,
@@ -343,7 +347,10 @@ class _EngineSamplingRun(SamplingRun):
     async def _sample_reply(self, index: int, reply: SampledReply, responder: Responder | None) -> None:
         parser = self._parsers[index]
         delta_stream = None if self._call.dialect.is_token_level else responder
-        await self._generate(index, reply, responder)
+        try:
+            await self._generate(index, reply, responder)
+        except ConstraintError as error:
+            raise required_output.unsupported_error(self._call.request, str(error)) from error
         reply.ended_at = time.time()
         if reply.finish_reason is None or reply.finish_reason == "aborted":
             raise EngineUnavailable("the engine stopped before the end of a reply")
@@ -390,8 +397,3 @@ class _EngineSamplingRun(SamplingRun):
                 if delta_stream is not None and (deltas or request.logprobs):
                     logprobs = source.build_token_logprobs(request, chunk.token_ids, chunk.logprobs)
                     await delta_stream.send_deltas(index, deltas, logprobs)
-
-
-def _derive_seed(*parts: int) -> int:
-    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1

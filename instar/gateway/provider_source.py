@@ -128,6 +128,8 @@ class _ProviderSamplingRun(SamplingRun):
         unsupported_error = request.unsupported_error
         if not self._call.is_trainable:
             reply.source_untrainable_reason = MODEL_UNTRAINABLE_REASON
+        elif request.required_output is not None:
+            reply.source_untrainable_reason = f"sampled with {request.required_output.param}"
         elif unsupported_error is not None:
             message = unsupported_error.message
             reply.source_untrainable_reason = f"sampled with unsupported settings: {message}"

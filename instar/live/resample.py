@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 import zlib
 from dataclasses import replace
@@ -61,6 +62,7 @@ async def sample_reply(
     if finish_reason is None or finish_reason == "aborted":
         raise EngineUnavailable("the engine stopped before the end of a reply")
     sampled_ids = [token for chunk in chunks for token in chunk.token_ids]
+    behavior = [v for chunk in chunks for v in chunk.behavior_logprobs or [math.nan] * len(chunk.token_ids)]
     return Call(
         prompt.call_id,
         prompt.session_id,
@@ -71,6 +73,7 @@ async def sample_reply(
         prompt_ids=prompt.prompt_ids,
         sampled_ids=np.asarray(sampled_ids, np.int32),
         logprobs=np.asarray([value for chunk in chunks for value in chunk.logprobs], np.float32),
+        behavior_logprobs=np.asarray(behavior, np.float32) if params.modifies_distribution else None,
         versions=np.asarray([value for chunk in chunks for value in chunk.versions], np.int32),
         messages=prompt.messages,
         reply=renderer.parse(sampled_ids, prompt.tools, params.stop, ids),

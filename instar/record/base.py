@@ -10,7 +10,7 @@ from typing import cast
 
 from instar.config import ModelConfig
 from instar.record.hashing import parse_arguments
-from instar.types import Ids, Json, Link, Message, Tool
+from instar.types import Ids, Json, Link, Message, OutputConstraint, Tool
 
 Messages = Sequence[Message]
 Tools = Sequence[Tool]
@@ -112,6 +112,20 @@ class Renderer(ABC):
     @abstractmethod
     def stream_text(self, stop: Sequence[str] = ()) -> StreamParser:
         """Return a parser that treats a reply as plain text, for prompts without messages."""
+
+    def constrain(
+        self,
+        schema: Json | None,
+        tools: Tools,
+        prompt_ids: Sequence[int] = (),
+        *,
+        is_single_call: bool = False,
+    ) -> OutputConstraint:
+        """Return the constraint for a reply to ``prompt_ids`` that is JSON with this schema, if it is not
+        None, or calls of these tools. Raises RenderError if the model's format does not support it."""
+        from instar.record.constraints import build_constraint
+
+        return build_constraint(self, schema, tools, prompt_ids, is_single_call=is_single_call)
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:

@@ -51,7 +51,9 @@ class TemplateProbe:
         special = {i: token.content for i, token in added.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._special: dict[int, str] = special
-        self.reasoning_format = self._detect_reasoning_format()
+        reasoning_format = self._detect_reasoning_format()
+        self.can_reason = reasoning_format is not None
+        self.reasoning_format = reasoning_format or THINK
 
     def hide(self, *formats: ToolFormat | ReasoningFormat | None) -> frozenset[int]:
         """Return the special tokens that are not part of a reply's text in these formats."""
@@ -64,14 +66,14 @@ class TemplateProbe:
             and "tool_call" not in text
         )
 
-    def _detect_reasoning_format(self) -> ReasoningFormat:
+    def _detect_reasoning_format(self) -> ReasoningFormat | None:
         def is_known(text: str) -> bool:
             return text in self._template or text in self._added_texts
 
         for known in REASONING_FORMATS:
             if is_known(known.begin.strip()) and is_known(known.end):
                 return known
-        return THINK
+        return None
 
     def render_text(self, messages: Messages, tools: Tools, *, generation: bool = False) -> str | None:
         try:

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import msgspec
+
 from instar.config import RedactConfig
 from instar.errors import ConfigError
-from instar.types import Json, Message, Tool, ToolCall
+from instar.types import CallForm, Json, Message, SamplingParams, Tool, ToolCall
 
 _NOT_IN_WORD = r"(?<![A-Za-z0-9_-])"
 _REASON_PREFIX = "redacted from message "
@@ -136,6 +138,18 @@ class Redactor:
         """Redact the secrets in tools. Return the same object if they contain none."""
         clean = tuple(cast(Tool, self.redact_value(cast(Json, tool))) for tool in tools)
         return clean if clean != tools else tools
+
+    def redact_params(self, params: SamplingParams) -> SamplingParams:
+        """Redact the secrets in the schemas of the constraint."""
+        if (constraint := params.constraint) is None:
+            return params
+        schema = None if constraint.schema is None else self._redact_arguments(constraint.schema)
+        calls = tuple(
+            CallForm(self.redact_text(call.begin), self._redact_arguments(call.schema), call.end)
+            for call in constraint.calls
+        )
+        redacted = msgspec.structs.replace(constraint, schema=schema, calls=calls)
+        return msgspec.structs.replace(params, constraint=redacted)
 
     def redact_value(self, value: Any) -> Any:
         match value:

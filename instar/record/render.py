@@ -260,14 +260,14 @@ class TemplateRenderer(TokenizerRenderer):
         )
         self._formats_calls = formats_calls and not self.uses_generic_tools
         self._rules = probe.detect_role_rules(self.tool_format, formats_calls=self._formats_calls)
-        self._reasoning_format = probe.reasoning_format
+        self.reasoning_format, self.can_reason = probe.reasoning_format, probe.can_reason
         self.drops_reasoning = probe.drops_reasoning()
         if isinstance(eos_id := tokenizer.eos_token_id, int):
             eos_ids = [*eos_ids, eos_id]
         stop_ids = probe.find_stop_ids(eos_ids, self.tool_format if self._formats_calls else None)
         self._stop_token_ids = tuple(sorted(stop_ids))
-        self._hidden_ids = probe.hide(self.tool_format, self._reasoning_format) | stop_ids
-        self._opens_reasoning = self._ends_in_reasoning(self._render_ids([QUESTION], (), generation=True))
+        self._hidden_ids = probe.hide(self.tool_format, self.reasoning_format) | stop_ids
+        self._opens_reasoning = self.ends_in_reasoning(self._render_ids([QUESTION], (), generation=True))
         is_single = self._rules is not None and self._rules.single_calls
         max_calls = (1 if is_single else _UNLIMITED) if self._formats_calls else 0
         self._bridge = TemplateBridge(
@@ -339,15 +339,15 @@ class TemplateRenderer(TokenizerRenderer):
         scanner = ReplyScanner(
             tool_format=self.tool_format if tools else None,
             tools=tools,
-            reasoning_format=self._reasoning_format,
-            starts_in_reasoning=self._ends_in_reasoning(prompt_ids) if prompt_ids else self._opens_reasoning,
+            reasoning_format=self.reasoning_format,
+            starts_in_reasoning=self.ends_in_reasoning(prompt_ids) if prompt_ids else self._opens_reasoning,
             eager=eager,
         )
         return TextStreamParser(Detokenizer(self._decode, self._hidden_ids), stop, scanner)
 
-    def _ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
+    def ends_in_reasoning(self, prompt_ids: Sequence[int]) -> bool:
         tail = self._decode(list(prompt_ids[-16:])).rstrip()
-        return tail.endswith(self._reasoning_format.begin.rstrip())
+        return tail.endswith(self.reasoning_format.begin.rstrip())
 
     def encode(self, text: str) -> list[int]:
         self._check_length(text)
@@ -392,6 +392,6 @@ class TemplateRenderer(TokenizerRenderer):
         return self._escaper.encode(text)
 
     def _has_reasoning(self, ids: Sequence[int]) -> bool:
-        begin = self._reasoning_format.begin
+        begin = self.reasoning_format.begin
         token_id = self._tokenizer.get_added_vocab().get(begin)
         return token_id in ids if token_id is not None else begin in self._decode(list(ids))

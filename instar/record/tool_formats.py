@@ -51,6 +51,12 @@ class ToolFormat:
     write: Callable[[Sequence[ToolCall]], str] | None = None
     """Writes calls, for chat templates that list tools but do not render calls."""
 
+    frame: tuple[str, str, str] | None = None
+    """The texts before the quoted name, between it and the JSON arguments, and after these, if every call can
+    be written like this."""
+    separator: str | None = None
+    """The text between two calls, or None if a reply that is written with ``frame`` has only one."""
+
     @property
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, *self.wrappers, *self.inner)
@@ -89,7 +95,16 @@ _DSML_PARAMETER = (
 )
 _DSML_CALL = r'<｜DSML｜invoke name="(?P<name>[^"]+)">(?P<parameters>.*?)</｜DSML｜invoke>'
 
-HERMES = ToolFormat("hermes", CALL_OPEN, CALL_CLOSE, parse_json, head=CALL_HEAD, write=write_tagged)
+HERMES = ToolFormat(
+    "hermes",
+    CALL_OPEN,
+    CALL_CLOSE,
+    parse_json,
+    head=CALL_HEAD,
+    write=write_tagged,
+    frame=(f'{CALL_OPEN}\n{{"name": ', ', "arguments": ', f"}}\n{CALL_CLOSE}"),
+    separator="\n",
+)
 TOOL_FORMATS = (
     HERMES,
     _tags("qwen-xml", CALL_OPEN, CALL_CLOSE, _XML_CALL, _XML_PARAMETER),
@@ -175,7 +190,14 @@ TOOL_FORMATS = (
     ToolFormat("gigachat", "<|function_call|>", "", parse_json),
     ToolFormat("lfm", "<|tool_call_start|>", "<|tool_call_end|>", parse_python, write=write_python),
     ToolFormat("olmo", "<function_calls>", "</function_calls>", parse_python),
-    ToolFormat("llama", "", "", parse_json, wrappers=("<|python_tag|>",)),
+    ToolFormat(
+        "llama",
+        "",
+        "",
+        parse_json,
+        wrappers=("<|python_tag|>",),
+        frame=('{"name": ', ', "parameters": ', "}"),
+    ),
 )
 """The formats of tool calls. The first one that parses the calls of a chat template is used."""
 

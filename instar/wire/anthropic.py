@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from instar.wire.openai import ResponseFormat
+
 
 class MessagesContentBlock(msgspec.Struct):
     """A content block of any type. Fields that do not reach a model (``cache_control``, ``citations``,
@@ -68,7 +70,7 @@ class MessagesContextManagement(msgspec.Struct, forbid_unknown_fields=True):
 class MessagesOutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     task_budget: dict[str, Any] | None = None
-    format: dict[str, Any] | None = None
+    format: ResponseFormat | None = None
 
 
 class MessagesMetadata(msgspec.Struct):

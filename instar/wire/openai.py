@@ -68,8 +68,15 @@ class ChatToolChoice(msgspec.Struct):
     type: Literal["function"]
 
 
-class ResponseFormat(msgspec.Struct):
-    type: str
+class ResponseFormat(msgspec.Struct, omit_defaults=True):
+    """The format of a reply. Chat completions have the schema in ``json_schema``, other APIs here."""
+
+    type: str = ""
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+    json_schema: ResponseFormat | None = None
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -104,6 +111,7 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    response_format: ResponseFormat | None = None
     # Fields that may identify the session:
     metadata: dict[str, Any] | None = None
     safety_identifier: str | None = None
@@ -119,7 +127,6 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     # Fields that are accepted only at their no-op value:
     top_logprobs: int | None = None
     store: bool | None = None
-    response_format: ResponseFormat | None = None
     modalities: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Known fields that are rejected unless they are null (`functions` may also be empty):

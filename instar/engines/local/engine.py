@@ -21,6 +21,7 @@ from instar.engines.base import Engine, EngineInfo, EngineStatus, Prompt, one_po
 from instar.engines.checks import check_artifact, check_request, check_score_request
 from instar.engines.local.check import check_architecture
 from instar.engines.local.determinism import choose_threads
+from instar.engines.local.grammar import GrammarCompiler
 from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.requests import Emission, SchedulerRequest
@@ -69,6 +70,7 @@ class LocalEngine(Engine):
             max_adapters=config.max_adapters if self._model.adapters.can_mix else 1,
             is_batch_invariant=bool(config.deterministic),
         )
+        self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
         self._info = EngineInfo(
             kind="local",
             model=model.name,
@@ -76,6 +78,7 @@ class LocalEngine(Engine):
             max_context=context,
             artifacts=("adapter", "weights", "base"),
             can_score=True,
+            constrains_output=self._grammars.is_available,
             serves_several_policies=self._model.adapters.can_mix,
         )
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
@@ -90,16 +93,23 @@ class LocalEngine(Engine):
     ) -> AsyncGenerator[TokenChunk, None]:
         prompt = check_request(self.info, prompt_ids, params, policy)
         context_left = self.info.max_context - len(prompt)
-        return self._run_request(
-            SchedulerRequest(
-                prompt=prompt,
-                params=params,
-                stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
-                rng=Random(params.seed),
-                length_limit=len(prompt) + min(params.max_tokens, context_left),
-                policy=policy,
-            )
+        request = SchedulerRequest(
+            prompt=prompt,
+            params=params,
+            stop_rule=StopRule(params, context_left, self._eos_ids, self._tokenizer),
+            rng=Random(params.seed),
+            length_limit=len(prompt) + min(params.max_tokens, context_left),
+            policy=policy,
         )
+        return self._run_request(request) if params.constraint is None else self._run_constrained(request)
+
+    async def _run_constrained(self, request: SchedulerRequest) -> AsyncGenerator[TokenChunk, None]:
+        constraint, stop_ids = request.params.constraint, request.params.stop_token_ids
+        assert constraint is not None
+        request.matcher = await asyncio.to_thread(self._grammars.start, constraint, stop_ids)
+        async with aclosing(self._run_request(request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         ids = check_score_request(self.info, token_ids, policy)

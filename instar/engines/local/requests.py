@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from instar.engines.local.adapters import Adapter
+from instar.engines.local.grammar import TokenMatcher
 from instar.engines.policies import LoadedPolicy
 from instar.engines.stopping import StopRule
+from instar.errors import EngineError
 from instar.types import Floats, Ids, PolicyRef, SamplingParams, TokenChunk
 
 
@@ -35,8 +37,10 @@ class SchedulerRequest:
     """The key of the policy under which the prompt was computed, or a unique value if the policy changed
     during its computation."""
     is_finished: bool = False
+    matcher: TokenMatcher | None = None
+    """If set, the request samples only the tokens that it allows."""
     scores: Floats | None = None
     """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
 
 
-Emission = tuple[SchedulerRequest, TokenChunk]
+Emission = tuple[SchedulerRequest, TokenChunk | EngineError]

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from instar.errors import EngineError
 from instar.types import Floats, Ids, SamplingParams
 
 BLOCK_SIZE = 128
+_NO_MASKS: Mapping[int, NDArray[np.bool_]] = {}
 NON_FINITE_LOGITS = "The model returned non-finite logits (NaN or inf); check the policy's weights."
 
 
@@ -36,8 +38,13 @@ class Sampler:
         self._weights = torch.empty(0, 0)
 
     def draw(
-        self, logits_N_V: Tensor, params: Sequence[SamplingParams], rngs: Sequence[Random]
+        self,
+        logits_N_V: Tensor,
+        params: Sequence[SamplingParams],
+        rngs: Sequence[Random],
+        masks: Mapping[int, NDArray[np.bool_]] = _NO_MASKS,
     ) -> SampledTokens:
+        """Sample one token for each row. A row in ``masks`` samples only from the tokens that are True."""
         rows, vocab = logits_N_V.shape
         logits, weights = self._get_buffers(rows, vocab)
         logits[:, :vocab].copy_(logits_N_V)
@@ -49,7 +56,9 @@ class Sampler:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
             ids[index] = logits[index].argmax(-1, keepdim=True)
             behavior[index] = 0.0
-        self._draw_modified(logits, params, uniform, ids, behavior)
+            for row in masks.keys() & set(greedy):
+                ids[row] = _mask_logits(logits[[row]], [row], masks).argmax(-1)
+        self._draw_modified(logits, params, uniform, ids, behavior, masks)
         logprobs = logits.gather(1, ids) - max_logit - total.log()
         # One transfer for all values, so that the step waits for the device once. Ids are exact in float64.
         table = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
@@ -64,7 +73,13 @@ class Sampler:
         )
 
     def _draw_modified(
-        self, logits: Tensor, params: Sequence[SamplingParams], uniform: Tensor, ids: Tensor, behavior: Tensor
+        self,
+        logits: Tensor,
+        params: Sequence[SamplingParams],
+        uniform: Tensor,
+        ids: Tensor,
+        behavior: Tensor,
+        masks: Mapping[int, NDArray[np.bool_]],
     ) -> None:
         """Resample, in place, all non-greedy rows with a modified distribution."""
         modified = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
@@ -75,7 +90,7 @@ class Sampler:
                 continue
             index = torch.tensor(rows, device=self._device)
             temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
-            scaled = logits[index] / temperature
+            scaled = _mask_logits(logits[index] / temperature, rows, masks)
             if rows is untruncated:
                 max_logit, total, new_ids = _sample_cdf(scaled, torch.empty_like(scaled), uniform[index])
                 logprobs = scaled.gather(1, new_ids) - max_logit - total.log()
@@ -92,6 +107,15 @@ class Sampler:
             self._logits = torch.full(size, -torch.inf, device=self._device)
             self._weights = torch.empty(size, device=self._device)
         return self._logits[:rows], self._weights[:rows]
+
+
+def _mask_logits(logits: Tensor, rows: Sequence[int], masks: Mapping[int, NDArray[np.bool_]]) -> Tensor:
+    """Set the logits of the masked tokens to -inf, in place. ``rows`` are the rows of the step."""
+    for position, row in enumerate(rows):
+        if row in masks:
+            forbidden = torch.from_numpy(~masks[row]).to(logits.device)
+            logits[position, : len(forbidden)].masked_fill_(forbidden, -torch.inf)
+    return logits
 
 
 def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:

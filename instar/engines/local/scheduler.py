@@ -26,6 +26,7 @@ from instar.engines.local.model import EngineModel, PolicyUpdate
 from instar.engines.local.requests import Emission, SchedulerRequest
 from instar.engines.local.sampling import SampledTokens, Sampler, gather_logprobs
 from instar.engines.policies import LoadedPolicy, PolicyTable
+from instar.errors import ConstraintError
 from instar.types import Ids, PolicyRef, TokenChunk
 
 MIN_SAVED_TOKENS = 16
@@ -161,7 +162,9 @@ class Scheduler:
         if not sampling_requests:
             return [self._end_scoring(request) for request in scored]
         params, rngs = [r.params for r in sampling_requests], [r.rng for r in sampling_requests]
-        tokens = self._sampler.draw(logits[: len(sampling_requests)], params, rngs)
+        matchers = {i: r.matcher for i, r in enumerate(sampling_requests) if r.matcher is not None}
+        masks = {i: matcher.compute_mask(logits.shape[1]) for i, matcher in matchers.items()}
+        tokens = self._sampler.draw(logits[: len(sampling_requests)], params, rngs, masks)
         for request in sampling_requests[self._decoding_rows :]:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, tokens) for i, request in enumerate(sampling_requests)]
@@ -336,10 +339,11 @@ class Scheduler:
             finish_reason=reason,
             stop=stop,
         )
-        if reason is not None:
+        error = request.matcher and request.matcher.consume(token)
+        if reason is not None or error is not None:
             self._cache_prefix(request)
             self._release(request)
-        return request, chunk
+        return request, chunk if error is None else ConstraintError(error)
 
     def _cache_prefix(self, request: SchedulerRequest) -> None:
         if not request.has_mixed_versions:

@@ -21,10 +21,11 @@ from instar.engines.vllm import wire
 from instar.engines.vllm.client import ADAPTER_REQUIREMENT, MERGED_REQUIREMENT, ServerCapabilities
 from instar.engines.vllm.command import VllmLaunch, find_vllm, round_up_rank
 from instar.engines.vllm.reply import VllmReply
+from instar.engines.vllm.scoring import score_constrained, score_tokens
 from instar.engines.vllm.servers import CHECK_INTERVAL_SECONDS, ExternalVllm, ServerCallbacks, VllmProcess
 from instar.engines.vllm.serving import BASE_POLICY, NO_POLICY, AdapterServing, MergedServing, PolicyServing
 from instar.engines.vllm.weights import NO_VERSION, ServerWeights, TransferReceiver, find_routes
-from instar.errors import ConfigError, EngineError, EngineUnavailable
+from instar.errors import ConfigError, ConstraintError, EngineError, EngineUnavailable
 from instar.models import device_and_dtype, load_tokenizer, resolve_model, usable_cores
 from instar.types import Floats, Ids, Json, Policy, PolicyRef, SamplingParams, TokenChunk
 
@@ -176,6 +177,7 @@ class VllmEngine(Engine):
             artifacts=self._serving.artifacts,
             versions_per_token=self._serving.can_switch_mid_reply,
             can_score=True,
+            constrains_output=True,
             serves_several_policies=isinstance(self._serving, AdapterServing),
             routes=routes if self._serving.can_switch_mid_reply else (),
         )
@@ -278,8 +280,14 @@ class VllmEngine(Engine):
                 model=lease.model,
                 send_seed=self._send_seeds,
             )
+            try:
+                response = await client.stream(wire.GENERATE_PATH, body)
+            except EngineError as error:
+                if params.constraint is None or isinstance(error, EngineUnavailable):
+                    raise
+                raise ConstraintError(str(error)) from error
             reply = VllmReply(
-                await client.stream(wire.GENERATE_PATH, body),
+                response,
                 params,
                 client=client,
                 get_version=lease.get_version,
@@ -289,6 +297,10 @@ class VllmEngine(Engine):
             self._weights.replies.add(reply)
             try:
                 async with aclosing(reply.stream_chunks()) as chunks:
+                    if params.constraint is not None:
+                        yield await score_constrained(
+                            client, prompt, params, lease, [c async for c in chunks]
+                        )
                     async for chunk in chunks:
                         yield chunk
             finally:
@@ -302,25 +314,16 @@ class VllmEngine(Engine):
 
     async def logprobs(self, token_ids: Prompt, policy: PolicyRef | None = None) -> Floats:
         ids = check_score_request(self.info, token_ids, policy)
-        scores = np.full(len(ids), np.nan, np.float32)
         if len(ids) == 1:
-            return scores
+            return np.full(1, np.nan, np.float32)
         await self._wait_until_ready()
         assert self._server is not None
         self._status.running += 1
         try:
             with self._serving.lease(policy) as lease:
-                body = wire.encode_score_request(ids, lease.model)
-                response = wire.decode_scores(await self._server.client.post_bytes(wire.GENERATE_PATH, body))
-        except msgspec.DecodeError as error:
-            raise EngineError(f"vLLM's response to a score request cannot be read: {error}") from error
+                return await score_tokens(self._server.client, ids, lease.model)
         finally:
             self._status.running -= 1
-        for position, logprobs in enumerate(response.prompt_logprobs[1:], start=1):
-            entry = (logprobs or {}).get(str(ids[position]))
-            scores[position] = np.nan if entry is None else wire.clean_logprob(entry.logprob)
-        scores[-1] = wire.get_logprobs(response.choices[0])[0]
-        return scores
 
     async def load(self, policy: Policy) -> None:
         check_artifact(self.info, policy)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from instar.types import Ids, Json, SamplingParams
+from instar.types import Ids, Json, OutputConstraint, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
 NEG_INF_LOGPROB = -9999.0
@@ -89,7 +89,39 @@ def encode_generate_request(
         vllm_params["seed"] = params.seed & MAX_SEED
     if params.logprobs:
         vllm_params["logprobs"] = 0
+    if params.constraint is not None:
+        vllm_params["structured_outputs"] = encode_constraint(params.constraint)
     return _encode_request(prompt, vllm_params, model, stream=True, stream_options={"include_usage": True})
+
+
+def encode_constraint(constraint: OutputConstraint) -> Json:
+    """Return the value of ``structured_outputs``: a JSON schema or, if that is not enough, xgrammar's format
+    of structural tags."""
+    choices: list[Json] = []
+    if constraint.schema is not None:
+        if not constraint.calls and constraint.reasoning is None:
+            return {"json": constraint.schema}
+        choices.append(_encode_schema(constraint.schema))
+    if constraint.calls:
+        tags = [
+            {"type": "tag", "begin": call.begin, "content": _encode_schema(call.schema), "end": call.end}
+            for call in constraint.calls
+        ]
+        limits = {"at_least_one": True, "stop_after_first": constraint.separator is None}
+        separator = constraint.separator or ""
+        choices.append({"type": "tags_with_separator", "tags": tags, "separator": separator, **limits})
+    if constraint.reasoning is not None:
+        begin, end = constraint.reasoning
+        ends = [f"{end}\n\n", f"{end}\n", end]
+        thought = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": ends}
+        reasoned = {"type": "sequence", "elements": [thought, {"type": "or", "elements": choices}]}
+        choices = [*(choices if begin else ()), reasoned]
+    body = {"type": "structural_tag", "format": {"type": "or", "elements": choices}}
+    return {"structural_tag": msgspec.json.encode(body).decode()}
+
+
+def _encode_schema(schema: str) -> Json:
+    return {"type": "json_schema", "json_schema": msgspec.json.decode(schema)}
 
 
 def encode_score_request(ids: Ids, model: str | None) -> bytes:

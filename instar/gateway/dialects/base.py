@@ -4,8 +4,8 @@ Dialects do not silently ignore fields: ``ModelRequest.unsupported_error`` names
 cannot honour. The exceptions are hints, which agents send by default and which may have no effect. The module
 docstring of each dialect lists its hints, grouped by the reason why they can be ignored:
 
-    sampling  They would change the sampled distribution, so the samples would no longer be the policy's. The
-              tools are offered, all calls in the sampled reply are returned, and no schema is enforced.
+    sampling  All calls in the sampled reply are returned, and the schemas of tools are only enforced if the
+              request requires a call.
     effort    Each provider defines their meaning; the engine has no such settings.
     provider  They configure the provider's queues and caches.
     session   They identify the session (``ModelRequest.session_hints``).
@@ -24,6 +24,23 @@ import orjson
 from instar.gateway.base import ApiError
 from instar.record.base import ReplyDelta
 from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class RequiredOutput:
+    """A request's requirement that the reply is JSON with a schema, or calls tools."""
+
+    param: str
+    """The field of the request, for error messages."""
+    schema: Json | None = None
+    """The JSON schema of the reply's text, or None if the reply must call one of ``tools``."""
+    tools: tuple[Tool, ...] = ()
+    """The tools that the reply may call."""
+    is_single_call: bool = False
+
+    @property
+    def only_tool(self) -> str | None:
+        return self.tools[0]["name"] if len(self.tools) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +76,7 @@ class ModelRequest:
     logprobs: bool = False
     score_prompt: bool = False
     """True if the client requests the logprobs of the prompt's tokens. Nothing is sampled."""
+    required_output: RequiredOutput | None = None
     unsupported_error: ApiError | None = None
     """The error for a request that the engine cannot honour, or None."""
     parsed_body: Any = None

@@ -1,8 +1,6 @@
 """OpenAI's chat completions. These request fields are accepted as hints (see ``base.py``):
 
-sampling    tool_choice "required" or one that names a function (smolagents, pydantic-ai and LangChain send
-            it by default; ``finish_reason`` shows whether a tool was called), parallel_tool_calls: false,
-            tools[].function.strict
+sampling    parallel_tool_calls: false and tools[].function.strict, unless tool_choice requires a call
 effort      reasoning_effort, verbosity
 provider    service_tier, prompt_cache_retention, prompt_cache_options
 session     user, safety_identifier, metadata, prompt_cache_key
@@ -19,7 +17,13 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
+from instar.gateway.dialects.base import (
+    Dialect,
+    ModelRequest,
+    ReplyChoice,
+    ReplyChoices,
+    TokenLogprobs,
+)
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire import openai as wire
@@ -42,9 +46,6 @@ _RANGES = {**common.RANGES, "max_completion_tokens": common.RANGES["max_tokens"]
 
 def _find_unsupported(body: wire.ChatRequestBody) -> list[ApiError]:
     errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
-    if body.response_format and body.response_format.type != "text":
-        message = f"Unsupported response_format {body.response_format.type!r}; supported: 'text'."
-        errors.append(common.unsupported_value(message, "response_format.type"))
     if body.functions:
         errors.append(_deprecated_field_error("functions", "tools"))
     if body.function_call is not None:
@@ -198,10 +199,24 @@ class ChatDialect(Dialect):
         messages = tuple(
             _parse_message(message, f"messages[{i}]", errors) for i, message in enumerate(parsed.messages)
         )
+        tools, choice = _parse_tools(parsed), parsed.tool_choice
+        required_tool = common.ANY_TOOL if choice == "required" else None
+        if isinstance(choice, wire.ChatToolChoice):
+            required_tool = choice.function.name
+        is_single_call = parsed.parallel_tool_calls is False
+        required_output = common.parse_required_output(
+            parsed.response_format,
+            "response_format",
+            tools,
+            required_tool,
+            errors,
+            is_single_call=is_single_call,
+        )
         return ModelRequest(
             model=parsed.model,
             messages=messages,
-            tools=_parse_tools(parsed),
+            tools=tools,
+            required_output=required_output,
             session_hints=common.parse_session_hints(parsed, parsed.metadata),
             user_ids=common.parse_user_ids(parsed, parsed.metadata),
             n=parsed.n or 1,

@@ -16,16 +16,19 @@ from instar.gateway.dialects.base import (
     ModelRequest,
     ReplyChoice,
     ReplyChoices,
+    RequiredOutput,
     StreamWriter,
     TokenLogprob,
     format_openai_error,
 )
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Json, Message, ToolCall
+from instar.types import Json, Message, Tool, ToolCall
+from instar.wire.openai import ResponseFormat
 
 T = TypeVar("T")
 
 MAX_STOP_STRINGS = 16
+ANY_TOOL = "*"
 RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
     "max_tokens": (1, math.inf),
@@ -84,6 +87,31 @@ def check_tool_is_listed(name: str | None, tools: set[str], path: str = "tool_ch
 def no_tools_error() -> ApiError:
     message = "'tool_choice' requires a tool, but 'tools' offers none; add a tool or leave 'tool_choice' out."
     return invalid_value(message, "tool_choice")
+
+
+def parse_required_output(
+    value: ResponseFormat | None,
+    path: str,
+    tools: tuple[Tool, ...],
+    choice: str | None,
+    errors: list[ApiError],
+    *,
+    is_single_call: bool | None = False,
+) -> RequiredOutput | None:
+    """Return what a request requires of the reply. ``value`` is the format at ``path``, and ``choice`` is the
+    tool that the reply must call, ANY_TOOL, or None if it need not call one."""
+    if choice is not None:
+        tools = tuple(tool for tool in tools if choice in (tool["name"], ANY_TOOL))
+        return RequiredOutput("tool_choice", None, tools, bool(is_single_call) or choice != ANY_TOOL)
+    if value is None or value.type == "text":
+        return None
+    schema = {"type": "object"} if value.type == "json_object" else (value.json_schema or value).schema
+    if value.type not in ("json_object", "json_schema"):
+        message = f"Unsupported format {value.type!r}; supported: 'json_schema', 'json_object'."
+        errors.append(unsupported_value(message, f"{path}.type"))
+    elif schema is None:
+        errors.append(missing_parameter(f"{path}{'.json_schema' if value.json_schema else ''}.schema"))
+    return None if schema is None else RequiredOutput(path, schema, tools, bool(is_single_call))
 
 
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:

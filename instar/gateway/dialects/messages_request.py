@@ -1,7 +1,6 @@
 """Parse requests to Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
-    sampling  tool_choice "any" or "tool" (``stop_reason`` shows whether a tool was called),
-              tool_choice.disable_parallel_tool_use, tools[].strict
+    sampling  tools[].strict and tool_choice.disable_parallel_tool_use, unless tool_choice requires a call
     effort    output_config.effort, output_config.task_budget
     provider  cache_control, diagnostics, inference_geo, service_tier, speed
     session   metadata.user_id
@@ -66,10 +65,20 @@ def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
             raise common.missing_parameter("max_tokens")
         errors += _find_reply_errors(body)
     messages = (*_parse_system(body.system, errors), *_parse_messages(body.messages, errors))
+    tools, choice = _parse_tools(body, errors), body.tool_choice or wire.MessagesToolChoice("auto")
+    required_output = common.parse_required_output(
+        body.output_config and body.output_config.format,
+        "output_config.format",
+        tools,
+        {"any": common.ANY_TOOL, "tool": choice.name}.get(choice.type),
+        errors,
+        is_single_call=choice.disable_parallel_tool_use,
+    )
     return ModelRequest(
         model=body.model,
         messages=messages,
-        tools=_parse_tools(body, errors),
+        tools=tools,
+        required_output=required_output,
         session_hints=_parse_session_hints(body.metadata),
         user_ids=_parse_user_ids(body.metadata),
         max_tokens=body.max_tokens,
@@ -100,9 +109,6 @@ def _find_unsupported(body: wire.MessagesRequestBody) -> list[ApiError]:
         for name in _UNSUPPORTED_FIELDS
         if getattr(body, name)
     ]
-    if body.output_config and body.output_config.format:
-        message = "'output_config.format' is not supported; leave it out."
-        errors.append(common.unsupported_value(message, "output_config.format"))
     for i, edit in enumerate((body.context_management and body.context_management.edits) or ()):
         if not edit.type.startswith(_IGNORED_EDIT_PREFIXES):
             message = f"The context edit {edit.type!r} is not supported; leave it out."

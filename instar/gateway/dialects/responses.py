@@ -1,7 +1,7 @@
 """OpenAI's Responses API. These request fields are accepted as hints (see ``base.py``):
 
-    sampling        tool_choice "required" or one that names a tool, parallel_tool_calls: false,
-                    tools[].strict, tools[].format (the model is shown the format)
+    sampling        parallel_tool_calls: false and tools[].strict, unless tool_choice requires a call;
+                    tools[].format (the model is shown the format)
     effort          reasoning, text.verbosity
     provider        service_tier, prompt_cache_retention, prompt_cache_options
     session         user, safety_identifier, metadata, client_metadata, prompt_cache_key
@@ -66,9 +66,6 @@ class ParsedResponsesRequest:
 
 def _find_unsupported(body: wire.ResponsesRequestBody) -> list[ApiError]:
     errors = common.find_unsupported_values(body, _SUPPORTED_VALUES)
-    if body.text and body.text.format and body.text.format.type != "text":
-        message = f"Unsupported text format {body.text.format.type!r}; supported: 'text'."
-        errors.append(common.unsupported_value(message, "text.format.type"))
     for i, included in enumerate(body.include or ()):
         if included not in _SUPPORTED_INCLUDES:
             supported = ", ".join(map(repr, _SUPPORTED_INCLUDES))
@@ -109,7 +106,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
         "service_tier": "default",
         "store": True,
         "temperature": 1.0 if body.temperature is None else body.temperature,
-        "text": {"format": {"type": "text"}},
+        "text": {"format": msgspec.to_builtins((body.text and body.text.format) or {"type": "text"})},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
         # Encode the tools only once, because the list is long and a stream contains it three times. Use
         # msgspec, because orjson rejects integers beyond 64 bits.
@@ -204,12 +201,24 @@ class ResponsesDialect(Dialect):
         choice = parsed.tool_choice
         if choice == "required" and not tools.offered:
             raise common.no_tools_error()
+        required_tool = common.ANY_TOOL if choice == "required" else None
         if isinstance(choice, wire.ResponsesToolChoice) and choice.type in ("function", "custom"):
             common.check_tool_is_listed(choice.name, {tool.name for tool in tools.by_name.values()})
+            required_tool = next(key for key, tool in tools.by_name.items() if tool.name == choice.name)
+        offered = () if choice == "none" else tools.offered
+        required_output = common.parse_required_output(
+            parsed.text and parsed.text.format,
+            "text.format",
+            offered,
+            required_tool,
+            errors,
+            is_single_call=parsed.parallel_tool_calls is False,
+        )
         return ModelRequest(
             model=parsed.model,
             messages=(*instructions, *messages),
-            tools=() if choice == "none" else tools.offered,
+            tools=offered,
+            required_output=required_output,
             previous_response_id=parsed.previous_response_id,
             instruction_count=len(instructions),
             session_hints=common.parse_session_hints(parsed, parsed.metadata, parsed.client_metadata),

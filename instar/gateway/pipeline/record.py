@@ -202,7 +202,7 @@ class Recorder:
         first: _CallRow | None,
         abort_reason: str | None,
     ) -> _CallRow:
-        session, params = state.session, reply.params
+        session, params = state.session, self._redactor.redact_params(reply.params)
         base_messages = len(meta.messages) if first else placement.base_messages
         tools = self.redact_tools(meta)
         messages, redacted_reply, position = self._redact(meta, placement, reply, tools, first, base_messages)

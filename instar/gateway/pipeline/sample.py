@@ -6,6 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
@@ -138,3 +139,8 @@ class Deadline:
     def _expire(self) -> None:
         self._expired = True
         self._task.cancel()
+
+
+def derive_seed(*parts: int) -> int:
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

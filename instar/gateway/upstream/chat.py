@@ -105,6 +105,9 @@ def build_chat_request(request: ModelRequest, model: str, max_tokens_field: str)
     body: Json = {"model": model, "messages": [_format_message(message) for message in request.messages]}
     if request.tools:
         body["tools"] = [{"type": "function", "function": tool} for tool in request.tools]
+        if (required := request.required_output) is not None:
+            name = required.only_tool
+            body["tool_choice"] = {"type": "function", "function": {"name": name}} if name else "required"
     settings: Json = {
         max_tokens_field: request.max_tokens,
         "temperature": request.temperature,

@@ -180,6 +180,10 @@ class HttpUpstream:
     def _translate(self, request: ModelRequest, target: str) -> bytes:
         if request.unsupported_error is not None:
             raise request.unsupported_error
+        if request.required_output is not None and request.required_output.schema is not None:
+            param = request.required_output.param
+            message = f"'{param}' cannot be translated to this model's API ({target}); leave it out."
+            raise bad_request(message, param, "unsupported_parameter")
         if request.logprobs:
             message = f"Logprobs cannot be translated to this model's API ({target}); leave 'logprobs' out."
             raise bad_request(message, "logprobs", "unsupported_parameter")

@@ -125,6 +125,9 @@ def build_messages_request(request: ModelRequest, model: str) -> Json:
             }
             for tool in request.tools
         ]
+        if (required := request.required_output) is not None:
+            name = required.only_tool
+            body["tool_choice"] = {"type": "tool", "name": name} if name else {"type": "any"}
     settings: Json = {
         "system": "\n\n".join(instructions) or None,
         "temperature": request.temperature,

@@ -23,6 +23,8 @@ class FakeVllm:
         """The requested paths, in order."""
         self.requested_models: list[str | None] = []
         """The adapters that replies were requested from, in order. None means the server's own weights."""
+        self.sampling_params: list[dict[str, Any]] = []
+        """The ``sampling_params`` of the requests for replies, in order."""
         self.failing_paths: set[str] = set()
         """Paths that respond with status 500."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
@@ -34,7 +36,9 @@ class FakeVllm:
         if request.path in self.failing_paths:
             return web.json_response({"error": {"message": "requested by the test"}}, status=500)
         if request.path == GENERATE_PATH:
-            self.requested_models.append((await request.json()).get("model"))
+            body = await request.json()
+            self.sampling_params.append(body["sampling_params"] if body else {})
+            self.requested_models.append(body.get("model"))
             return await self._generate(request)
         return web.json_response({"results": [None]})
 

@@ -19,7 +19,7 @@ from instar.engines.remote import RemoteEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.engines.server import MAX_BODY_BYTES
 from instar.engines.wire import join_chunks
-from instar.errors import EngineError, EngineUnavailable, PromptTooLong
+from instar.errors import ConstraintError, EngineError, EngineUnavailable, PromptTooLong
 from instar.types import Artifact, Policy, PolicyRef, SamplingParams, TokenChunk
 from tests.unit.engines.conformance import collect, get_logprobs, wait_until_idle
 from tests.unit.engines.test_conformance import create_scripted_engine, serve_engine
@@ -225,7 +225,9 @@ class FailingEngine(ScriptedEngine):
         raise self._error
 
 
-@pytest.mark.parametrize("error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long")])
+@pytest.mark.parametrize(
+    "error", [EngineError("broken"), EngineUnavailable("later"), PromptTooLong("long"), ConstraintError("no")]
+)
 @pytest.mark.parametrize("token_count", [0, 2])
 async def test_remote_engine_raises_the_same_error_class_as_the_server(
     error: EngineError, token_count: int

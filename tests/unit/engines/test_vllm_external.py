@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,9 +16,11 @@ from instar.config import ModelConfig, VllmEngineConfig
 from instar.engines.base import WeightTransfer
 from instar.engines.vllm.engine import VllmEngine
 from instar.engines.vllm.servers import ExternalVllm, ServerCallbacks
-from instar.errors import EngineUnavailable
-from instar.types import Artifact, Policy, SamplingParams
-from tests.unit.engines.fake_vllm import END_EVENT, FakeVllm, StatefulFakeVllm, make_event
+from instar.engines.vllm.wire import encode_constraint
+from instar.errors import ConstraintError, EngineUnavailable
+from instar.types import Artifact, CallForm, OutputConstraint, Policy, SamplingParams
+from tests.unit.engines.conformance import collect
+from tests.unit.engines.fake_vllm import END_EVENT, GENERATE_PATH, FakeVllm, StatefulFakeVllm, make_event
 
 
 @asynccontextmanager
@@ -241,3 +245,57 @@ async def test_start_raises_unavailable_after_start_timeout() -> None:
     with pytest.raises(EngineUnavailable, match=r"0\.1 s"):
         await external.start()
     await external.close()
+
+
+def queue_constrained_reply(server: FakeVllm, prompt: list[int]) -> None:
+    """Queue a reply with the tokens 5 and 6, and their full logprobs -3 and -4."""
+    server.events.put_nowait(make_event(5) + make_event(6, finish="stop") + END_EVENT)
+    server.events.put_nowait(None)
+    entries: list[Any] = [{str(token): {"logprob": -2.0}} for token in prompt]
+    scores = {
+        "prompt_logprobs": [None, *entries[1:], {"5": {"logprob": -3.0}}],
+        "choices": [{"token_ids": [6], "logprobs": {"content": [{"logprob": -4.0}]}}],
+    }
+    server.events.put_nowait(json.dumps(scores).encode())
+    server.events.put_nowait(None)
+
+
+async def test_constrained_reply_has_logprobs_of_both_distributions(tiny_model: Path) -> None:
+    """vLLM returns the logprobs of the constrained distribution. The others need a second request."""
+    constraint, prompt = OutputConstraint(schema='{"type": "object"}'), [1, 9, 10]
+    settings: list[tuple[dict[str, Any], list[float]]] = [
+        ({}, [-1.0, -1.0]),
+        ({"temperature": 0.0}, [0.0, 0.0]),
+        ({"temperature": 0.5}, [math.nan, math.nan]),
+    ]
+    async with StatefulFakeVllm(tiny_model).serving() as server, connect_engine(server, tiny_model) as engine:
+        for params, behavior in settings:
+            queue_constrained_reply(server, prompt)
+            (chunk,) = await collect(engine, prompt, constraint=constraint, **params)
+            assert server.sampling_params[-2]["structured_outputs"] == {"json": '{"type": "object"}'}
+            assert server.sampling_params[-1]["prompt_logprobs"] == 0
+            assert (chunk.token_ids, chunk.logprobs) == ([5, 6], [-3.0, -4.0])
+            assert chunk.behavior_logprobs == pytest.approx(behavior, nan_ok=True)
+            assert chunk.finish_reason == "stop"
+
+
+async def test_schema_that_the_server_rejects_is_a_constraint_error(tiny_model: Path) -> None:
+    async with StatefulFakeVllm(tiny_model).serving() as server, connect_engine(server, tiny_model) as engine:
+        server.failing_paths.add(GENERATE_PATH)
+        with pytest.raises(ConstraintError, match="requested by the test"):
+            await collect(engine, [1, 9], constraint=OutputConstraint(schema='{"type": "x"}'))
+
+
+def test_constraint_with_calls_and_reasoning_becomes_a_structural_tag() -> None:
+    """xgrammar 0.2.8 accepts this format. The reasoning is optional."""
+    call = CallForm("<call>", '{"type": "object"}', "</call>")
+    constraint = OutputConstraint(calls=(call,), separator="\n", reasoning=("<think>", "</think>"))
+    value = json.loads(encode_constraint(constraint)["structural_tag"])
+    calls, reasoned = value["format"]["elements"]
+    assert (calls["type"], calls["separator"], calls["at_least_one"]) == ("tags_with_separator", "\n", True)
+    assert calls["tags"][0]["content"] == {"type": "json_schema", "json_schema": {"type": "object"}}
+    assert [element["type"] for element in reasoned["elements"]] == ["tag", "or"]
+    required = json.loads(
+        encode_constraint(OutputConstraint(schema="{}", reasoning=("", "</think>")))["structural_tag"]
+    )
+    assert [element["type"] for element in required["format"]["elements"]] == ["sequence"]

@@ -91,7 +91,7 @@ INVALID_BODIES: list[tuple[Any, str | None]] = [
     ({**VALID_BODY, "tools": [{"type": "web"}]}, "tools[0].type"),
     ({**VALID_BODY, "tools": [{"function": {"name": "f", "parameters": {"properties": 5}}}]},
      "tools[0].function.parameters.properties"),
-    ({**VALID_BODY, "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({**VALID_BODY, "response_format": {"type": "json"}}, "response_format.type"),
     ({**VALID_BODY, "frequency_penalty": 1}, "frequency_penalty"),
     ({**VALID_BODY, "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({**VALID_BODY, "store": True}, "store"),
