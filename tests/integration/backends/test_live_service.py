@@ -145,6 +145,10 @@ def _learn_and_serve(run: LiveRunProcess) -> None:
     logprobs = wait_for_reply_of(1)
     assert logprobs != pytest.approx(base_logprobs, abs=1e-4)
     first_expiry = run.list_versions()[1][1]
+    evaluated = (
+        "SELECT 1 FROM evaluation_items WHERE candidate_score IS NOT NULL AND incumbent_score IS NOT NULL"
+    )
+    assert run.wait_until(lambda: bool(run.query(evaluated))), run.collect_logs()
 
     assert run.kill_role("trainer")
     rate_sessions(0.0, 1.0)
