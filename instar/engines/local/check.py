@@ -56,6 +56,7 @@ def _measure_error(config: ModelConfig, model: Any) -> float:
     with torch.inference_mode():
         while scheduler.is_busy:
             for request, chunk in scheduler.step():
+                assert not isinstance(chunk, EngineError), "only constrained requests fail"
                 replies[request] += chunk.logprobs
     errors: list[Tensor] = []
     for request, logprobs in replies.items():
