@@ -23,7 +23,7 @@ from instar.backends.local.state import write_adapter_files, write_weights
 from instar.backends.weight_export import ADAPTER
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
-from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
+from instar.models import copy_with_shared_weights, device_and_dtype, get_max_positions, resolve_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_TOKENS = 256
@@ -51,7 +51,7 @@ class TrainedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return get_max_positions(self.model.config)
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
         """Return the fp32 logprobs at these row positions, which must not include a sample's first token."""
