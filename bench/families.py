@@ -31,7 +31,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging
 
-from instar.architecture import create_random_copy
+from instar.architecture import create_random_copy, shrink_config
 from instar.backends.local.backend import LocalBackend
 from instar.config import (
     AdamConfig,
@@ -70,7 +70,10 @@ def save_model(model_type: str, folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
         return
     try:
-        create_random_copy(config).save_pretrained(folder)
+        model = create_random_copy(config)
+        model.save_pretrained(folder)
+        if model.config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:  # a part of a larger model
+            shrink_config(config, is_narrow=True).save_pretrained(folder)
     except Exception:  # noqa: BLE001 - any error of an incomplete config
         config.save_pretrained(folder)
 

@@ -10,7 +10,9 @@ from transformers import AutoConfig
 
 from instar.architecture import create_random_copy, shrink_config
 from instar.backends.local.backend import LocalBackend
+from instar.backends.local.check import check_architecture as check_backend
 from instar.config import LocalBackendConfig, LocalEngineConfig, ModelConfig
+from instar.engines.local.check import check_architecture as check_engine
 from instar.engines.local.engine import LocalEngine
 from instar.errors import BackendError, EngineError
 from instar.models import cache_dir
@@ -18,7 +20,7 @@ from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 WRONG_TYPES = ("falcon_h1", "diffllama", "bert", "doge", "bart")
 """Types that run, but of which some layers or masks would be ignored."""
-FAILING_TYPES = ("mistral3", "deepseek_v3", "glm_moe_dsa", "falcon", "gptj", "stablelm", "mamba")
+FAILING_TYPES = ("mistral3", "glm_moe_dsa", "falcon", "gptj", "stablelm", "mamba")
 """Types whose code fails in other ways with a custom attention function."""
 
 
@@ -50,6 +52,24 @@ def test_unsupported_architecture_is_refused_with_a_reason_and_an_alternative(
         make_engine(config)
     with pytest.raises(BackendError, match=r"does not support the model .*: .*verl"):
         make_backend(config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("deepseek_v3", {}),  # the dimensions of keys and values differ
+        ("granite", {"logits_scaling": 8.0, "attention_multiplier": 0.01}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("nanochat", {"final_logit_softcapping": 2.0}),
+    ],
+)
+def test_supported_architecture_passes_the_check(
+    tmp_path: Path, model_type: str, settings: dict[str, Any]
+) -> None:
+    config = write_config(tmp_path / "model", model_type, **settings)
+    for check in (check_engine, check_backend):
+        check(config)
+    assert len(list(cache_dir().glob("architectures/*"))) == 2
 
 
 def test_chunked_attention_is_refused_if_the_chunk_is_longer_than_the_context(tmp_path: Path) -> None:
