@@ -32,6 +32,7 @@ WINDOW = 16
 """The length of windows and chunks in a copy. The sequences of a check are longer."""
 UNLISTED_LAYERS = 2
 """The number of layers of a copy if the config does not list the types of the layers."""
+HIDDEN_SIZE = 128
 MAX_COPY_PARAMETERS = 300_000_000
 _VOCABULARY = re.compile(r"vocab_size")
 _TOKEN_ID = re.compile(r"_token_(id|index)$")
@@ -169,6 +170,8 @@ def _shrink_sizes(config: Any, is_narrow: bool) -> None:
         if getattr(config, "head_dim", 0) is None:
             config.head_dim = head_dim
         config.hidden_size = config.num_attention_heads * head_dim
+    elif is_narrow and hasattr(config, "attention_hidden_size"):  # a recurrent model
+        config.hidden_size = config.attention_hidden_size = HIDDEN_SIZE
     for name, value in vars(config).items():
         if _TOKEN_ID.search(name) and isinstance(value, list):
             setattr(config, name, [i % SPECIAL_IDS for i in value])
