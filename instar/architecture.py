@@ -126,7 +126,8 @@ def compute_logprobs(model: Any, ids: Any) -> Any:
 def shrink_config(config: Any, *, is_narrow: bool) -> Any:
     shrunk = copy.deepcopy(config)
     for part in _iterate_configs(shrunk):
-        part.use_cache = False
+        if hasattr(part, "use_cache"):
+            part.update({"use_cache": False})
         _shrink_layers(part)
         _shrink_sizes(part, is_narrow)
     return shrunk
