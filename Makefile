@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test check style format integration integration-clients integration-backends \
-	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity docs clean
+	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity families docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
@@ -106,6 +106,9 @@ bench-gateway: install
 
 bench-fidelity: install
 	$(BIN)/python bench/fidelity.py
+
+families: install
+	$(BIN)/python bench/families.py --json
 
 docs: install
 	$(BIN)/python -m instar.cli.reference docs/configuration.md docs/openapi.json

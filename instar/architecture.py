@@ -32,6 +32,7 @@ WINDOW = 16
 """The length of windows and chunks in a copy. The sequences of a check are longer."""
 UNLISTED_LAYERS = 2
 """The number of layers of a copy if the config does not list the types of the layers."""
+HIDDEN_SIZE = 128
 MAX_COPY_PARAMETERS = 300_000_000
 _VOCABULARY = re.compile(r"vocab_size")
 _TOKEN_ID = re.compile(r"_token_(id|index)$")
@@ -51,7 +52,7 @@ def find_problem(folder: Path, sources: Path, measure_error: Callable[[Any], flo
     the results of the component and those of transformers for a model, and may raise any exception."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, KeyError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 - any error in the code of a config
         return f"transformers {transformers.__version__} cannot read its config ({_first_line(error)})"
     marker = cache_dir() / "architectures" / _hash_check(config, sources)
     if marker.is_file():
@@ -125,7 +126,8 @@ def compute_logprobs(model: Any, ids: Any) -> Any:
 def shrink_config(config: Any, *, is_narrow: bool) -> Any:
     shrunk = copy.deepcopy(config)
     for part in _iterate_configs(shrunk):
-        part.update({"use_cache": False})
+        if hasattr(part, "use_cache"):
+            part.update({"use_cache": False})
         _shrink_layers(part)
         _shrink_sizes(part, is_narrow)
     return shrunk
@@ -169,6 +171,8 @@ def _shrink_sizes(config: Any, is_narrow: bool) -> None:
         if getattr(config, "head_dim", 0) is None:
             config.head_dim = head_dim
         config.hidden_size = config.num_attention_heads * head_dim
+    elif is_narrow and hasattr(config, "attention_hidden_size"):  # a recurrent model
+        config.hidden_size = config.attention_hidden_size = HIDDEN_SIZE
     for name, value in vars(config).items():
         if _TOKEN_ID.search(name) and isinstance(value, list):
             setattr(config, name, [i % SPECIAL_IDS for i in value])

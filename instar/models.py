@@ -153,6 +153,16 @@ def copy_with_shared_weights(model: Any) -> Any:
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
+def get_max_positions(config: Any) -> int | None:
+    """Return the maximum length of a model's context, or None if its config has none. With LongRoPE, longer
+    sequences than those of pretraining change the embeddings of all positions, also of cached tokens."""
+    text_config = config.get_text_config()
+    rope: dict[str, Any] = getattr(text_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or text_config.original_max_position_embeddings
+    return getattr(text_config, "max_position_embeddings", None)
+
+
 def device_and_dtype(config: ModelConfig) -> tuple[str, str]:
     """Return the device (`cpu` or `cuda`) and precision (`bf16` or `fp32`) to use. Raise ConfigError if
     `cuda` is set but not available. On a CPU, also disable broken AMX. This imports torch."""

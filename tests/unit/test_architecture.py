@@ -8,17 +8,19 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from instar.architecture import shrink_config
+from instar.architecture import create_random_copy, shrink_config
 from instar.backends.local.backend import LocalBackend
+from instar.backends.local.check import check_architecture as check_backend
 from instar.config import LocalBackendConfig, LocalEngineConfig, ModelConfig
+from instar.engines.local.check import check_architecture as check_engine
 from instar.engines.local.engine import LocalEngine
 from instar.errors import BackendError, EngineError
 from instar.models import cache_dir
-from tests.tiny import make_tiny_model
+from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
 WRONG_TYPES = ("falcon_h1", "diffllama", "bert", "doge", "bart")
 """Types that run, but of which some layers or masks would be ignored."""
-FAILING_TYPES = ("mistral3", "deepseek_v3", "glm_moe_dsa", "falcon", "gptj", "stablelm", "mamba")
+FAILING_TYPES = ("mistral3", "glm_moe_dsa", "falcon", "gptj", "stablelm", "mamba")
 """Types whose code fails in other ways with a custom attention function."""
 
 
@@ -52,10 +54,44 @@ def test_unsupported_architecture_is_refused_with_a_reason_and_an_alternative(
         make_backend(config)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("deepseek_v3", {}),  # the dimensions of keys and values differ
+        ("granite", {"logits_scaling": 8.0, "attention_multiplier": 0.01}),
+        ("cohere", {"logit_scale": 0.25}),
+        ("nanochat", {"final_logit_softcapping": 2.0}),
+    ],
+)
+def test_supported_architecture_passes_the_check(
+    tmp_path: Path, model_type: str, settings: dict[str, Any]
+) -> None:
+    config = write_config(tmp_path / "model", model_type, **settings)
+    for check in (check_engine, check_backend):
+        check(config)
+    assert len(list(cache_dir().glob("architectures/*"))) == 2
+
+
 def test_chunked_attention_is_refused_if_the_chunk_is_longer_than_the_context(tmp_path: Path) -> None:
     config = write_config(tmp_path / "model", "llama4_text", attention_chunk_size=8192)
     with pytest.raises(EngineError, match="would differ from those of transformers"):
         make_engine(config)
+
+
+async def test_context_with_longrope_ends_at_the_length_of_pretraining(tmp_path: Path) -> None:
+    factors: dict[str, Any] = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "rope_theta": 10_000.0}
+    config = AutoConfig.for_model(
+        "phi3", hidden_size=128, num_attention_heads=4, vocab_size=320, num_hidden_layers=1, pad_token_id=0,
+        intermediate_size=64, max_position_embeddings=1024, original_max_position_embeddings=256,
+        rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 256, **factors},
+    )  # fmt: skip
+    create_random_copy(config).save_pretrained(tmp_path / "model")
+    model = ModelConfig(name=str(tmp_path / "model"), dtype="fp32", device="cpu", max_context=512)
+    engine = LocalEngine(model, LocalEngineConfig(threads=1), tokenizer=make_tiny_tokenizer())
+    backend = make_backend(model)
+    assert engine.info.max_context == backend._model.max_tokens == 256
+    await engine.close()
+    await backend.close()
 
 
 def test_unknown_model_type_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from instar.backends.local.pack import IntArray, PackedRow, PackNode
@@ -265,14 +265,16 @@ def tree_attention(
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    value_dim = value.shape[-1]
+    value = pad(value, (0, query.shape[-1] - value_dim))  # the kernels need one dimension
     if tree_plan.bias is not None:
         groups = query.shape[1] // key.shape[1]  # the kernel needs one key head per query head
         k, v = (x.to(dtype).repeat_interleave(groups, 1) for x in (key, value))
         out = scaled_dot_product_attention(query.to(dtype), k, v, attn_mask=tree_plan.bias, scale=scale)
-        return out.transpose(1, 2), None
+        return out.transpose(1, 2)[..., :value_dim], None
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     out = cast(Tensor, _TreeAttention.apply(q, k, v, tree_plan, scale))
-    return out.unsqueeze(0), None
+    return out[..., :value_dim].unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION_NAME, tree_attention)

@@ -57,8 +57,8 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: 
         elif isinstance(module, LoraLayer):
             raise BackendError(
                 f"backend.lora.targets: {name.removeprefix(PEFT_PREFIX)} is a "
-                f"{type(module.get_base_layer()).__name__}, and engines serve only adapters of linear "
-                "layers; name such layers, or set backend.lora to null"
+                f"{type(module.get_base_layer()).__name__}, but engines serve only adapters of linear "
+                "layers; name these, or set backend.lora to null"
             )
     return wrapped
 

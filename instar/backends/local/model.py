@@ -23,7 +23,7 @@ from instar.backends.local.state import write_adapter_files, write_weights
 from instar.backends.weight_export import ADAPTER
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
-from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
+from instar.models import copy_with_shared_weights, device_and_dtype, get_max_positions, resolve_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 CHUNK_TOKENS = 256
@@ -51,7 +51,7 @@ class TrainedModel:
 
     @property
     def max_tokens(self) -> int | None:
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return get_max_positions(self.model.config)
 
     def compute_logprobs(self, packed: PackedRow, positions: IntArray) -> Tensor:
         """Return the fp32 logprobs at these row positions, which must not include a sample's first token."""
@@ -61,7 +61,8 @@ class TrainedModel:
             rows = hidden_states[self._to_tensor(packed.previous[positions])] * self._get_logit_scale()
             head = cast(nn.Module, self.model.get_output_embeddings())
             targets = self._to_tensor(packed.token_ids[positions])
-            return _compute_target_logprobs(head, rows, targets, self._pause)
+            cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+            return _compute_target_logprobs(head, rows, targets, self._pause, cap)
 
     def _get_logit_scale(self) -> float:
         config = self.model.config.get_text_config()
@@ -184,25 +185,29 @@ def prepare_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _compute_target_logprobs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, pause: Callable[[], None]
+    head: nn.Module, hidden: Tensor, targets: Tensor, pause: Callable[[], None], cap: float | None
 ) -> Tensor:
     """Return the fp32 logprob of each ``targets[i]`` given ``hidden[i]``: the target's logit minus the
-    logsumexp of all logits at this position. Call ``pause`` between chunks."""
-    if type(head) is nn.Linear and not head.weight.requires_grad:
+    logsumexp of all logits at this position. Call ``pause`` between chunks. ``cap`` limits the logits."""
+    if type(head) is nn.Linear and not head.weight.requires_grad and cap is None:
         return cast(Tensor, _FrozenHead.apply(hidden, targets, head.weight, head.bias, pause))
     chunks = zip(hidden.split(CHUNK_TOKENS), targets.split(CHUNK_TOKENS), strict=True)
     if not torch.is_grad_enabled():
-        return torch.cat([_compute_chunk_logprobs(head, rows, ids) for rows, ids in chunks])
+        return torch.cat([_compute_chunk_logprobs(head, rows, ids, cap) for rows, ids in chunks])
     # Leave torch's generator alone: the chunks use no randomness, and another model may be using it.
     parts = [
-        checkpoint(_compute_chunk_logprobs, head, rows, ids, use_reentrant=False, preserve_rng_state=False)
+        checkpoint(
+            _compute_chunk_logprobs, head, rows, ids, cap, use_reentrant=False, preserve_rng_state=False
+        )
         for rows, ids in chunks
     ]
     return torch.cat(cast(list[Tensor], parts))
 
 
-def _compute_chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+def _compute_chunk_logprobs(head: nn.Module, hidden: Tensor, targets: Tensor, cap: float | None) -> Tensor:
     logits = cast(Tensor, head(hidden)).float()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
     return logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - torch.logsumexp(logits, -1)
 
 

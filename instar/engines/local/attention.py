@@ -101,6 +101,9 @@ def attend(
     if instar_plan is None:
         raise EngineError("The model does not pass keyword arguments to its attention")
     plan = instar_plan
+    value_dim = value.shape[3]
+    if value_dim < key.shape[3]:  # the cache has one shape
+        value = F.pad(value, (0, key.shape[3] - value_dim))
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     keys, values = plan.kv[layer, 0], plan.kv[layer, 1]
     keys[plan.rows, :, plan.positions] = key[0, :, : len(plan.rows)].transpose(0, 1)
@@ -110,7 +113,7 @@ def attend(
 
     if plan.is_batch_invariant:
         output = _attend_invariant(plan, query.float(), keys, values, scaling or head_dim**-0.5)
-        return output.to(value.dtype).unsqueeze(0), None
+        return output[..., :value_dim].to(value.dtype).unsqueeze(0), None
     outputs: list[Tensor] = []
     if plan.prefixes:
         outputs.append(_attend_shared(plan, query, keys, values, scaling or head_dim**-0.5))
@@ -135,7 +138,8 @@ def attend(
             scale=scaling,
         )
         outputs.append(attended.permute(2, 0, 1, 3).reshape(piece.stop - piece.start, heads, head_dim))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+    return output[..., :value_dim].unsqueeze(0), None
 
 
 def _attend_shared(plan: StepPlan, query: Tensor, keys: Tensor, values: Tensor, scaling: float) -> Tensor:
@@ -235,12 +239,12 @@ def _record_shape(
             raise EngineError(
                 f"Its attention uses {name}, but the local engine supports only plain causal attention"
             )
-    if key.shape != value.shape:
+    if key.shape[:3] != value.shape[:3] or key.shape[3] < value.shape[3]:
         shapes = f"{tuple(key.shape)} and {tuple(value.shape)}"
-        raise EngineError(f"The local engine needs keys and values of equal shapes, but they are {shapes}")
+        raise EngineError(f"The local engine does not support keys and values of the shapes {shapes}")
     layer: int = module.layer_idx  # pyright: ignore[reportAssignmentType] # set by every transformers attention
     probe.shapes[layer] = (key.shape[1], key.shape[3])
-    return torch.zeros_like(query).transpose(1, 2)
+    return torch.zeros_like(query[..., : value.shape[3]]).transpose(1, 2)
 
 
 AttentionInterface.register(NAME, attend)

@@ -19,7 +19,7 @@ from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.lora import pack_weights, read_adapter, replace_linears
 from instar.engines.stopping import collect_eos_ids
 from instar.errors import EngineError
-from instar.models import copy_with_shared_weights, device_and_dtype, resolve_model
+from instar.models import copy_with_shared_weights, device_and_dtype, get_max_positions, resolve_model
 from instar.types import Policy, PolicyRef
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -58,7 +58,7 @@ class EngineModel:
         self.adapters = self._create_adapter_layers()
         self.vocab_size: int = self._model.get_input_embeddings().weight.shape[0]
         text_config = self._model.config.get_text_config()
-        max_positions = getattr(text_config, "max_position_embeddings", None) or config.context_length
+        max_positions = get_max_positions(text_config) or config.context_length
         self.max_context = min(config.context_length, max_positions)
         self.kv_shape = self._probe_kv_shape(text_config.num_hidden_layers)
 
