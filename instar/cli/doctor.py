@@ -134,7 +134,7 @@ CHECKS: tuple[Callable[[], DoctorFinding], ...] = (
     *(partial(_check_package, name) for name in ("renderers", "transformers")),
     *(
         partial(_check_package, name, "local")
-        for name in ("torch", "peft", "reasoning-gym", "openai", "matplotlib")
+        for name in ("torch", "peft", "llguidance", "reasoning-gym", "openai", "matplotlib")
     ),
     _check_backends,
     _check_sandbox,

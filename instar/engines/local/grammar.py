@@ -44,7 +44,7 @@ class TokenMatcher:
         if self._matcher.is_error():
             mask[:] = False
         if self._matcher.is_error() or self._matcher.is_accepting():
-            mask[self._stop_ids] = True
+            mask[[token for token in self._stop_ids if token < vocab_size]] = True
         return mask
 
     def consume(self, token: int) -> str | None:

@@ -178,6 +178,7 @@ def test_additional_stop_tokens_end_only_a_complete_reply() -> None:
     assert matcher.compute_mask(320).nonzero()[0].tolist() == TOKENIZER.encode("7")
     matcher.consume(TOKENIZER.encode("7")[0])
     assert matcher.compute_mask(320).nonzero()[0].tolist() == [0, EOS]
+    assert matcher.compute_mask(2).nonzero()[0].tolist() == [0]
 
 
 def make_large_schema(choices: int, properties: int) -> dict[str, Any]:
@@ -209,6 +210,22 @@ async def test_unsupported_schema_is_rejected_with_the_reason(
         await collect(engine, PROMPT, constraint=OutputConstraint(schema=json.dumps(schema)))
     assert len(str(caught.value)) < 400
     assert len(get_ids(await collect(engine, PROMPT, max_tokens=3))) == 3  # the engine still works
+
+
+async def test_schema_that_exceeds_a_limit_during_a_reply_ends_only_this_reply(engine: LocalEngine) -> None:
+    choice = {f"k{j}": {"anyOf": [{"const": f"{j}{k}"} for k in range(20)]} for j in range(20)}
+    large = {"anyOf": [{"type": "object", "properties": choice, "title": str(i)} for i in range(50)]}
+    schema = {"properties": {"a": {"const": 1}, "b": large}, "required": ["a", "b"], "type": "object"}
+    constraint = OutputConstraint(schema=json.dumps(schema))
+    params = SamplingParams(max_tokens=200, seed=1, constraint=constraint)
+    other = asyncio.create_task(collect(engine, PROMPT, max_tokens=60, seed=2))
+    sampled: list[int] = []
+    with pytest.raises(ConstraintError, match="row has"):  # noqa: PT012 - the error ends the loop
+        async for chunk in engine.generate(PROMPT, params):
+            sampled += chunk.token_ids
+    assert sampled
+    assert get_ids(await other)
+    await wait_until_idle(engine)
 
 
 async def test_unsupported_keywords_of_a_tool_are_not_enforced(engine: LocalEngine) -> None:

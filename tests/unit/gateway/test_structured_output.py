@@ -16,13 +16,19 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from instar.backends.local.backend import LocalBackend
 from instar.config import (
     GatewayConfig,
+    LocalBackendConfig,
     LocalEngineConfig,
+    LoraConfig,
+    LossConfig,
     ModelConfig,
     ScriptedEngineConfig,
     UpstreamEngineConfig,
 )
+from instar.data.advantages import MAX_SAMPLING_WEIGHT, reweight_truncated_sampling
+from instar.data.linearize import linearize, with_advantage
 from instar.engines.local.engine import LocalEngine
 from instar.engines.scripted import ScriptedEngine
 from instar.errors import RenderError
@@ -108,6 +114,37 @@ async def test_chat_parse_returns_the_model_and_records_both_logprobs(
     assert (call.behavior_logprobs >= call.logprobs - 1e-5).all()
     assert call.behavior_logprobs.sum() > call.logprobs.sum() + 10
     assert call.params.constraint is not None
+
+
+async def test_importance_ratio_of_constrained_replies_is_one_before_training(
+    local_gateway: RunningGateway,
+    tiny_model: ModelConfig,
+    session: OpenedSession,
+    client: openai.AsyncOpenAI,
+) -> None:
+    requirements: list[dict[str, Any]] = [
+        {"response_format": SCHEMA_FORMAT},
+        {"response_format": SCHEMA_FORMAT, "temperature": 0.7},
+        {"tools": FUNCTIONS, "tool_choice": "required", "parallel_tool_calls": False},
+    ]
+    for options in requirements:
+        await client.chat.completions.create(model="m", messages=MESSAGES, seed=4, **options)
+    calls = await local_gateway.calls(session)
+    stored = await local_gateway.store.session(session.session_id)
+    assert stored is not None
+    samples = [with_advantage(sample, 1.0) for sample in linearize(stored, calls)]
+    assert sum(sample.trained_tokens for sample in samples) == sum(len(call.sampled_ids) for call in calls)
+    backend = LocalBackend(tiny_model, LocalBackendConfig(lora=LoraConfig(rank=4)), seed=0)
+    result = await backend.forward_backward(samples, LossConfig())
+    assert result.metrics["ratio_mean"] == pytest.approx(1, abs=1e-4)
+    assert result.metrics["ratio_max"] == pytest.approx(1, abs=1e-4)
+    for sample in samples:
+        assert sample.behavior_logprobs is not None
+        trained = sample.mask > 0
+        weights = reweight_truncated_sampling(sample).advantages[trained]
+        expected = np.exp(sample.logprobs - sample.behavior_logprobs)[trained]
+        assert weights == pytest.approx(np.minimum(expected, MAX_SAMPLING_WEIGHT), rel=1e-5)
+    await backend.close()
 
 
 async def test_chat_stream_parses_json_of_every_choice(client: openai.AsyncOpenAI) -> None:

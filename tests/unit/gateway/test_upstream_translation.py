@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -14,7 +15,7 @@ from pydantic import TypeAdapter
 
 from instar.config import UpstreamEngineConfig
 from instar.gateway.base import ApiError, bad_request
-from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.dialects.base import ModelRequest, RequiredOutput
 from instar.gateway.upstream.base import UpstreamChunk, UpstreamError
 from instar.gateway.upstream.http import HttpUpstream
 from instar.types import Message, Tool, ToolCall
@@ -167,6 +168,25 @@ async def test_translation_builds_a_messages_request(
     assert [block["type"] for block in results] == ["tool_result", "tool_result", "text"]
     assert results[0]["tool_use_id"] == first["id"] == "functions_weather_0"
     assert body["tools"][0]["input_schema"]["type"] == "object"
+
+
+async def test_translation_keeps_the_required_tool_choice(
+    provider: Provider, create_upstream: CreateUpstream
+) -> None:
+    other = Tool(name="other", description="", parameters={})
+    cases: list[tuple[tuple[Tool, ...], Any, Any]] = [
+        ((TOOL, other), "required", {"type": "any"}),
+        ((other,), {"type": "function", "function": {"name": "other"}}, {"type": "tool", "name": "other"}),
+    ]
+    for required_tools, chat_choice, messages_choice in cases:
+        required = RequiredOutput("tool_choice", None, required_tools)
+        request = replace(build_request(), tools=(TOOL, other), required_output=required)
+        await send(create_upstream("chat"), "messages", request)
+        TypeAdapter(CompletionCreateParams).validate_python(provider.last_request)
+        assert provider.last_request["tool_choice"] == chat_choice
+        await send(create_upstream("messages"), "chat", request)
+        TypeAdapter(MessageCreateParams).validate_python(provider.last_request)
+        assert provider.last_request["tool_choice"] == messages_choice
 
 
 @pytest.mark.parametrize(("name", "value"), [("n", 2), ("seed", 1)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.engines.scripted import ScriptedEngine
 from instar.live.base import may_always_run
-from instar.live.resample import Resampler
+from instar.live.resample import Resampler, sample_reply
 from instar.record.base import Renderer
 from instar.rewards.base import Transcript
 from instar.rewards.factory import create_background_scorers
@@ -27,6 +28,7 @@ from instar.types import (
     UNTRAINABLE,
     Channel,
     GroupStatus,
+    OutputConstraint,
     Reward,
     RewardSource,
     SamplingParams,
@@ -134,6 +136,21 @@ async def test_greedy_session_is_resampled_once_and_its_group_trained(
     assert advantages == pytest.approx(expected[:-1].tolist()), "the original reply has reward 0"
     assert [(drop.session_id, drop.reason) for drop in batch.drops] == [("s", "greedy")]
     await store.close()
+
+
+async def test_constrained_reply_is_resampled_with_its_constraint_and_both_logprobs(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    prompt = make_call("s#0", PROMPT, [7, 9])
+    constraint = OutputConstraint(schema='{"enum": [12, 345]}')
+    params = SamplingParams(temperature=0.0, max_tokens=20, constraint=constraint)
+    call = await sample_reply(
+        engine, replace(prompt, params=params), None, Renderer.load(model, config.model)
+    )
+    assert call.reply["content"] in ("12", "345")
+    assert call.behavior_logprobs is not None
+    assert (call.behavior_logprobs >= call.logprobs).all()
+    assert call.behavior_logprobs.sum() > call.logprobs.sum()
 
 
 async def test_held_out_untrainable_and_observed_sessions_are_not_resampled(
