@@ -299,7 +299,7 @@ class RunProcess(StoredRun):
     def has_exited(self) -> bool:
         return self.process is not None and self.process.poll() is not None
 
-    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float = 90) -> bool:
+    def wait_until(self, condition: Callable[[], bool], timeout_seconds: float = 240) -> bool:
         """Wait until the condition holds. Return False if the run exits first.
 
         Raises AssertionError if the timeout expires.
