@@ -139,8 +139,7 @@ class EngineSource(Source):
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
             raise request.unsupported_error
-        if request.required_output is not None:
-            required_output.check_support(request, self.engine.info)
+        required_output.check_support(request, self.engine.info)
         self.parse_policy(request.model)
 
     def parse_policy(self, model: str) -> PolicyRef | None:
@@ -327,7 +326,8 @@ class _EngineSamplingRun(SamplingRun):
         prompt_tokens = len(self.placement.prompt_ids)
         if not prompt_tokens:
             raise invalid_value("The prompt is empty; send at least one token.", "prompt")
-        max_context = self._source.engine.info.max_context
+        info = self._source.engine.info
+        max_context = info.max_context
         max_tokens = max_context - prompt_tokens
         if max_tokens < 1:
             raise PromptTooLong(
@@ -335,7 +335,8 @@ class _EngineSamplingRun(SamplingRun):
             )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         if request.required_output is not None:
-            settings["constraint"] = required_output.constrain(request, self._source.renderer, self.placement)
+            constraint = required_output.constrain(request, info, self._source.renderer, self.placement)
+            settings["constraint"] = constraint
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,

@@ -1,7 +1,4 @@
-"""Translate what a request requires of the reply to a constraint on the sampled tokens.
-
-The functions are only called for requests with a ``required_output``.
-"""
+"""Translate what a request requires of the reply to a constraint on the sampled tokens."""
 
 from __future__ import annotations
 
@@ -14,19 +11,26 @@ from instar.types import OutputConstraint
 
 
 def check_support(request: ModelRequest, info: EngineInfo) -> None:
-    """Raise ApiError (400) if the engine cannot constrain replies."""
-    if not info.constrains_output:
+    """Raise ApiError (400) if the engine cannot constrain replies and the request depends on it."""
+    required = request.required_output
+    if required is not None and not (required.is_optional or info.constrains_output):
         raise unsupported_error(request, f"the {info.kind} engine cannot constrain replies")
 
 
-def constrain(request: ModelRequest, renderer: Renderer, placement: Placement) -> OutputConstraint:
-    """Return the constraint. Raise ApiError (400) if the model's format does not support it."""
+def constrain(
+    request: ModelRequest, info: EngineInfo, renderer: Renderer, placement: Placement
+) -> OutputConstraint | None:
+    """Return the constraint, or None if there is none or if it is optional and not supported. Raise ApiError
+    (400) if another one is not supported by the model's format."""
     required = request.required_output
-    assert required is not None
+    if required is None or not info.constrains_output:
+        return None
     prompt_ids, is_single_call = placement.prompt_ids.tolist(), required.is_single_call
     try:
         return renderer.constrain(required.schema, required.tools, prompt_ids, is_single_call=is_single_call)
     except RenderError as error:
+        if required.is_optional:
+            return None
         raise unsupported_error(request, str(error)) from error
 
 

@@ -39,6 +39,12 @@ class RequiredOutput:
     is_single_call: bool = False
 
     @property
+    def is_optional(self) -> bool:
+        """True for a required call, which is only a hint if it cannot be enforced. Agents that require a call
+        with every request can handle other replies."""
+        return self.schema is None
+
+    @property
     def only_tool(self) -> str | None:
         return self.tools[0]["name"] if len(self.tools) == 1 else None
 

@@ -290,11 +290,6 @@ class UnconstrainedEngine(ScriptedEngine):
 
 REQUIREMENTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/chat/completions", {"messages": MESSAGES, "response_format": SCHEMA_FORMAT}, "response_format"),
-    (
-        "/v1/chat/completions",
-        {"messages": MESSAGES, "tools": FUNCTIONS, "tool_choice": "required"},
-        "tool_choice",
-    ),
     ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_object"}}}, "text.format"),
     (
         "/v1/messages",
@@ -316,6 +311,16 @@ async def test_engine_without_the_capability_rejects_the_field(
     response = await gateway.post_json(path, {"model": "m", **fields})
     assert response.status_code == 400
     assert f"'{param}' cannot be honoured: the service engine cannot constrain replies" in response.text
+
+
+async def test_required_call_is_a_hint_for_an_engine_without_the_capability(
+    start_gateway: StartGateway, model: ModelConfig
+) -> None:
+    gateway = await start_gateway(UnconstrainedEngine(model))
+    body = {"model": "m", "messages": MESSAGES, "tools": FUNCTIONS, "tool_choice": "required"}
+    response = await gateway.post_json("/v1/chat/completions", body)
+    assert response.status_code == 200, response.text
+    assert response.json()["choices"][0]["message"]["content"] == "{}"
 
 
 async def test_scripted_engine_returns_only_replies_of_the_required_form(
