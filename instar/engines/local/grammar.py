@@ -59,10 +59,12 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         """Load the vocabulary, which takes up to a second and stops all other Python threads."""
-        self._eos_ids = sorted(eos_ids) or [int(tokenizer.eos_token_id)]
+        self._eos_ids = sorted(eos_ids) or [i for i in [tokenizer.eos_token_id] if i is not None]
         self._compile_cached = lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
         backend = tokenizer.backend_tokenizer
         try:
+            if not self._eos_ids:
+                raise ValueError("it has no token that ends a reply")
             self._tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
         except ValueError as error:
             logger.warning("Replies cannot be constrained, because of the model's tokenizer: %s", error)

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
 from instar.engines.local.grammar import GrammarCompiler
+from instar.engines.local.model import EngineModel
 from instar.errors import ConstraintError
 from instar.types import CallForm, OutputConstraint, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
@@ -265,3 +266,18 @@ def test_tokenizer_that_is_not_supported_makes_constraints_unavailable() -> None
     backend = Tokenizer(models.WordLevel({"hi": 0, "[EOS]": 1}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]")
     assert not GrammarCompiler(tokenizer, [1]).is_available
+
+
+def test_model_without_an_end_token_samples_unconstrained_replies() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    assert not GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=backend), []).is_available
+
+
+async def test_engine_that_shares_a_model_does_not_load_the_vocabulary(tiny_model: Path) -> None:
+    config = ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=512)
+    model = EngineModel(config).share()
+    engine = LocalEngine(config, LocalEngineConfig(threads=1), shared_model=model)
+    assert not engine.info.constrains_output
+    with pytest.raises(ConstraintError):
+        await collect(engine.generate(PROMPT, SamplingParams(constraint=CONSTRAINT)))
+    await engine.close()
