@@ -235,6 +235,24 @@ async def test_unsupported_keywords_of_a_tool_are_not_enforced(engine: LocalEngi
     assert decode(await collect(engine, PROMPT, max_tokens=100, constraint=constraint)).startswith("call [")
 
 
+@pytest.mark.parametrize(
+    "schema", ['{"type": "any"}', '{"type": "string", "pattern": "^(?!a).+"}', "[REDACTED"]
+)
+async def test_tool_whose_schema_cannot_be_enforced_takes_any_object(
+    engine: LocalEngine, schema: str
+) -> None:
+    arguments = f'{{"type": "object", "properties": {{"a": {schema}}}, "required": ["a"]}}'
+    calls = (CallForm("other ", arguments, "."), CALC)
+    constraint = OutputConstraint(calls=calls, separator="\n")
+    text = decode(await collect(engine, PROMPT, max_tokens=40, constraint=constraint))
+    assert text.startswith(("other {", "<tool"))
+    # The schemas of other tools are still enforced.
+    matcher = GrammarCompiler(TOKENIZER, [EOS]).start(constraint, ())
+    for token in TOKENIZER.encode(f"{CALC.begin}{{"):
+        assert matcher.consume(token) is None
+    assert matcher.consume(TOKENIZER.encode("a")[0]) is not None
+
+
 async def test_compilation_does_not_block_other_requests(engine: LocalEngine) -> None:
     """The event loop keeps running while a large schema is compiled."""
     constraint = OutputConstraint(schema=json.dumps(make_large_schema(choices=400, properties=40)))
@@ -279,5 +297,5 @@ async def test_engine_that_shares_a_model_does_not_load_the_vocabulary(tiny_mode
     engine = LocalEngine(config, LocalEngineConfig(threads=1), shared_model=model)
     assert not engine.info.constrains_output
     with pytest.raises(ConstraintError):
-        await collect(engine.generate(PROMPT, SamplingParams(constraint=CONSTRAINT)))
+        await collect(engine, PROMPT, constraint=CONSTRAINT)
     await engine.close()
