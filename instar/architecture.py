@@ -200,9 +200,10 @@ def _shrink_sizes(config: Any, is_narrow: bool) -> None:
 
 
 def _hash_check(config: Any, sources: Path) -> str:
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+    settings = {**config.to_dict(), "_name_or_path": ""}  # a copy of the model needs no check
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(f"{transformers.__version__} {torch.__version__}".encode())
-    for file in sorted(sources.glob("*.py")):
+    for file in (Path(__file__), *sorted(sources.glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 

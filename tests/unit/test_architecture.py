@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,10 @@ async def test_only_a_successful_check_is_cached(tmp_path: Path) -> None:
     assert not list(cache_dir().glob("architectures/*"))
     folder = make_tiny_model(tmp_path / "tiny", hidden=32)
     config = ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)
-    for _ in range(2):
-        await make_engine(config).close()
-        await make_backend(config).close()
+    copied_config = config.model_copy(update={"name": str(shutil.copytree(folder, tmp_path / "copy"))})
+    for checked_config in (config, config, copied_config):
+        await make_engine(checked_config).close()
+        await make_backend(checked_config).close()
     assert len(list(cache_dir().glob("architectures/*"))) == 2
 
 
