@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from instar.errors import InstarError
+from instar.errors import ConfigError, InstarError
 from instar.models import cache_dir
 from instar.umask import USER_UMASK, use_umask
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """The largest difference of logprobs, in nats. Errors of rounding are about a hundred times smaller."""
@@ -49,7 +52,8 @@ _NARROW = (
 def find_problem(folder: Path, sources: Path, measure_error: Callable[[Any], float]) -> str | None:
     """Return why a component does not compute the model in ``folder`` like transformers does, or None.
     ``sources`` is the folder with the code of the component. ``measure_error`` returns the difference between
-    the results of the component and those of transformers for a model, and may raise any exception."""
+    the results of the component and those of transformers for a model, and may raise any exception. Raises
+    its ConfigError or OutOfMemoryError, which say nothing about the model."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # noqa: BLE001 - any error in the code of a config
@@ -59,9 +63,12 @@ def find_problem(folder: Path, sources: Path, measure_error: Callable[[Any], flo
         return None
     problem = _find_problem(config, measure_error)
     if problem is None:
-        with use_umask(USER_UMASK):
-            marker.parent.mkdir(parents=True, exist_ok=True)
-            marker.touch()
+        try:
+            with use_umask(USER_UMASK):
+                marker.parent.mkdir(parents=True, exist_ok=True)
+                marker.touch()
+        except OSError as error:  # for example, a read-only folder
+            logger.warning("The check of the model's architecture will be repeated: %s", error)
     return problem
 
 
@@ -72,6 +79,8 @@ def _find_problem(config: Any, measure_error: Callable[[Any], float]) -> str | N
         return f"transformers cannot run a small copy of it ({_first_line(error)})"
     try:
         error = measure_error(model)
+    except (ConfigError, torch.OutOfMemoryError):  # not the model's fault
+        raise
     except InstarError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - any error in the code of an unknown architecture
@@ -191,9 +200,10 @@ def _shrink_sizes(config: Any, is_narrow: bool) -> None:
 
 
 def _hash_check(config: Any, sources: Path) -> str:
-    digest = hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True, default=str).encode())
+    settings = {**config.to_dict(), "_name_or_path": ""}  # a copy of the model needs no check
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode())
     digest.update(f"{transformers.__version__} {torch.__version__}".encode())
-    for file in sorted(sources.glob("*.py")):
+    for file in (Path(__file__), *sorted(sources.glob("*.py"))):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:32]
 

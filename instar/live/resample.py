@@ -21,7 +21,14 @@ import numpy as np
 
 from instar.config import RunConfig
 from instar.engines.base import Engine
-from instar.errors import ConflictError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
+from instar.errors import (
+    ConflictError,
+    ConstraintError,
+    EngineError,
+    EngineUnavailable,
+    PolicyNotFound,
+    PromptTooLong,
+)
 from instar.live.base import POLL_SECONDS, MayRun, is_held_out, wait_until_allowed
 from instar.record.base import Renderer
 from instar.store.base import RESAMPLED_TAG, SessionRecord, Store, make_resampled_group_id
@@ -125,7 +132,8 @@ class Resampler:
                 continue
             try:
                 await self._resample(session, call)
-            except (ConflictError, PromptTooLong):  # the session was deleted, or the context is shorter now
+            # The session was deleted, the context is shorter now, or a redacted schema has no meaning.
+            except (ConflictError, PromptTooLong, ConstraintError):
                 self._skipped.add(session.session_id)
             except EngineError as error:
                 logger.warning("session %s was not resampled: %s", session.session_id, error)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from instar.architecture import create_random_copy, shrink_config
@@ -14,7 +16,7 @@ from instar.backends.local.check import check_architecture as check_backend
 from instar.config import LocalBackendConfig, LocalEngineConfig, ModelConfig
 from instar.engines.local.check import check_architecture as check_engine
 from instar.engines.local.engine import LocalEngine
-from instar.errors import BackendError, EngineError
+from instar.errors import BackendError, ConfigError, EngineError
 from instar.models import cache_dir
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 
@@ -94,6 +96,15 @@ async def test_context_with_longrope_ends_at_the_length_of_pretraining(tmp_path:
     await backend.close()
 
 
+def test_device_that_is_missing_is_reported_as_such(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a GPU")
+    folder = make_tiny_model(tmp_path, hidden=48)
+    for make in (make_engine, make_backend):
+        with pytest.raises(ConfigError, match=r"^model\.device: cuda is set"):
+            make(ModelConfig(name=str(folder), device="cuda"))
+
+
 def test_unknown_model_type_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
     with pytest.raises(EngineError, match=r"cannot read its config.*unheard_of"):
@@ -106,7 +117,18 @@ async def test_only_a_successful_check_is_cached(tmp_path: Path) -> None:
     assert not list(cache_dir().glob("architectures/*"))
     folder = make_tiny_model(tmp_path / "tiny", hidden=32)
     config = ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)
-    for _ in range(2):
-        await make_engine(config).close()
-        await make_backend(config).close()
+    copied_config = config.model_copy(update={"name": str(shutil.copytree(folder, tmp_path / "copy"))})
+    for checked_config in (config, config, copied_config):
+        await make_engine(checked_config).close()
+        await make_backend(checked_config).close()
     assert len(list(cache_dir().glob("architectures/*"))) == 2
+
+
+async def test_check_in_a_folder_that_cannot_be_written_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("INSTAR_CACHE", str(tmp_path))
+    (tmp_path / "architectures").touch()
+    folder = make_tiny_model(tmp_path / "tiny", hidden=32)
+    await make_engine(ModelConfig(name=str(folder), dtype="fp32", device="cpu", max_context=512)).close()
+    assert "will be repeated" in caplog.text

@@ -253,7 +253,6 @@ class CloudEngine(Engine):
         check_artifact(self.info, policy)
         async with self._policy_lock:
             if policy.ref not in self._policies:
-                self._policies.make_room(policy.ref)
                 return self._policies.keep(policy.ref, await self._open_policy(policy))
             with self._lease(policy.ref) as loaded:
                 # Another process may still have the path of an earlier export.

@@ -70,7 +70,8 @@ class LocalEngine(Engine):
             max_adapters=config.max_adapters if self._model.adapters.can_mix else 1,
             is_batch_invariant=bool(config.deterministic),
         )
-        self._grammars = GrammarCompiler(self._tokenizer, self._eos_ids)
+        # The samplers of a training service, of which there are many, constrain no replies.
+        self._grammars = None if shared_model else GrammarCompiler(self._tokenizer, self._eos_ids)
         self._info = EngineInfo(
             kind="local",
             model=model.name,
@@ -78,7 +79,7 @@ class LocalEngine(Engine):
             max_context=context,
             artifacts=("adapter", "weights", "base"),
             can_score=True,
-            constrains_output=self._grammars.is_available,
+            constrains_output=self._grammars is not None and self._grammars.is_available,
             serves_several_policies=self._model.adapters.can_mix,
         )
         self._queues: dict[SchedulerRequest, tuple[asyncio.AbstractEventLoop, ReplyQueue]] = {}
@@ -106,6 +107,7 @@ class LocalEngine(Engine):
     async def _run_constrained(self, request: SchedulerRequest) -> AsyncGenerator[TokenChunk, None]:
         constraint, stop_ids = request.params.constraint, request.params.stop_token_ids
         assert constraint is not None
+        assert self._grammars is not None
         request.matcher = await asyncio.to_thread(self._grammars.start, constraint, stop_ids)
         async with aclosing(self._run_request(request)) as chunks:
             async for chunk in chunks:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 Mask = NDArray[np.bool_]
 MAX_CACHED_GRAMMARS = 64
 _ANY_TEXT = "/(?s:.*)/"
+_ANY_OBJECT = '{"type": "object"}'
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 """With arbitrary whitespace, a model could write whitespace until the maximum length."""
 _GAP = '("\\n" | "\\n\\n")?'
@@ -59,10 +61,12 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Any, eos_ids: Collection[int]) -> None:
         """Load the vocabulary, which takes up to a second and stops all other Python threads."""
-        self._eos_ids = sorted(eos_ids) or [int(tokenizer.eos_token_id)]
+        self._eos_ids = sorted(eos_ids) or [i for i in [tokenizer.eos_token_id] if i is not None]
         self._compile_cached = lru_cache(MAX_CACHED_GRAMMARS)(self._compile)
         backend = tokenizer.backend_tokenizer
         try:
+            if not self._eos_ids:
+                raise ValueError("it has no token that ends a reply")
             self._tokenizer = LLTokenizer(backend.to_str(), eos_token=self._eos_ids)
         except ValueError as error:
             logger.warning("Replies cannot be constrained, because of the model's tokenizer: %s", error)
@@ -81,6 +85,23 @@ class GrammarCompiler:
         return TokenMatcher(self._compile_cached(constraint).deep_copy(), {*self._eos_ids, *stop_ids})
 
     def _compile(self, constraint: OutputConstraint) -> LLMatcher:
+        try:
+            return self._compile_exactly(constraint)
+        except ConstraintError:
+            # An agent may list tools that it does not require, so their schemas are not errors.
+            calls = tuple(map(self._drop_unsupported_schema, constraint.calls))
+            if calls == constraint.calls:
+                raise
+        return self._compile_exactly(msgspec.structs.replace(constraint, calls=calls))
+
+    def _drop_unsupported_schema(self, call: CallForm) -> CallForm:
+        try:
+            self._compile_exactly(OutputConstraint(calls=(call,)))
+        except ConstraintError:
+            return msgspec.structs.replace(call, schema=_ANY_OBJECT)
+        return call
+
+    def _compile_exactly(self, constraint: OutputConstraint) -> LLMatcher:
         assert self._tokenizer is not None
         try:
             grammar = write_grammar(constraint, self._special_tokens)

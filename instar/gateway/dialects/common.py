@@ -102,6 +102,8 @@ def parse_required_output(
     tool that the reply must call, ANY_TOOL, or None if it need not call one."""
     if choice is not None:
         tools = tuple(tool for tool in tools if choice in (tool["name"], ANY_TOOL))
+        if not tools:  # the request lists only tools that are not offered to the model
+            errors.append(no_tools_error())
         return RequiredOutput("tool_choice", None, tools, bool(is_single_call) or choice != ANY_TOOL)
     if value is None or value.type == "text":
         return None

@@ -461,3 +461,10 @@ class CloudConformance(MultiPolicyConformance):
             assert not isinstance(caught.value, EngineUnavailable), "the engine itself is available"
         assert set(get_versions(await in_flight)) == {1}
         assert (await engine.status()).policies == (PolicyRef("p", 1),)
+        for version in range(10, 20):  # more than the engine keeps
+            await engine.keep(Policy("p", version, policies[0].artifact))
+        kept = (await engine.status()).policies
+        for artifact in (expired, missing):
+            with pytest.raises(EngineError):
+                await engine.keep(Policy("p", 2, artifact))
+        assert (await engine.status()).policies == kept, "none was unloaded for them"

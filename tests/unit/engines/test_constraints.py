@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from instar.config import LocalEngineConfig, ModelConfig
 from instar.engines.local.engine import LocalEngine
 from instar.engines.local.grammar import GrammarCompiler
+from instar.engines.local.model import EngineModel
 from instar.errors import ConstraintError
 from instar.types import CallForm, OutputConstraint, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_tokenizer
@@ -234,6 +235,24 @@ async def test_unsupported_keywords_of_a_tool_are_not_enforced(engine: LocalEngi
     assert decode(await collect(engine, PROMPT, max_tokens=100, constraint=constraint)).startswith("call [")
 
 
+@pytest.mark.parametrize(
+    "schema", ['{"type": "any"}', '{"type": "string", "pattern": "^(?!a).+"}', "[REDACTED"]
+)
+async def test_tool_whose_schema_cannot_be_enforced_takes_any_object(
+    engine: LocalEngine, schema: str
+) -> None:
+    arguments = f'{{"type": "object", "properties": {{"a": {schema}}}, "required": ["a"]}}'
+    calls = (CallForm("other ", arguments, "."), CALC)
+    constraint = OutputConstraint(calls=calls, separator="\n")
+    text = decode(await collect(engine, PROMPT, max_tokens=40, constraint=constraint))
+    assert text.startswith(("other {", "<tool"))
+    # The schemas of other tools are still enforced.
+    matcher = GrammarCompiler(TOKENIZER, [EOS]).start(constraint, ())
+    for token in TOKENIZER.encode(f"{CALC.begin}{{"):
+        assert matcher.consume(token) is None
+    assert matcher.consume(TOKENIZER.encode("a")[0]) is not None
+
+
 async def test_compilation_does_not_block_other_requests(engine: LocalEngine) -> None:
     """The event loop keeps running while a large schema is compiled."""
     constraint = OutputConstraint(schema=json.dumps(make_large_schema(choices=400, properties=40)))
@@ -265,3 +284,18 @@ def test_tokenizer_that_is_not_supported_makes_constraints_unavailable() -> None
     backend = Tokenizer(models.WordLevel({"hi": 0, "[EOS]": 1}))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="[EOS]")
     assert not GrammarCompiler(tokenizer, [1]).is_available
+
+
+def test_model_without_an_end_token_samples_unconstrained_replies() -> None:
+    backend = Tokenizer(models.BPE({"a": 0, "b": 1}, []))
+    assert not GrammarCompiler(PreTrainedTokenizerFast(tokenizer_object=backend), []).is_available
+
+
+async def test_engine_that_shares_a_model_does_not_load_the_vocabulary(tiny_model: Path) -> None:
+    config = ModelConfig(name=str(tiny_model), dtype="fp32", device="cpu", max_context=512)
+    model = EngineModel(config).share()
+    engine = LocalEngine(config, LocalEngineConfig(threads=1), shared_model=model)
+    assert not engine.info.constrains_output
+    with pytest.raises(ConstraintError):
+        await collect(engine, PROMPT, constraint=CONSTRAINT)
+    await engine.close()

@@ -217,6 +217,13 @@ PROVIDER_FEATURES: list[tuple[dict[str, Any], str]] = [
         {"tools": [{"type": "mcp_toolset"}], "tool_choice": {"type": "tool", "name": "remote"}},
         "tools[0].type",
     ),
+    (
+        {
+            "tools": [TOOL, {"type": "tool_search_tool_regex_20251119", "name": "search"}],
+            "tool_choice": {"type": "tool", "name": "search"},
+        },
+        "tool_choice",
+    ),
     ({"system": [IMAGE]}, "system[0]"),
     ({"messages": [user(text("a"), IMAGE)]}, "messages[0].content[1]"),
     ({"messages": [user({"type": "document", "source": {"type": "url"}})]}, "messages[0].content[0]"),

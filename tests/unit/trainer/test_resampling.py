@@ -84,7 +84,7 @@ async def add_greedy(store: Store, session_id: str, agent_id: str = "default", *
     )
     await insert_session(store, session)
     params = SamplingParams(temperature=0.0, max_tokens=4)
-    fields = {"params": params, "session_id": session_id, **call}
+    fields: dict[str, Any] = {"params": params, "session_id": session_id, **call}
     await store.add_calls([make_call(f"{session_id}#0", PROMPT, [7, 9], **fields)])
 
 
@@ -217,6 +217,21 @@ async def test_prompt_that_is_too_long_for_the_engine_does_not_delay_others(
     store = await open_store(config)
     await insert_session(store, make_session("long", channel=Channel.LIVE, status=SessionStatus.COMPLETED))
     await store.add_calls([make_call("long#0", [4] * 100_000, [7], session_id="long")])
+    await add_greedy(store, "s")
+    resampler = make_resampler(store, config, model, engine)
+    assert await resampler.resample_next()
+    assert await resampler.resample_next()
+    assert [group.group_id for group in await store.groups(RUN, Channel.RESAMPLED)] == ["resampled/s"]
+    await store.close()
+
+
+async def test_constraint_that_the_engine_does_not_support_does_not_delay_other_sessions(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    store = await open_store(config)
+    constraint = OutputConstraint(schema='{"pattern": "[REDACTED"}')
+    params = SamplingParams(temperature=0.0, max_tokens=4, constraint=constraint)
+    await add_greedy(store, "constrained", params=params)
     await add_greedy(store, "s")
     resampler = make_resampler(store, config, model, engine)
     assert await resampler.resample_next()
