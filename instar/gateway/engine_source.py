@@ -139,7 +139,8 @@ class EngineSource(Source):
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
             raise request.unsupported_error
-        required_output.check_support(request, self.engine.info)
+        if request.required_output is not None:
+            required_output.check_support(request, self.engine.info)
         self.parse_policy(request.model)
 
     def parse_policy(self, model: str) -> PolicyRef | None:

@@ -1,4 +1,7 @@
-"""Translate what a request requires of the reply to a constraint on the sampled tokens."""
+"""Translate what a request requires of the reply to a constraint on the sampled tokens.
+
+The functions are only called for requests with a ``required_output``.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,19 @@ from instar.types import OutputConstraint
 def check_support(request: ModelRequest, info: EngineInfo) -> None:
     """Raise ApiError (400) if the engine cannot constrain replies and the request depends on it."""
     required = request.required_output
-    if required is not None and not (required.is_optional or info.constrains_output):
+    assert required is not None
+    if not (required.is_optional or info.constrains_output):
         raise unsupported_error(request, f"the {info.kind} engine cannot constrain replies")
 
 
 def constrain(
     request: ModelRequest, info: EngineInfo, renderer: Renderer, placement: Placement
 ) -> OutputConstraint | None:
-    """Return the constraint, or None if there is none or if it is optional and not supported. Raise ApiError
-    (400) if another one is not supported by the model's format."""
+    """Return the constraint, or None if it is optional and not supported. Raise ApiError (400) if the model's
+    format does not support another one."""
     required = request.required_output
-    if required is None or not info.constrains_output:
+    assert required is not None
+    if not info.constrains_output:
         return None
     prompt_ids, is_single_call = placement.prompt_ids.tolist(), required.is_single_call
     try:
