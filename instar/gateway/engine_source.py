@@ -328,11 +328,10 @@ class _EngineSamplingRun(SamplingRun):
         if not prompt_tokens:
             raise invalid_value("The prompt is empty; send at least one token.", "prompt")
         info = self._source.engine.info
-        max_context = info.max_context
-        max_tokens = max_context - prompt_tokens
+        max_tokens = info.max_context - prompt_tokens
         if max_tokens < 1:
             raise PromptTooLong(
-                f"the prompt has {prompt_tokens} tokens; at most {max_context - 1} fit in the context"
+                f"the prompt has {prompt_tokens} tokens; at most {info.max_context - 1} fit in the context"
             )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
         if request.required_output is not None:
