@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ from instar.models import DEFAULT_MODEL, cache_dir, is_local, resolve_model
 # Must run before any test uses torch. The processes that tests start inherit the settings.
 disable_broken_amx(cache_dir())
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # Threads that spin are very slow on a busy machine.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts background jobs like this. Processes that tests interrupt would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
