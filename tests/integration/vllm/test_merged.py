@@ -102,20 +102,28 @@ async def test_engine_matches_the_trainer_after_each_load(engine: Engine, tiny: 
 async def test_replies_continue_under_new_weights(engine: Engine, tiny: Path, tmp_path: Path) -> None:
     training = Training(tiny, tmp_path)
     first, second = await training.step(), await training.step()
-    tasks = [
-        asyncio.create_task(collect(engine, [*PROMPT, n + 3], max_tokens=1000, seed=n)) for n in range(24)
-    ]
-    await _wait_for_new_tokens(engine)
-    await engine.load(first)
-    await _wait_for_new_tokens(engine)
-    await engine.load(second)
-    replies = await asyncio.gather(*tasks)
+    replies: list[list[TokenChunk]] = []
+    is_loaded = asyncio.Event()
+
+    async def reply_until_loaded(number: int) -> None:
+        while not is_loaded.is_set():  # a reply may end before the weights are loaded
+            replies.append(await collect(engine, [*PROMPT, number + 3], max_tokens=1000, seed=number))
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(24):
+            tasks.create_task(reply_until_loaded(number))
+        await _wait_for_new_tokens(engine)
+        await engine.load(first)
+        await _wait_for_new_tokens(engine)
+        await engine.load(second)
+        is_loaded.set()
     for chunks in replies:
         versions = get_versions(chunks)
         assert len(versions) == 1000 or chunks[-1].finish_reason == "stop"
         assert versions == sorted(versions)
-    version_sets = [tuple(sorted(set(get_versions(chunks)))) for chunks in replies]
-    assert (0, 1, 2) in version_sets
+    version_sets = [set(get_versions(chunks)) for chunks in replies]
+    assert any({0, 1} <= versions for versions in version_sets)
+    assert any({1, 2} <= versions for versions in version_sets)
     await training.backend.close()
 
 
