@@ -141,14 +141,14 @@ def _learn_and_serve(run: LiveRunProcess) -> None:
     rate_sessions(1.0, 0.0)
     run.wait_for_version(1)
     assert wait_for_reply_of(0) == pytest.approx(base_logprobs, abs=1e-4), "a candidate does not answer"
-    assert run_cli("versions", "promote", run.run_dir, "--agent", "learner")["serving"] == 1
-    logprobs = wait_for_reply_of(1)
-    assert logprobs != pytest.approx(base_logprobs, abs=1e-4)
-    first_expiry = run.list_versions()[1][1]
     evaluated = (
         "SELECT 1 FROM evaluation_items WHERE candidate_score IS NOT NULL AND incumbent_score IS NOT NULL"
     )
     assert run.wait_until(lambda: bool(run.query(evaluated))), run.collect_logs()
+    assert run_cli("versions", "promote", run.run_dir, "--agent", "learner")["serving"] == 1
+    logprobs = wait_for_reply_of(1)
+    assert logprobs != pytest.approx(base_logprobs, abs=1e-4)
+    first_expiry = run.list_versions()[1][1]
 
     assert run.kill_role("trainer")
     rate_sessions(0.0, 1.0)
