@@ -11,6 +11,8 @@ import msgspec
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."
+"""PEFT's prefix of the names of a model's modules."""
 UNSUPPORTED_SETTINGS = (
     "use_dora",
     "modules_to_save",

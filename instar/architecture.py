@@ -12,6 +12,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from instar.config import ModelConfig
 from instar.errors import ConfigError, InstarError
-from instar.models import cache_dir
+from instar.models import cache_dir, resolve_model
 from instar.umask import USER_UMASK, use_umask
 
 logger = logging.getLogger(__name__)
@@ -49,19 +51,21 @@ _NARROW = (
 )
 
 
-def find_problem(folder: Path, sources: Path, measure_error: Callable[[Any], float]) -> str | None:
-    """Return why a component does not compute the model in ``folder`` like transformers does, or None.
-    ``sources`` is the folder with the code of the component. ``measure_error`` returns the difference between
-    the results of the component and those of transformers for a model, and may raise any exception. Raises
+def find_problem(
+    model: ModelConfig, sources: Path, measure_error: Callable[[ModelConfig, Any], float]
+) -> str | None:
+    """Return why a component does not compute the model like transformers does, or None. ``sources`` is the
+    folder with the code of the component. ``measure_error`` returns the difference between the results of the
+    component, with these settings, and those of transformers for a model, and may raise any exception. Raises
     its ConfigError or OutOfMemoryError, which say nothing about the model."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(resolve_model(model.name), local_files_only=True)
     except Exception as error:  # noqa: BLE001 - any error in the code of a config
         return f"transformers {transformers.__version__} cannot read its config ({_first_line(error)})"
     marker = cache_dir() / "architectures" / _hash_check(config, sources)
     if marker.is_file():
         return None
-    problem = _find_problem(config, measure_error)
+    problem = _find_problem(config, partial(measure_error, model))
     if problem is None:
         try:
             with use_umask(USER_UMASK):

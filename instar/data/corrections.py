@@ -14,12 +14,11 @@ import numpy as np
 from instar.config import RunConfig
 from instar.data.advantages import normalize
 from instar.data.supervised import PreferencePair, SupervisedBatch
-from instar.live.base import is_held_out
+from instar.live.base import find_held_out
 from instar.store.base import Store, make_feedback_reward_id
 from instar.types import (
     NOT_SAMPLED,
     Call,
-    Channel,
     Claim,
     ClaimOutcome,
     Feedback,
@@ -110,9 +109,7 @@ async def _load_subject(
 
 async def _is_held_out(store: Store, config: RunConfig, session_id: str) -> bool:
     session = await store.session(session_id) if config.has_gate else None
-    if session is None or session.channel is not Channel.LIVE:
-        return False
-    return is_held_out((await store.first_prompts([session_id])).get(session_id, ()))
+    return session is not None and bool(await find_held_out(store, [session]))
 
 
 def _make_claim(feedback: Feedback, config: RunConfig, step: int, epoch: int) -> Claim:

@@ -23,7 +23,7 @@ from instar.datasets.files import WRITERS
 from instar.datasets.manifest import IMPORTABLE_FORMATS, ContentHash, DatasetManifest, Format
 from instar.datasets.records import encode_group, encode_record
 from instar.errors import ConfigError, DataError
-from instar.live.base import is_held_out
+from instar.live.base import find_held_out
 from instar.store.base import SessionFilter, SessionRecord, Store
 from instar.types import Call, Channel, Feedback, Group, Json, Sample, Session, SessionStatus
 
@@ -148,7 +148,7 @@ async def _select_sessions(store: Store, run_id: str, options: ExportOptions) ->
     while rows := await store.sessions(run_id, where=options.where, after=last_seq, limit=SESSIONS_PER_PAGE):
         last_seq = rows[-1].seq
         if options.exclude_held_out:
-            held_out = await _find_held_out(store, [row.session for row in rows])
+            held_out = await find_held_out(store, [row.session for row in rows])
             rows = [row for row in rows if row.session.session_id not in held_out]
         for row in rows:
             session = row.session
@@ -157,11 +157,6 @@ async def _select_sessions(store: Store, run_id: str, options: ExportOptions) ->
                 is_live = session.channel is Channel.LIVE
                 group_by_session[session.session_id] = None if is_live else session.group_id
     return group_by_session
-
-
-async def _find_held_out(store: Store, sessions: Sequence[Session]) -> set[str]:
-    prompts = await store.first_prompts([s.session_id for s in sessions if s.channel is Channel.LIVE])
-    return {session_id for session_id, messages in prompts.items() if is_held_out(messages)}
 
 
 @dataclass(slots=True)
@@ -264,7 +259,7 @@ class _Export:
                     session = None if other is None else await self.store.session(other.session_id)
                     if other is None or session is None:
                         continue
-                    if not self.options.exclude_held_out or not await _find_held_out(self.store, [session]):
+                    if not self.options.exclude_held_out or not await find_held_out(self.store, [session]):
                         others[other.call_id] = other
             async for record in read_records(self.store, self.run_id, [session_id]):
                 pairs = build_preference_rows(record, others)

@@ -6,12 +6,13 @@ import asyncio
 import hashlib
 import re
 import unicodedata
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from instar.types import PolicyStage
+from instar.store.base import Store
+from instar.types import Channel, PolicyStage, Session
 
 POLL_SECONDS = 5.0
 HELD_OUT_SHARE = 0.1
@@ -24,6 +25,12 @@ def is_held_out(messages: Sequence[Mapping[str, Any]]) -> bool:
     on `hash_prompt`, so that a prompt that an agent repeats is always on the same side. Prompts without
     messages are never held out, because nothing distinguishes them."""
     return bool(messages) and int.from_bytes(hash_prompt(messages)[:8], "big") < HELD_OUT_SHARE * 2**64
+
+
+async def find_held_out(store: Store, sessions: Iterable[Session]) -> set[str]:
+    """Return the ids of the live sessions that are held out."""
+    prompts = await store.first_prompts([s.session_id for s in sessions if s.channel is Channel.LIVE])
+    return {session_id for session_id, messages in prompts.items() if is_held_out(messages)}
 
 
 def hash_prompt(messages: Sequence[Mapping[str, Any]]) -> bytes:

@@ -54,8 +54,7 @@ async def sample_reference_set(
         if group_id in existing:
             continue
         try:
-            while (record := await _try_sample(config, engine, renderer, group_id, prompt, may_run)) is None:
-                pass
+            record = await _sample_when_possible(config, engine, renderer, group_id, prompt, may_run)
         except (EngineError, RenderError) as error:
             logger.warning("the reference set of live.replay is incomplete: %s", error)
             return
@@ -64,16 +63,16 @@ async def sample_reference_set(
         await store.put_records([group], [record])
 
 
-async def _try_sample(
+async def _sample_when_possible(
     config: RunConfig, engine: Engine, renderer: Renderer, group_id: str, prompt: str, may_run: MayRun
-) -> SessionRecord | None:
-    await wait_until_allowed(may_run)
-    try:
-        return await _sample(config, engine, renderer, group_id, prompt)
-    except EngineUnavailable as error:  # it may be restarting
-        logger.info("the reference set of live.replay waits for the engine: %s", error)
-        await asyncio.sleep(RETRY_SECONDS)
-        return None
+) -> SessionRecord:
+    while True:
+        await wait_until_allowed(may_run)
+        try:
+            return await _sample(config, engine, renderer, group_id, prompt)
+        except EngineUnavailable as error:  # it may be restarting
+            logger.info("the reference set of live.replay waits for the engine: %s", error)
+            await asyncio.sleep(RETRY_SECONDS)
 
 
 async def _sample(

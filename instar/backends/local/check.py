@@ -13,14 +13,12 @@ from instar.backends.local.model import load_model, prepare_model
 from instar.backends.local.pack import pack
 from instar.config import LocalBackendConfig, ModelConfig
 from instar.errors import BackendError
-from instar.models import copy_with_shared_weights, resolve_model
+from instar.models import copy_with_shared_weights
 
 
 def check_architecture(config: ModelConfig) -> None:
     """Raise BackendError unless the backend computes the model like transformers does."""
-    problem = find_problem(
-        resolve_model(config.name), Path(__file__).parent, lambda model: _measure_error(config, model)
-    )
+    problem = find_problem(config, Path(__file__).parent, _measure_error)
     if problem is not None:
         raise BackendError(
             f"The local backend does not support the model {config.name!r}: {problem}. Set backend.type to "

@@ -19,11 +19,10 @@ from peft.utils.transformers_weight_conversion import convert_peft_config_for_tr
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from instar.adapters import PEFT_PREFIX
 from instar.backends.weight_export import ADAPTER
 from instar.config import LoraConfig
 from instar.errors import BackendError
-
-PEFT_PREFIX = "base_model.model."
 
 
 def add_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, seed: int) -> peft.PeftModel:

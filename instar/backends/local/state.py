@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from instar.adapters import CONFIG_FILE, WEIGHTS_FILE
+from instar.adapters import CONFIG_FILE, PEFT_PREFIX, WEIGHTS_FILE
 from instar.backends.folders import write_folder
 from instar.backends.weight_export import ADAPTER
 from instar.errors import BackendError, NonFiniteError
@@ -85,7 +85,7 @@ def load_adapter_weights(path: Path, parameters: Mapping[str, nn.Parameter]) -> 
 
 def _to_parameter_name(name: str) -> str:
     """Convert a name in an adapter's file to the name of the parameter in the model."""
-    module, separator, matrix = name.removeprefix("base_model.model.").rpartition(".lora_")
+    module, separator, matrix = name.removeprefix(PEFT_PREFIX).rpartition(".lora_")
     return f"{module}{separator}{matrix.removesuffix('.weight')}.{ADAPTER}.weight"
 
 

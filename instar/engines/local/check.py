@@ -17,7 +17,6 @@ from instar.engines.local.requests import SchedulerRequest
 from instar.engines.local.scheduler import Scheduler
 from instar.engines.stopping import StopRule
 from instar.errors import EngineError
-from instar.models import resolve_model
 from instar.types import SamplingParams
 
 PREFILL_TOKENS = 10
@@ -26,9 +25,7 @@ PREFILL_TOKENS = 10
 
 def check_architecture(config: ModelConfig) -> None:
     """Raise EngineError unless the engine computes the model like transformers does."""
-    problem = find_problem(
-        resolve_model(config.name), Path(__file__).parent, lambda model: _measure_error(config, model)
-    )
+    problem = find_problem(config, Path(__file__).parent, _measure_error)
     if problem is not None:
         raise EngineError(
             f"The local engine does not support the model {config.name!r}: {problem}. Set engine.type to "

@@ -14,10 +14,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from instar.adapters import WEIGHTS_FILE, read_adapter_settings
+from instar.adapters import PEFT_PREFIX, WEIGHTS_FILE, read_adapter_settings
 from instar.errors import EngineError
 
-PEFT_PREFIX = "base_model.model."
 # These operators are internal to torch's compiler, and some builds do not have them.
 _MKLDNN_OPERATORS = ("_linear_pointwise", "_reorder_linear_weight", "_is_mkldnn_bf16_supported")
 _has_mkldnn = torch.backends.mkldnn.is_available() and all(

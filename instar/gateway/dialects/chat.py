@@ -17,13 +17,7 @@ import orjson
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects import common
-from instar.gateway.dialects.base import (
-    Dialect,
-    ModelRequest,
-    ReplyChoice,
-    ReplyChoices,
-    TokenLogprobs,
-)
+from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, TokenLogprobs
 from instar.record.base import ReplyDelta, ToolCallDelta
 from instar.types import Json, Message, Tool, ToolCall
 from instar.wire import openai as wire
