@@ -30,7 +30,7 @@ ALPHA = 0.05
 BET_FRACTIONS = tuple(number / 10 for number in range(1, 10))
 """The shares of the capital that are bet. The capital is the mean over all of them."""
 MAX_SESSIONS = 200
-"""The number of sessions before a promotion or a canary with which later ones are compared."""
+"""The number of sessions before a promotion or a canary, and after a promotion, that are compared."""
 SECONDS_PER_DAY = 86400.0
 
 
@@ -164,7 +164,7 @@ class CanaryController:
 
     async def _check_canary(self, row: PolicyVersion) -> StageOutcome:
         version, since = row.policy.version, row.updated_at
-        earlier = await self._load(0.0, since)
+        earlier = (await self._load(0.0, since))[-MAX_SESSIONS:]
         sessions = await self._list_sessions(since, None)
         limits = choose_range([outcome.reward for outcome in earlier], self._reward_range)
         canary = clip(await self._load_outcomes([s for s in sessions if s.canary_version == version]), limits)
@@ -189,7 +189,9 @@ class CanaryController:
             return None
         version = row.policy.version
         before = await self._load(_get_promotion(rows, find_previous(rows, version)), row.promoted_at)
-        after = await self._load(row.promoted_at, None)
+        before = before[-MAX_SESSIONS:]
+        # Always the first ones, so that no pair changes later: the evidence is only valid for a growing list.
+        after = (await self._load(row.promoted_at, None))[:MAX_SESSIONS]
         limits = choose_range([outcome.reward for outcome in before], self._reward_range)
         before, after = clip(before, limits), clip(after, limits)
         # The last session before the promotion is compared with the first one after it, and so on.
@@ -207,9 +209,9 @@ class CanaryController:
         return await self._store.completed_live_sessions(self._run_id, self._policy_id, since, until=until)
 
     async def _load(self, since: float, until: float | None) -> list[Outcome]:
-        """Return the outcomes of the sessions that no canary served, at most the newest `MAX_SESSIONS`."""
+        """Return the outcomes of the sessions that no canary served."""
         sessions = await self._list_sessions(since, until)
-        return (await self._load_outcomes([s for s in sessions if s.canary_version is None]))[-MAX_SESSIONS:]
+        return await self._load_outcomes([s for s in sessions if s.canary_version is None])
 
     async def _load_outcomes(self, sessions: Sequence[Session]) -> list[Outcome]:
         """Return the outcomes of the sessions that have a reward, in the order in which they ended."""

@@ -14,6 +14,7 @@ import pytest
 from instar.config import RunConfig
 from instar.live.canary import (
     ALPHA,
+    MAX_SESSIONS,
     CanaryController,
     Outcome,
     choose_range,
@@ -294,6 +295,18 @@ async def test_steady_rewards_after_a_promotion_cause_no_rollback(store: SqliteS
     await publish_serving(store, POLICY)
     for _ in range(60):
         await add_session(store, float(rng.random() < 0.7))
+    assert await check(make_controller(store), store) is None
+
+
+async def test_only_the_first_sessions_after_a_promotion_are_compared(store: SqliteStore) -> None:
+    """If the compared sessions changed over time, the rollback would be wrong more often than documented."""
+    for _ in range(MAX_SESSIONS):
+        await add_session(store, 1.0)
+    await publish_serving(store, POLICY)
+    for _ in range(MAX_SESSIONS):
+        await add_session(store, 1.0)
+    for _ in range(40):
+        await add_session(store, 0.0)
     assert await check(make_controller(store), store) is None
 
 
