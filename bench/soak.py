@@ -130,6 +130,7 @@ class Soak:
         started_at = time.monotonic()
         while True:
             await asyncio.sleep(self._plan.sample_interval_seconds)
+            self._run.check_running()
             by_process = {name: asdict(used) for name, used in self._run.measure_resources().items()}
             self.part["samples"].append((time.monotonic() - started_at, by_process))
             self._collect()

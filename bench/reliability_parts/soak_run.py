@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import sqlite3
+import subprocess
 import sys
 import time
 from collections.abc import Generator
@@ -59,16 +60,21 @@ def make_settings(folder: Path, model: Path) -> dict[str, Any]:
 class SoakRun:
     """A running `instar train` and its gateway."""
 
-    def __init__(self, gateway: GatewayProcess, supervisor_pid: int) -> None:
+    def __init__(self, gateway: GatewayProcess, supervisor: subprocess.Popen[bytes], log_path: Path) -> None:
         self.gateway = gateway
-        self._supervisor_pid = supervisor_pid
+        self._supervisor = supervisor
+        self._log_path = log_path
+
+    def check_running(self) -> None:
+        """Raise MeasurementError if the run has exited."""
+        check_running(self._supervisor, self._log_path)
 
     def query(self, sql: str) -> list[Any]:
         return query_store(self.gateway.store_path, sql)
 
     def read_pids(self) -> dict[str, int]:
         """Return the pids of the run's processes by name."""
-        return {"supervisor": self._supervisor_pid, **dict(self.query("SELECT name, pid FROM endpoints"))}
+        return {"supervisor": self._supervisor.pid, **dict(self.query("SELECT name, pid FROM endpoints"))}
 
     def measure_resources(self) -> dict[str, Resources]:
         """Return the resources of each process by name, except those that are being restarted."""
@@ -112,10 +118,7 @@ def start_run(folder: Path, model: Path) -> Generator[SoakRun]:
         run_dir = Path(settings["dir"])
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while (url := find_gateway_url(run_dir / "store.db")) is None:
-            if process.poll() is not None:
-                raise MeasurementError(
-                    f"instar train exited with code {process.returncode}: {read_log_tail(log_path)}"
-                )
+            check_running(process, log_path)
             if time.monotonic() > deadline:
                 raise MeasurementError(
                     f"the run did not start within {START_TIMEOUT_SECONDS:.0f} s: {read_log_tail(log_path)}"
@@ -123,7 +126,13 @@ def start_run(folder: Path, model: Path) -> Generator[SoakRun]:
             time.sleep(0.1)
         wait_until_up(process, f"{url}/healthz", log_path)
         connection_info = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
-        yield SoakRun(GatewayProcess(connection_info), process.pid)
+        yield SoakRun(GatewayProcess(connection_info), process, log_path)
+
+
+def check_running(process: subprocess.Popen[bytes], log_path: Path) -> None:
+    if process.poll() is not None:
+        log = read_log_tail(log_path)
+        raise MeasurementError(f"instar train exited with code {process.returncode}: {log}")
 
 
 def find_gateway_url(store_path: Path) -> str | None:

@@ -92,6 +92,22 @@ async def load_version(config: RunConfig, backend: Backend, policy: Policy, step
     await backend.load_adapter(artifact.path)
 
 
+async def load_serving_version(
+    store: Store, config: RunConfig, backend: Backend, policy_id: str, saved_step: int
+) -> int:
+    """In a run on live traffic, load the serving version if its step is later than the loaded checkpoint,
+    because the checkpoint of its step is damaged: that step must not be repeated. Return the step of the
+    weights. In other runs, later steps are repeated."""
+    if not config.trains_on_live:
+        return saved_step
+    head = await store.latest_policy(policy_id)
+    rows = await store.policy_versions(policy_id)
+    step = next((row.step for row in rows if row.policy.version == head.version), saved_step)
+    if step > saved_step:
+        await load_version(config, backend, head, step)
+    return max(step, saved_step)
+
+
 async def list_kept_versions(store: Store, policy_id: str, count: int) -> list[PolicyVersion]:
     """Return the serving version, the last ``count`` promoted ones, and the candidates that may be promoted
     next, because their evaluation has begun or decided so. Engines that start load the files of the serving

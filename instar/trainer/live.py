@@ -94,9 +94,6 @@ class LineageTrainer(Trainer):
         text = f"version {self.version} was not promoted; training continues from version {head.version}"
         await self.restore_step(step, "lineage", text, head)
 
-    async def _load_initial_weights(self) -> None:
-        await lineage.load_shared_initial_weights(self.config, self.backend)
-
     async def _deliver(self, policy: Policy) -> None:
         pass  # the gateway loads a version when it serves requests
 

@@ -227,7 +227,7 @@ class Trainer:
         if self.step > self.saved_step:
             await self._save_and_commit(self.step)
 
-    async def _save_and_commit(self, step: int) -> int:
+    async def _save_and_commit(self, step: int, step_state: StepState = StepState.SAVED) -> int:
         self.activity = f"step {step}: saving"
         if self.config.trainer.on_collapse == "rewind":
             self.rewind = self.rewind.update(step, self.alarms.recent_reward)
@@ -236,7 +236,7 @@ class Trainer:
         state = TrainerState(step, self.timer.seconds, baseline, self.rewind, *kl_state)
         path = await save_checkpoint(self.folder, self.backend, state)
         # This row makes the checkpoint valid, for this step and all earlier unsaved steps.
-        await self.store.advance_step(self.policy_id, step, StepState.SAVED, state_path=str(path))
+        await self.store.advance_step(self.policy_id, step, step_state, state_path=str(path))
         self.saved_step = step
         version = await self._commit()
         if self.publisher.sync.is_live:
@@ -356,29 +356,32 @@ class Trainer:
         damaged = frozenset[Path]()
         if saved_steps:
             state, damaged = await load_newest_intact(self.folder, self.backend, saved_steps)
-            self.step = self.saved_step = state.step
+            self.saved_step = state.step
             self.timer = TrainingTimer(previous_seconds=state.seconds)
             self.batcher.estimator.load_json(state.baseline)
             self.rewind = state.rewind
             self.kl_limiter.restore(state.kl_lr_scale, state.base_kl_weight)
+        elif self.config.trains_on_live:
+            await lineage.load_shared_initial_weights(self.config, self.backend)
         else:
-            await self._load_initial_weights()
-        earlier = [row.version for row in rows if row.step < self.saved_step and row.version is not None]
+            await load_initial_weights(self.config, self.backend)
+        self.step = await lineage.load_serving_version(
+            self.store, self.config, self.backend, self.policy_id, self.saved_step
+        )
+        earlier = [row.version for row in rows if row.step < self.step and row.version is not None]
         self.version = earlier[-1] if earlier else 0
-        await lineage.tombstone_abandoned_versions(self.store, self.policy_id, self.saved_step)
+        await lineage.tombstone_abandoned_versions(self.store, self.policy_id, self.step)
         await self._push_head()
-        if released := await self.store.release_steps(
-            self.policy_id, after=self.saved_step, include_saved=bool(damaged)
-        ):
+        released = await self.store.release_steps(self.policy_id, self.step, include_saved=bool(damaged))
+        if released:
             logger.info("released the claims of %s step(s): %s", len(released), released)
-        remove_checkpoints_after(self.folder, self.saved_step, damaged)
-        if saved_steps:
+        remove_checkpoints_after(self.folder, self.step, damaged)
+        if self.step > self.saved_step:
+            await self._save_and_commit(self.step, StepState.COMMITTED)
+        elif saved_steps:
             await lineage.restore_published_version(self.store, self.policy_id, self.saved_step)
             await self._commit()
-            self.monitor.record_missing(await self.store.steps(self.policy_id))
-
-    async def _load_initial_weights(self) -> None:
-        await load_initial_weights(self.config, self.backend)
+        self.monitor.record_missing(await self.store.steps(self.policy_id))
 
     async def _push_head(self) -> None:
         """Push the head before its step is committed, because the rollout continues then. Without the head's

@@ -67,6 +67,12 @@ async def list_parents(harness: TrainerHarness[LiveTrainer]) -> dict[int, int | 
     return {row.policy.version: row.parent for row in await harness.store.policy_versions(POLICY)}
 
 
+async def list_trained(harness: TrainerHarness[LiveTrainer]) -> list[tuple[int | None, str]]:
+    """Return the step and the session of each claim, without replayed sessions."""
+    claims = await harness.store.claims(RUN)
+    return sorted((claim.step, claim.session_id) for claim in claims if claim.epoch == 0)
+
+
 async def run_steps(config: RunConfig, steps: int) -> None:
     """Train until ``steps`` steps are done, in a new trainer, as a resumed run does."""
     trainer = config.trainer.model_copy(update={"steps": steps})
@@ -255,6 +261,7 @@ async def test_recovery_continues_from_a_promoted_version_if_its_checkpoint_is_d
     await run_steps(config, 2)
     async with open_live_trainer(config) as harness:
         await harness.store.promote_version(POLICY, 2)
+        promoted = await harness.hash_latest_adapter(POLICY)
     (checkpoint_path(config.get_policy_dir(POLICY), 2) / "backend" / "state.safetensors").write_bytes(
         b"damaged"
     )
@@ -262,3 +269,6 @@ async def test_recovery_continues_from_a_promoted_version_if_its_checkpoint_is_d
     async with open_live_trainer(config) as harness:
         assert (await harness.store.latest_policy(POLICY)).version == 2
         assert await list_parents(harness) == {1: 0, 2: 1, 3: 2}
+        assert await list_trained(harness) == [(1, "a"), (2, "b"), (3, "c")]
+        await harness.backend.load_state(checkpoint_path(config.get_policy_dir(POLICY), 2) / "backend")
+        assert hash_adapter(Path((await harness.backend.publish(tmp_path / "copy")).path)) == promoted
