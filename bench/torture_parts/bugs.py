@@ -17,9 +17,16 @@ from instar.gateway.session_states import SessionState
 from instar.gateway.submissions import SubmissionService, SubmittedCall
 from instar.rollout.runner import RolloutRunner
 from instar.store.database import Database
-from instar.trainer.checkpoint import TrainerState, checkpoint_path, prune_folder, save_checkpoint
+from instar.trainer.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    policy_path,
+    prune_folder,
+    save_checkpoint,
+)
 from instar.trainer.loop import Trainer
 from instar.types import (
+    Call,
     Group,
     GroupStatus,
     PolicyState,
@@ -51,19 +58,19 @@ class StoreWithoutRelease(SimulatedStore):
         return []
 
 
-class TrainerWithoutTombstones(Trainer):
+class StoreWithoutTombstones(SimulatedStore):
     """Recovery leaves the versions of unsaved steps published."""
 
-    async def _tombstone_abandoned_versions(self) -> None:
+    async def tombstone(self, policy_id: str, version: int, reason: str) -> None:
         return
 
 
 class TrainerWithEarlyCheckpointRow(Trainer):
     """The store refers to the checkpoint before it is written."""
 
-    async def _save_and_commit(self, step: int) -> int:
+    async def _save_and_commit(self, step: int, step_state: StepState = StepState.SAVED) -> int:
         path = checkpoint_path(self.config.run_dir, step)
-        await self.store.advance_step(self.run_id, step, StepState.SAVED, state_path=str(path))
+        await self.store.advance_step(self.run_id, step, step_state, state_path=str(path))
         state = TrainerState(step=step, seconds=0.0)
         await save_checkpoint(self.config.run_dir, self.backend, state)
         self.saved_step = step
@@ -84,7 +91,7 @@ class TrainerWithPrunedHead(Trainer):
 
     async def _publish(self, step: int) -> int:
         version = await super()._publish(step)
-        prune_folder(self._policy_path(version).parent, 1, frozenset())
+        prune_folder(policy_path(self.folder, version).parent, 1, frozenset())
         return version
 
 
@@ -132,11 +139,11 @@ class EarlyRecorder(Recorder):
 
     async def record(
         self, state: Any, graph: Any, meta: Any, placement: Any, replies: Any, **_: Any
-    ) -> list[str]:
+    ) -> list[Call]:
         row = self._build_row(state, meta, placement, replies[0], None, None)
         task = asyncio.create_task(self._commit(state, graph, meta, placement, [row]))
         self._commits.add(task)
-        return [row.call.call_id]
+        return [row.call]
 
 
 class SubmissionsWithoutKeys(SubmissionService):
@@ -206,7 +213,7 @@ class StoreWithSplitScores(SimulatedStore):
 
 BUGS = (
     PlantedBug("recovery does not release unsaved steps", Components(store_class=StoreWithoutRelease)),
-    PlantedBug("recovery does not tombstone versions", Components(trainer_class=TrainerWithoutTombstones)),
+    PlantedBug("recovery does not tombstone versions", Components(store_class=StoreWithoutTombstones)),
     PlantedBug(
         "the checkpoint is recorded before it is written",
         Components(trainer_class=TrainerWithEarlyCheckpointRow),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from instar.trainer.loop import Trainer
+from instar.types import StepState
 
 
 class LatestStateTrainer(Trainer):
@@ -14,6 +15,6 @@ class LatestStateTrainer(Trainer):
         if latest.exists():
             await self.backend.load_state(latest)
 
-    async def _save_and_commit(self, step: int) -> int:
+    async def _save_and_commit(self, step: int, step_state: StepState = StepState.SAVED) -> int:
         await self.backend.save_state(self.config.run_dir / "latest")
-        return await super()._save_and_commit(step)
+        return await super()._save_and_commit(step, step_state)

@@ -85,6 +85,26 @@ def test_simulation_finds_injected_bug(schedules: ModuleType, folder: Path, name
     assert any(simulator.run(simulator.make_random_schedule(seed)).violations for seed in range(40))
 
 
+def test_planted_bugs_override_methods_that_exist(schedules: ModuleType) -> None:
+    """A bug whose method was renamed in the product is not planted any more."""
+    from torture_parts import bugs  # pyright: ignore[reportMissingImports]
+
+    classes = [
+        value
+        for value in vars(bugs).values()
+        if isinstance(value, type) and value.__module__ == bugs.__name__
+    ]
+    changes = {
+        f"{planted.__name__}.{name}": any(hasattr(base, name) for base in planted.__bases__)
+        for planted in classes
+        if planted is not bugs.PlantedBug
+        for name, value in vars(planted).items()
+        if callable(value)
+    }
+    assert len(changes) >= len(bugs.BUGS) - 1, "one bug is defined elsewhere"
+    assert [name for name, exists in changes.items() if not exists] == []
+
+
 def test_state_file_keeps_complete_rows_until_the_sources_change(
     schedules: ModuleType, tmp_path: Path
 ) -> None:
