@@ -29,6 +29,7 @@ from instar.record.graph import MessageGraph
 from instar.types import FinishReason, Json, Message, SamplingParams, Tool, new_id
 
 MAX_SUBMITTED_CALLS = 256
+MIN_TRAINED_LOGPROB = -30.0  # a model does not sample such a token; its importance ratio could overflow
 
 ShortText = Annotated[str, msgspec.Meta(max_length=512)]
 Logprob = Annotated[float, msgspec.Meta(le=0)]
@@ -199,6 +200,8 @@ def _build_reply(call: CallBody, path: str) -> SampledReply:
         versions=call.versions,
         finish_reason=call.finish_reason,
     )
+    if min(reply.logprobs) < MIN_TRAINED_LOGPROB:
+        reply.source_untrainable_reason = f"a logprob is below {MIN_TRAINED_LOGPROB:g}"
     if call.reply is not None:
         reply.message = _build_message(call.reply)
     return reply

@@ -198,6 +198,15 @@ def test_submission_all_fields_are_parsed() -> None:
     assert call.reply.untrainable_reason == reason
 
 
+@pytest.mark.parametrize("logprobs", [[-0.5, -1000.0], [-1000.0, None]])
+def test_submission_with_an_implausible_logprob_is_not_trainable(logprobs: list[float | None]) -> None:
+    # The importance ratio of such a token is infinite, so it would stop the training of every step.
+    (call,) = parse_calls(encode_submission({**CALL, "logprobs": logprobs}))
+    assert call.reply.untrainable_reason is not None
+    (call,) = parse_calls(encode_submission({**CALL, "logprobs": [-30.0, 0.0]}))
+    assert call.reply.untrainable_reason is None
+
+
 def test_submission_without_a_logprob_is_not_trainable() -> None:
     (call,) = parse_calls(encode_submission({**CALL, "logprobs": [-0.5, None]}))
     assert math.isnan(call.reply.logprobs[1])
