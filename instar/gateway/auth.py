@@ -69,7 +69,7 @@ class Action(StrEnum):
     LIST_MODELS = "list models"
     CALL_MODEL = "call models"
     OPEN_SESSION = "open sessions"
-    PLACE_SESSION = "choose the channel, group, slot or attempt of a session"
+    PLACE_SESSION = "choose the task, channel, group, slot or attempt of a session"
     READ_SESSION = "read sessions"
     END_SESSION = "end sessions"
     SUBMIT_CALLS = "submit calls"

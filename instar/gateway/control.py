@@ -26,7 +26,7 @@ from instar.gateway.feedback import FeedbackService
 from instar.gateway.feedback_api import FeedbackBody, FeedbackList, FeedbackView
 from instar.gateway.groups import GroupService
 from instar.gateway.openapi import PREFIXES, ApiRoute
-from instar.gateway.pipeline.parse import RequestReader, RetryHeaders, check_metadata
+from instar.gateway.pipeline.parse import RequestReader, RetryHeaders, check_body
 from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
@@ -163,7 +163,7 @@ class ControlApi:
         engine = self._router.require_engine().engine
         state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
         latest = (await self._context.store.latest_policy(state.session.policy_id)).version
-        calls = parse_submission(body.calls, engine.info.vocab_size, latest)
+        calls = parse_submission(body.calls, engine.info, latest)
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"
         return _to_response(RecordedCalls(await self._services.submissions.submit(state, calls)), 201)
 
@@ -235,7 +235,7 @@ class ControlApi:
     async def _read_request(self, http: HttpRequest, body_type: type[T], action: Action) -> tuple[Caller, T]:
         caller = await self._reader.authenticate(http.headers, action)
         body = await self._reader.read_body(caller, http.headers, http.scope, http.receive)
-        check_metadata(body, self._context.config.max_metadata)
+        check_body(self._context.config, body, is_trusted=caller.kind == "admin")
         return caller, decode_body(msgspec.json.Decoder(body_type), body or b"{}")
 
 

@@ -18,7 +18,7 @@ from instar.gateway.base import ApiError, CallView, EndedSession, FailSession, R
 from instar.gateway.context import GatewayContext
 from instar.gateway.session_states import SessionStates, session_not_found
 from instar.http.auth import hash_key
-from instar.types import Call, Channel, Reward, RewardSource, Score, Session, SessionStatus, new_id
+from instar.types import Call, Channel, Json, Reward, RewardSource, Score, Session, SessionStatus, new_id
 
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -39,9 +39,10 @@ class SessionService:
     async def open(self, caller: Caller, body: base.OpenSession) -> tuple[Session, str]:
         """Open a session and return it with its key. Raise ApiError if a sampling setting is invalid (400) or
         the caller may not set a field (403)."""
-        for name in ("channel", "group_id", "slot", "attempt"):
+        for name in ("channel", "group_id", "slot", "attempt", "task"):
             if getattr(body, name) != getattr(_DEFAULTS, name):
                 authorize(caller, Action.PLACE_SESSION, param=name)
+        _check_task(caller, body.metadata)
         _check_sampling(body.sampling)
         key = new_key()
         fields = msgspec.structs.asdict(body)
@@ -83,6 +84,7 @@ class SessionService:
             if values:
                 authorize(caller, Action.SEND_REWARDS, param=name)
         _check_scores(scores)
+        _check_task(caller, body.metadata)
         check_reward(caller, body.reward, self._context.config.reward_range, "reward")
         rewards = list(body.rewards)
         if body.reward is not None:
@@ -156,6 +158,12 @@ class SessionService:
     def _to_score(self, session_id: str, body: base.ScoreBody) -> Score:
         reason = None if body.reason is None else self._context.redactor.redact_text(body.reason)
         return Score(session_id, body.scorer, body.state, body.attempts, reason, time.time())
+
+
+def _check_task(caller: Caller, metadata: Json) -> None:
+    """Raise ApiError (403) if an agent sets the task. Rules compare its replies with the task's answer."""
+    if "task" in metadata:
+        authorize(caller, Action.PLACE_SESSION, param="metadata.task")
 
 
 def _check_scores(scores: Sequence[base.ScoreBody]) -> None:

@@ -16,6 +16,7 @@ import msgspec
 import msgspec.structs
 import numpy as np
 
+from instar.engines.base import EngineInfo
 from instar.gateway.base import invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
@@ -28,6 +29,7 @@ from instar.record.graph import MessageGraph
 from instar.types import FinishReason, Json, Message, SamplingParams, Tool, new_id
 
 MAX_SUBMITTED_CALLS = 256
+MIN_TRAINED_LOGPROB = -30.0  # a model does not sample such a token; its importance ratio could overflow
 
 ShortText = Annotated[str, msgspec.Meta(max_length=512)]
 Logprob = Annotated[float, msgspec.Meta(le=0)]
@@ -135,7 +137,7 @@ class SubmissionService:
 
 
 def parse_submission(
-    calls: Sequence[CallBody], vocab_size: int, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
+    calls: Sequence[CallBody], info: EngineInfo, latest_version: int, *, max_calls: int = MAX_SUBMITTED_CALLS
 ) -> list[SubmittedCall]:
     """Return the submitted calls. Raise ApiError (400) with the path of the first invalid value."""
     if not calls:
@@ -143,10 +145,14 @@ def parse_submission(
     if len(calls) > max_calls:
         message = f"The submission has {len(calls)} calls; at most {max_calls} are allowed per request."
         raise invalid_value(message, "calls")
-    return [_parse_call(call, f"calls[{i}]", vocab_size, latest_version) for i, call in enumerate(calls)]
+    return [_parse_call(call, f"calls[{i}]", info, latest_version) for i, call in enumerate(calls)]
 
 
-def _parse_call(call: CallBody, path: str, vocab_size: int, latest_version: int) -> SubmittedCall:
+def _parse_call(call: CallBody, path: str, info: EngineInfo, latest_version: int) -> SubmittedCall:
+    vocab_size, count = info.vocab_size, len(call.prompt_ids) + len(call.sampled_ids)
+    if count > info.max_context:
+        message = f"The call has {count} tokens; at most {info.max_context} fit into the model's context."
+        raise invalid_value(message, path)
     for name in ("prompt_ids", "sampled_ids"):
         if not getattr(call, name):
             raise invalid_value(f"'{path}.{name}' is empty; send at least one token id.", f"{path}.{name}")
@@ -194,6 +200,8 @@ def _build_reply(call: CallBody, path: str) -> SampledReply:
         versions=call.versions,
         finish_reason=call.finish_reason,
     )
+    if min(reply.logprobs) < MIN_TRAINED_LOGPROB:
+        reply.source_untrainable_reason = f"a logprob is below {MIN_TRAINED_LOGPROB:g}"
     if call.reply is not None:
         reply.message = _build_message(call.reply)
     return reply

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 
 import msgspec
@@ -38,8 +40,14 @@ MAX_EXTERNAL_ID_LENGTH = 512
 """A longer id from an agent is truncated, and a digest is appended."""
 _CACHED_BYTES_PER_SESSION = 64 * 1024
 """The memory of the request cache, divided by the maximum number of sessions in memory."""
-_MIN_COUNTED_BODY = 64 * 1024
-"""The minimum size, in bytes, of a body whose messages and tools are counted before they are decoded."""
+_MIN_CHECKED_BODY = 64 * 1024
+"""The size, in bytes, above which a body is checked before it is decoded."""
+_MAX_SETTINGS_BYTES = 2 * 1024 * 1024
+"""The maximum size of the part of a body that is not in `_LARGE_FIELDS`."""
+_MAX_CHECKED_CALLS = 256  # a submission with more calls is rejected
+_LARGE_FIELDS = re.compile(
+    "messages|input|system|instructions|prompt(_ids)?|sampled_ids|(behavior_)?logprobs|versions|reply"
+)
 
 
 class RequestReader:
@@ -135,37 +143,55 @@ async def _receive_body(receive: Receive, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-class _LimitedFields(msgspec.Struct):
-    metadata: msgspec.Raw = msgspec.Raw()
-    client_metadata: msgspec.Raw = msgspec.Raw()
-    messages: msgspec.Raw = msgspec.Raw()
-    input: msgspec.Raw = msgspec.Raw()
-    tools: msgspec.Raw = msgspec.Raw()
-
-
-def check_metadata(body: bytes, max_bytes: int) -> None:
-    """Raise ApiError (400) if the metadata in the body is too large. It is not decoded, because many small
-    values take many times the memory of their JSON, and fragment it."""
-    if len(body) <= max_bytes:
+def check_body(config: GatewayConfig, body: bytes, *, is_trusted: bool = False) -> None:
+    """Raise ApiError (400) if a large body has too much metadata, too many messages or tools or, unless the
+    sender is trusted, too many bytes outside of messages and token ids. They are not decoded, because many
+    small values take many times the memory of their JSON, and block the event loop."""
+    if len(body) <= _MIN_CHECKED_BODY:
         return
     try:
-        fields = msgspec.json.decode(body, type=_LimitedFields)
+        top = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        calls = msgspec.json.decode(top.pop("calls", b"[]"), type=list[msgspec.Raw])[:_MAX_CHECKED_CALLS]
+        parts = [top, *(msgspec.json.decode(call, type=dict[str, msgspec.Raw]) for call in calls)]
+        fields = [field for part in parts for field in part.items()]
+        tool_count = sum(_count_items(raw) for name, raw in fields if name == "tools")
+        message_count = sum(_count_items(raw) for name, raw in fields if name in ("messages", "input"))
     except msgspec.DecodeError:
         return  # The route's parser reports a better error.
-    _check_metadata_size(fields, max_bytes)
-
-
-def _check_metadata_size(fields: _LimitedFields, max_bytes: int) -> None:
-    for name, raw in (("metadata", fields.metadata), ("client_metadata", fields.client_metadata)):
-        if (size := memoryview(raw).nbytes) > max_bytes:
-            limit = f"{max_bytes} (gateway.max_metadata)"
+    for name, raw in fields:
+        size = memoryview(raw).nbytes
+        if name in ("metadata", "client_metadata") and size > config.max_metadata:
+            limit = f"{config.max_metadata} (gateway.max_metadata)"
             raise bad_request(f"The {name} has {size} bytes; the limit is {limit}.", name, "too_large")
+    _check_counts(config, message_count, tool_count)
+    large_fields = (raw for name, raw in fields if _LARGE_FIELDS.fullmatch(name))
+    size = len(body) - sum(memoryview(raw).nbytes for raw in large_fields)
+    if size > _MAX_SETTINGS_BYTES and not is_trusted:
+        problem = f"The body has {size} bytes outside of messages and token ids"
+        raise bad_request(f"{problem}; the limit is {_MAX_SETTINGS_BYTES}.", code="too_large")
+
+
+def _check_counts(config: GatewayConfig, message_count: int, tool_count: int) -> None:
+    for name, count, limit in (
+        ("messages", message_count, config.max_messages),
+        ("tools", tool_count, config.max_tools),
+    ):
+        if count > limit:
+            message = f"The request has {count} {name}; the limit is {limit} (gateway.max_{name})."
+            raise bad_request(message, name, "too_many")
+
+
+def _count_items(raw: msgspec.Raw) -> int:
+    """Return the length of a JSON list, or 0 for other values."""
+    is_list = bytes(memoryview(raw)[:1]) == b"["
+    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) if is_list else 0
 
 
 class RequestParser:
     def __init__(self, config: GatewayConfig, hasher: MessageHasher) -> None:
         self._config = config
         self._hasher = hasher
+        self.check_body = partial(check_body, config)
         max_bytes = config.max_sessions_in_memory * _CACHED_BYTES_PER_SESSION
         self._cache = RequestCache(hasher, max_bytes, self.check_body)
 
@@ -184,13 +210,13 @@ class RequestParser:
         raises an error for requests that are too large; it is not called for small bodies."""
 
         def check(request: ModelRequest) -> None:
-            self._check_counts(len(request.messages), len(request.tools))
+            _check_counts(self._config, len(request.messages), len(request.tools))
             if check_size is not None:
                 check_size(request)
 
         if len(body) < MIN_CACHED_BODY:
             request = dialect.parse_request(body)
-            self._check_counts(len(request.messages), len(request.tools))
+            _check_counts(self._config, len(request.messages), len(request.tools))
         elif dialect.parses_messages_independently:
             return self._cache.parse(dialect, cache_key, body, check)
         else:
@@ -198,34 +224,6 @@ class RequestParser:
             request = dialect.parse_request(body)
             check(request)
         return request, self._hasher.hash_messages(request.messages, request.tools)
-
-    def check_body(self, body: bytes) -> None:
-        """Raise ApiError (400) if a large body has too much metadata, or too many messages or tools. They are
-        not decoded, because they take many times the memory of the body."""
-        if len(body) < _MIN_COUNTED_BODY:
-            return
-        try:
-            fields = msgspec.json.decode(body, type=_LimitedFields)
-            _check_metadata_size(fields, self._config.max_metadata)
-            message_count = max(map(_count_items, (fields.messages, fields.input)))
-            self._check_counts(message_count, _count_items(fields.tools))
-        except msgspec.DecodeError:
-            return  # The dialect's parser reports a better error.
-
-    def _check_counts(self, message_count: int, tool_count: int) -> None:
-        for name, count, limit in (
-            ("messages", message_count, self._config.max_messages),
-            ("tools", tool_count, self._config.max_tools),
-        ):
-            if count > limit:
-                message = f"The request has {count} {name}; the limit is {limit} (gateway.max_{name})."
-                raise bad_request(message, name, "too_many")
-
-
-def _count_items(raw: msgspec.Raw) -> int:
-    """Return the length of a JSON list, or 0 for other values."""
-    is_list = bytes(memoryview(raw)[:1]) == b"["
-    return len(msgspec.json.decode(raw, type=list[msgspec.Raw])) if is_list else 0
 
 
 def shorten_id(identifier: str) -> str:

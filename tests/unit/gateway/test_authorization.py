@@ -42,6 +42,8 @@ FIELD_VALUES: dict[str, Any] = {
     "group_id": "run/train/000000",
     "slot": 1,
     "attempt": 999,
+    "task": {"answer": "hello"},
+    "metadata.task": {"answer": "hello"},
     "reward": 1.0,
     "rewards": [{"value": 1.0, "source": "rule"}],
     "scores": [{"scorer": "rule", "state": "scored"}],
@@ -145,7 +147,10 @@ def build_row_request(
     elif field is not None:
         assert body is not None
         value = 10.5 if "out of range" in row else ids.get(field) or FIELD_VALUES[field]
-        body |= {field: value} | ({"max_tokens": 0, "logprobs": 0} if field == "echo" else {})
+        name, _, key = field.partition(".")
+        body |= {name: {key: value} if key else value} | (
+            {"max_tokens": 0, "logprobs": 0} if field == "echo" else {}
+        )
     path = path.replace("{session}", session_id).replace("{model}", "default")
     return method, path, body, headers
 

@@ -13,6 +13,7 @@ import pytest
 from instar.config import GatewayConfig, ModelConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.auth import create_key
+from instar.gateway.base import OpenedSession
 from instar.gateway.serve import bind, serve
 from instar.types import CallStatus
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway, StartGateway
@@ -137,6 +138,44 @@ async def test_metadata_larger_than_the_limit_is_rejected(
     body["metadata"] = {str(number): "v" for number in range(5000)}
     response = await gateway.http.post(path, json=body, headers=headers)
     assert response.status_code in (200, 201), response.text
+
+
+MANY_VALUES = {str(number): number for number in range(200_000)}
+LARGE_FORMAT = {"type": "json_schema", "schema": MANY_VALUES}
+LARGE_TOOLS = [{"function": {"name": "f", "parameters": MANY_VALUES}}]
+LARGE_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    (PATHS["chat"], build_request("chat", "hi", logit_bias=MANY_VALUES)),
+    (PATHS["chat"], build_request("chat", "hi", response_format=LARGE_FORMAT)),
+    (PATHS["chat"], build_request("chat", "hi", tools=LARGE_TOOLS)),
+    (PATHS["responses"], build_request("responses", "hi", text={"format": LARGE_FORMAT})),
+    ("/sessions", {"sampling": MANY_VALUES}),
+    ("/sessions/{session}/complete", {"scores": [MANY_VALUES]}),
+    ("/sessions/{session}/fail", {"reason": "word " * 600_000}),
+    ("/sessions/{session}/calls", {"calls": [{"tools": LARGE_TOOLS}]}),
+    ("/feedback", {"session_id": "x" * 3_000_000}),
+]
+"""Requests that would block the event loop. Each has more than 2 MiB outside of its messages."""
+
+
+@pytest.mark.parametrize(("path", "body"), LARGE_SETTINGS)
+async def test_settings_larger_than_the_limit_are_rejected(
+    gateway: RunningGateway, path: str, body: dict[str, Any]
+) -> None:
+    key = await create_key(gateway.store, "agent", "agent")
+    session = OpenedSession(**(await gateway.post_json("/sessions", {}, key)).json())
+    response = await gateway.post_json(path.replace("{session}", session.session_id), body, key)
+    assert response.status_code == 400, response.text[:200]
+    assert "bytes outside of messages and token ids; the limit is 2097152" in response.text[:200]
+
+
+async def test_submission_with_too_many_messages_is_rejected(start_gateway: StartGateway) -> None:
+    gateway = await start_gateway(config=GatewayConfig(max_messages=2000))
+    session = await gateway.open_session()
+    message = {"role": "user", "content": "x" * 30}
+    body = {"calls": [{"messages": [message] * 1001}] * 2}
+    response = await gateway.post_json(f"/sessions/{session.session_id}/calls", body)
+    assert response.status_code == 400
+    assert "2002 messages; the limit is 2000 (gateway.max_messages)" in response.text
 
 
 async def test_headers_larger_than_the_limit_are_rejected(start_gateway: StartGateway) -> None:

@@ -232,6 +232,15 @@ async def test_required_tool_choice_forces_a_call_in_every_dialect(
     assert all(row.trainable for row in await local_gateway.calls(session))
 
 
+async def test_tool_schema_that_is_expensive_to_compile_is_not_enforced(client: openai.AsyncOpenAI) -> None:
+    parameters = {"properties": {"n": {"type": "array", "minItems": 10**9}}, "required": ["n"]}
+    tools: Any = [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+    response = await client.chat.completions.create(
+        model="m", messages=MESSAGES, tools=tools, tool_choice="required", seed=1
+    )
+    assert (response.choices[0].message.tool_calls or [])[0].type == "function"
+
+
 async def test_format_with_tools_allows_json_or_a_call(client: openai.AsyncOpenAI) -> None:
     kinds: set[str] = set()
     for seed in range(12):
@@ -254,6 +263,15 @@ INVALID_FORMATS: list[tuple[dict[str, Any], str, str]] = [
     (make_schema_format(None), "response_format.json_schema.schema", "Missing"),
     ({"response_format": {"type": "grammar"}}, "response_format.type", "'json_schema', 'json_object'"),
     (make_schema_format("x"), "response_format.json_schema.schema", "object"),
+    # Engines would need minutes and gigabytes of memory to compile these schemas.
+    (make_schema_format({"type": "array", "maxItems": 10**9}), "response_format", "'maxItems' are too large"),
+    (make_schema_format({"items": [{"minItems": 6000}] * 2}), "response_format", "the limit is 10000"),
+    (
+        make_schema_format({"allOf": [{"multipleOf": 997}, {"multipleOf": 9.91}]}),
+        "response_format",
+        "multipleOf",
+    ),
+    (make_schema_format({"const": "x" * 70_000}), "response_format", "length is 700"),
 ]
 
 

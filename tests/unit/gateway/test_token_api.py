@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from instar.engines.base import EngineInfo
 from instar.gateway.base import ApiError, bad_request
 from instar.gateway.dialects.base import ReplyChoice
 from instar.gateway.dialects.common import decode_body
@@ -19,6 +20,7 @@ from instar.types import TokenChunk
 DIALECT = TokensDialect()
 VOCAB_SIZE = 100
 LATEST_VERSION = 7
+MAX_CONTEXT = 50
 CALL = {
     "prompt_ids": [1, 2, 99],
     "sampled_ids": [3, 4],
@@ -30,7 +32,8 @@ CALL = {
 
 def parse_calls(body: bytes) -> list[SubmittedCall]:
     calls = decode_body(msgspec.json.Decoder(SubmissionBody), body).calls
-    return parse_submission(calls, VOCAB_SIZE, LATEST_VERSION, max_calls=3)
+    info = EngineInfo("scripted", "m", VOCAB_SIZE, MAX_CONTEXT, artifacts=())
+    return parse_submission(calls, info, LATEST_VERSION, max_calls=3)
 
 
 def get_parse_error(body: bytes, *, is_submission: bool) -> ApiError:
@@ -195,6 +198,15 @@ def test_submission_all_fields_are_parsed() -> None:
     assert call.reply.untrainable_reason == reason
 
 
+@pytest.mark.parametrize("logprobs", [[-0.5, -1000.0], [-1000.0, None]])
+def test_submission_with_an_implausible_logprob_is_not_trainable(logprobs: list[float | None]) -> None:
+    # The importance ratio of such a token is infinite, so it would stop the training of every step.
+    (call,) = parse_calls(encode_submission({**CALL, "logprobs": logprobs}))
+    assert call.reply.untrainable_reason is not None
+    (call,) = parse_calls(encode_submission({**CALL, "logprobs": [-30.0, 0.0]}))
+    assert call.reply.untrainable_reason is None
+
+
 def test_submission_without_a_logprob_is_not_trainable() -> None:
     (call,) = parse_calls(encode_submission({**CALL, "logprobs": [-0.5, None]}))
     assert math.isnan(call.reply.logprobs[1])
@@ -253,6 +265,12 @@ TOOL_CALL = {"id": "1", "name": "f", "arguments": "{}"}
 def test_submission_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:
     body = encode_submission(CALL, {**CALL, **change})
     assert get_parse_error(body, is_submission=True).param == f"calls[1].{param}"
+
+
+def test_submission_with_more_tokens_than_the_context_is_rejected() -> None:
+    error = get_parse_error(encode_submission({**CALL, "prompt_ids": [1] * 49}), is_submission=True)
+    assert error.param == "calls[0]"
+    assert "51 tokens; at most 50" in error.message
 
 
 def test_submission_with_too_few_or_too_many_calls_is_rejected() -> None:
