@@ -178,6 +178,10 @@ class GatewayConfig(Section):
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Lowest and highest reward that agents may return or send, and that people may give as feedback. Rewards
     from rules, and rewards sent with the admin key, may be outside this range."""
+    trust_submitted_calls: bool = False
+    """Record and train on calls that agents sampled elsewhere, which they send to
+    `/sessions/{session}/calls` with their own keys. Nothing proves that the model sampled them. With the
+    admin key, calls can always be submitted."""
     redact: RedactConfig = RedactConfig()
 
     @field_validator("public_url")

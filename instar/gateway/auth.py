@@ -72,7 +72,8 @@ class Action(StrEnum):
     PLACE_SESSION = "choose the task, channel, group, slot or attempt of a session"
     READ_SESSION = "read sessions"
     END_SESSION = "end sessions"
-    SUBMIT_CALLS = "submit calls"
+    SUBMIT_CALLS = "submit calls unless gateway.trust_submitted_calls is set"
+    SUBMIT_TRUSTED_CALLS = "submit calls"
     SEND_REWARDS = "send rewards and scores from other sources"
     GIVE_FEEDBACK = "give feedback"
     GIVE_HUMAN_FEEDBACK = "give human feedback"
@@ -101,7 +102,8 @@ PERMISSIONS: Mapping[Action, Mapping[CallerKind, Scope]] = {
     Action.PLACE_SESSION: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.READ_SESSION: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
     Action.END_SESSION: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
-    Action.SUBMIT_CALLS: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
+    Action.SUBMIT_CALLS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
+    Action.SUBMIT_TRUSTED_CALLS: _allow(Scope.OWN, Scope.OWN, Scope.NONE),
     Action.SEND_REWARDS: _allow(Scope.NONE, Scope.NONE, Scope.NONE),
     Action.GIVE_FEEDBACK: _allow(Scope.OWN, Scope.OWN, Scope.OWN),
     Action.GIVE_HUMAN_FEEDBACK: _allow(Scope.NONE, Scope.NONE, Scope.OWN),

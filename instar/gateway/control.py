@@ -159,9 +159,11 @@ class ControlApi:
 
     async def submit_calls(self, body_type: type[SubmissionBody], http: HttpRequest) -> Response:
         """Record calls that were sampled outside the gateway."""
-        caller, body = await self._read_request(http, body_type, Action.SUBMIT_CALLS)
+        is_trusted = self._context.config.trust_submitted_calls
+        action = Action.SUBMIT_TRUSTED_CALLS if is_trusted else Action.SUBMIT_CALLS
+        caller, body = await self._read_request(http, body_type, action)
         engine = self._router.require_engine().engine
-        state = await self._states.get_open(http.path_params["session"], caller, Action.SUBMIT_CALLS)
+        state = await self._states.get_open(http.path_params["session"], caller, action)
         latest = (await self._context.store.latest_policy(state.session.policy_id)).version
         calls = parse_submission(body.calls, engine.info, latest)
         assert self._services.submissions is not None, "a gateway with an engine accepts submissions"

@@ -159,8 +159,9 @@ LARGE_SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("path", "body"), LARGE_SETTINGS)
 async def test_settings_larger_than_the_limit_are_rejected(
-    gateway: RunningGateway, path: str, body: dict[str, Any]
+    start_gateway: StartGateway, path: str, body: dict[str, Any]
 ) -> None:
+    gateway = await start_gateway(config=GatewayConfig(trust_submitted_calls=True))
     key = await create_key(gateway.store, "agent", "agent")
     session = OpenedSession(**(await gateway.post_json("/sessions", {}, key)).json())
     response = await gateway.post_json(path.replace("{session}", session.session_id), body, key)

@@ -6,11 +6,13 @@ import json
 from typing import Any
 
 import numpy as np
+import pytest
 
+from instar.config import GatewayConfig
 from instar.gateway.base import OpenedSession
 from instar.record.base import Renderer
 from instar.types import Link
-from tests.unit.gateway.conftest import RunningGateway
+from tests.unit.gateway.conftest import RunningGateway, StartGateway
 
 
 async def post(gateway: RunningGateway, path: str, body: Any, session: OpenedSession) -> Any:
@@ -87,13 +89,30 @@ async def test_submitted_calls_are_recorded_once(gateway: RunningGateway, render
         **make_sampled_fields(reply_ids),
     }
     path = f"/sessions/{session.session_id}/calls"
-    response = await post(gateway, path, {"calls": [first_call, second_call]}, session)
+    response = await gateway.post_json(path, {"calls": [first_call, second_call]})
     assert response.status_code == 201, response.text
-    repeated = await post(gateway, path, {"calls": [first_call, second_call]}, session)
+    repeated = await gateway.post_json(path, {"calls": [first_call, second_call]})
     assert repeated.json() == response.json()
     root, child = await gateway.calls(session)
     assert (child.link, child.parent_id, child.trainable) == (Link.EXTENDS, root.call_id, True)
     assert root.reply["content"] == "fine"
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+async def test_agents_submit_calls_only_if_they_are_trusted(
+    start_gateway: StartGateway, renderer: Renderer, is_trusted: bool
+) -> None:
+    gateway = await start_gateway(config=GatewayConfig(trust_submitted_calls=is_trusted))
+    session = await gateway.open_session()
+    call = {"prompt_ids": render_prompt(renderer, "hello"), **make_sampled_fields([3, 4])}
+    path = f"/sessions/{session.session_id}/calls"
+    response = await post(gateway, path, {"calls": [call]}, session)
+    assert response.status_code == (201 if is_trusted else 403), response.text
+    assert [recorded.trainable for recorded in await gateway.calls(session)] == [True] * is_trusted
+    if not is_trusted:
+        assert "gateway.trust_submitted_calls" in response.json()["error"]["message"]
+        other = await gateway.open_session()
+        assert (await post(gateway, path, {"calls": [call]}, other)).status_code == 403
 
 
 async def test_submitted_messages_extend_the_recorded_call(
@@ -115,7 +134,7 @@ async def test_submitted_messages_extend_the_recorded_call(
         "messages": messages,
         **make_sampled_fields([3, 4], logprobs=[-1.0, None]),
     }
-    response = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    response = await gateway.post_json(f"/sessions/{session.session_id}/calls", {"calls": [call]})
     assert response.status_code == 201, response.text
     child = (await gateway.calls(session))[1]
     assert (child.link, child.parent_id) == (Link.EXTENDS, root.call_id)
@@ -127,6 +146,6 @@ async def test_submitted_version_beyond_the_latest_is_rejected(
 ) -> None:
     session = await gateway.open_session()
     call = {"prompt_ids": render_prompt(renderer, "hello"), **make_sampled_fields([3], versions=[4])}
-    response = await post(gateway, f"/sessions/{session.session_id}/calls", {"calls": [call]}, session)
+    response = await gateway.post_json(f"/sessions/{session.session_id}/calls", {"calls": [call]})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "calls[0].versions[0]")
     assert await gateway.calls(session) == []
