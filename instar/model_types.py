@@ -91,6 +91,8 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that end the reply. The sampled stop token is part of the reply."""
     constraint: OutputConstraint | None = None
     """Only tokens that can continue a reply of this form are sampled."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """The variables of the chat template that the request set. They are recorded; engines do not use them."""
     logprobs: bool = msgspec.field(default=True, name="score")
     """False if the caller neither reads the logprobs nor trains on them. Engines that need a second request
     for the logprobs may then omit them."""
