@@ -75,12 +75,24 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     top_p: float = 1.0
     top_k: int = 0
     """The number of most likely tokens to sample from; 0 means all tokens."""
+    min_p: float = 0.0
+    """Tokens with less than this fraction of the most likely token's probability are not sampled."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of the tokens that are already in the reply."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logit of a token each time that the token is already in the reply."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the negative ones, of tokens in the prompt or the reply."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these tokens."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the reply. The sampled stop token is part of the reply."""
     constraint: OutputConstraint | None = None
     """Only tokens that can continue a reply of this form are sampled."""
+    chat_template_kwargs: dict[str, Any] = {}
+    """The variables of the chat template that the request set. They are recorded; engines do not use them."""
     logprobs: bool = msgspec.field(default=True, name="score")
     """False if the caller neither reads the logprobs nor trains on them. Engines that need a second request
     for the logprobs may then omit them."""
@@ -88,8 +100,49 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def modifies_distribution(self) -> bool:
         """True if sampling differs from the full softmax at temperature 1."""
-        is_truncated = self.top_p < 1.0 or self.top_k > 0 or self.constraint is not None
-        return self.temperature != 1.0 or is_truncated
+        is_changed = self.temperature != 1.0 or self.constraint is not None
+        return is_changed or self.is_truncated or self.modifies_logits
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    @property
+    def modifies_logits(self) -> bool:
+        """True if there is a penalty or a bias."""
+        has_penalty = self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+        return has_penalty or self.repetition_penalty != 1.0 or bool(self.logit_bias)
+
+
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "top_p": (0, 1),
+    "top_k": (0, 1 << 31),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0.01, 100),
+}
+"""The allowed minimum and maximum of sampling settings; ``top_p`` must also be greater than 0."""
+FULL_SOFTMAX: dict[str, float] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The sampling settings of the full softmax at temperature 1. The bias and the constraint are not among
+them: they say what replies the agent can use."""
+BIAS_RANGE = (-100.0, 100.0)
+OPTIONAL_SAMPLING_FIELDS = (
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+)
+"""The fields of `SamplingParams` that not every engine supports."""
 
 
 class TokenChunk(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -17,6 +17,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from instar.model_types import BIAS_RANGE as BIAS_RANGE
+from instar.model_types import FULL_SOFTMAX as FULL_SOFTMAX
+from instar.model_types import OPTIONAL_SAMPLING_FIELDS as OPTIONAL_SAMPLING_FIELDS
+from instar.model_types import SAMPLING_RANGES as SAMPLING_RANGES
 from instar.model_types import Artifact as Artifact
 from instar.model_types import ArtifactKind as ArtifactKind
 from instar.model_types import CallForm as CallForm

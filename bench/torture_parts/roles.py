@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 
 from instar.config import RunConfig
+from instar.engines.base import EngineInfo
 from instar.errors import EngineUnavailable, InstarError, LeaseLost
 from instar.gateway.auth import Action, Caller
 from instar.gateway.base import ApiError, CompleteSession, FailSession, OpenedSession, OpenSession
@@ -48,6 +49,7 @@ from torture_parts.world import Process, Role, World, current_process
 ROLE_NAMES = ("engine", "gateway", "rewards", "rollout", "trainer")
 FINISHING_ROLES = ("rollout", "trainer")
 RETRY_TIMEOUT_SECONDS = 600.0
+ENGINE = EngineInfo("simulated", "simulated", VOCAB_SIZE, max_context=100_000, artifacts=())
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ class GatewayRole:
             "client_key": body.client_key,
         }
         latest = (await self._store.latest_policy(RUN)).version
-        calls = parse_submission([msgspec.convert(call, CallBody)], VOCAB_SIZE, max(latest, version))
+        calls = parse_submission([msgspec.convert(call, CallBody)], ENGINE, max(latest, version))
         (call_id,) = await self._submissions.submit(state, calls)
         recorded = await self._store.call(call_id)
         return ChatReply(call_id, recorded.reply["content"] if recorded else reply)

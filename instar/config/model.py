@@ -175,6 +175,10 @@ class GatewayConfig(Section):
     """Timeout for receiving a request, and for the client to read the end of a stream, in seconds."""
     idle_timeout: Seconds = 1800.0
     """Complete a session on the `live` channel after this many seconds without a call."""
+    unsupported_fields: Literal["reject", "ignore"] = "reject"
+    """How to handle fields that the engine or the model's chat template cannot honour. `reject` responds with
+    a 400 that names the field. `ignore` drops the field and lists it in the response header
+    `x-instar-ignored-fields`. Content that cannot be used, such as an image, is always rejected."""
     reward_range: tuple[float, float] = (-10.0, 10.0)
     """Lowest and highest reward that agents may return or send, and that people may give as feedback. Rewards
     from rules, and rewards sent with the admin key, may be outside this range."""

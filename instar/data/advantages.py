@@ -182,8 +182,9 @@ def compute_token_scales(
 def reweight_truncated_sampling(sample: Sample) -> Sample:
     """Multiply the advantages by p_full / p_sampled, capped at `MAX_SAMPLING_WEIGHT`.
 
-    The losses use logprobs of the full softmax, but tokens may be sampled with a temperature, top_p or top_k.
-    Tokens without logprobs and samples without ``behavior_logprobs`` are left unchanged.
+    The losses use logprobs of the full softmax, but tokens may be sampled from another distribution, for
+    example with a temperature, top_p or a penalty. Tokens without logprobs and samples without
+    ``behavior_logprobs`` are left unchanged.
     """
     if sample.behavior_logprobs is None:
         return sample

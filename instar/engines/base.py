@@ -14,7 +14,17 @@ from typing import Literal
 import msgspec
 
 from instar.errors import EngineError, EngineUnavailable, PolicyNotFound
-from instar.types import ArtifactKind, Floats, Ids, Json, Policy, PolicyRef, SamplingParams, TokenChunk
+from instar.types import (
+    OPTIONAL_SAMPLING_FIELDS,
+    ArtifactKind,
+    Floats,
+    Ids,
+    Json,
+    Policy,
+    PolicyRef,
+    SamplingParams,
+    TokenChunk,
+)
 
 Prompt = Sequence[int] | Ids
 """Token ids. An int32 array is not copied."""
@@ -49,6 +59,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     """True if ``logprobs`` is implemented."""
     constrains_output: bool = False
     """True if ``SamplingParams.constraint`` is supported."""
+    sampling_fields: tuple[str, ...] = OPTIONAL_SAMPLING_FIELDS
+    """The supported ones of these fields."""
     serves_several_policies: bool = False
     """True if requests can name a policy, and ``keep`` and ``unload`` are implemented."""
     routes: tuple[LiveRoute, ...] = ()
@@ -64,6 +76,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
             versions_per_token=self.versions_per_token and other.versions_per_token,
             can_score=self.can_score and other.can_score,
             constrains_output=self.constrains_output and other.constrains_output,
+            sampling_fields=tuple(name for name in self.sampling_fields if name in other.sampling_fields),
             serves_several_policies=self.serves_several_policies and other.serves_several_policies,
             routes=tuple(route for route in self.routes if route in other.routes),
         )

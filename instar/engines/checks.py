@@ -8,8 +8,17 @@ import numpy as np
 
 from instar.engines.base import EngineInfo, Prompt, one_policy_error
 from instar.errors import ConstraintError, EngineError, PromptTooLong
-from instar.types import Ids, Policy, PolicyRef, SamplingParams
+from instar.types import (
+    BIAS_RANGE,
+    OPTIONAL_SAMPLING_FIELDS,
+    SAMPLING_RANGES,
+    Ids,
+    Policy,
+    PolicyRef,
+    SamplingParams,
+)
 
+_DEFAULTS = SamplingParams()
 INT32 = np.iinfo(np.int32)
 
 
@@ -40,10 +49,19 @@ def check_request(
         raise EngineError(f"max_tokens must be at least 1, got {params.max_tokens}.")
     if not (math.isfinite(params.temperature) and params.temperature >= 0):
         raise EngineError(f"temperature must be finite and at least 0, got {params.temperature}.")
-    if not 0 < params.top_p <= 1:
-        raise EngineError(f"top_p must be greater than 0 and at most 1, got {params.top_p}.")
-    if params.top_k < 0:
-        raise EngineError(f"top_k must be at least 0 (0 means all tokens), got {params.top_k}.")
+    if params.top_p == 0:
+        raise EngineError("top_p must be greater than 0, got 0.")
+    for name, (low, high) in SAMPLING_RANGES.items():
+        if not low <= (value := getattr(params, name)) <= high:
+            raise EngineError(f"{name} must be between {low} and {high}, got {value}.")
+    for name in OPTIONAL_SAMPLING_FIELDS:
+        if name not in info.sampling_fields and getattr(params, name) != getattr(_DEFAULTS, name):
+            raise EngineError(f"The {info.kind} engine does not support {name}; leave it out.")
+    for token, bias in params.logit_bias.items():
+        if not 0 <= token < info.vocab_size:
+            raise EngineError(f"logit_bias[{token}]: the token is not in the vocabulary.")
+        if not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
+            raise EngineError(f"logit_bias[{token}] must be between -100 and 100, got {bias}.")
     if params.constraint is not None and not info.constrains_output:
         raise ConstraintError(f"The {info.kind} engine cannot constrain replies.")
     if "" in params.stop:

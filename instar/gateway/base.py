@@ -14,6 +14,8 @@ import msgspec
 from instar.types import Channel, GroupStatus, Json, Reward, RewardSource, ScoreState, SessionStatus
 
 SESSION_HEADER = "x-instar-session"
+IGNORED_FIELDS_HEADER = "x-instar-ignored-fields"
+"""The response header that lists the fields of the request that the reply does not honour."""
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may override for all its calls."""
 
@@ -243,8 +245,8 @@ def format_range(low: float, high: float) -> str:
 
 def convert_validation_error(error: msgspec.ValidationError | msgspec.DecodeError) -> ApiError:
     """Return the ApiError for an error such as ``Expected `str`, got `int` - at `$.messages[0].role```."""
-    message, _, path = str(error).partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
+    message, _, path = str(error).partition(" - at `")
+    path = path.rpartition("$")[2].rstrip("`").lstrip(".")  # the error of a key is at `key` in `$.path`
     for marker, label, code in (
         ("unknown field `", "Unknown parameter", "unknown_parameter"),
         ("missing required field `", "Missing required parameter", "missing_required_parameter"),

@@ -18,17 +18,18 @@ from instar.engines.base import Engine, EngineStatus
 from instar.errors import ConstraintError, EngineError, EngineUnavailable, PolicyNotFound, PromptTooLong
 from instar.gateway import required_output
 from instar.gateway.auth import Caller, extract_key
-from instar.gateway.base import ApiError, bad_request, invalid_value
+from instar.gateway.base import ApiError, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, TokenLogprob
 from instar.gateway.dialects.common import check_token_ids
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source, derive_seed
+from instar.gateway.request_settings import RequestSettings
 from instar.gateway.shadow import ShadowSampler
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT, TokenizerPool
 from instar.record.base import Placement, Renderer, StreamParser
 from instar.record.graph import MessageGraph
-from instar.types import Call, Channel, PolicyRef, SamplingParams
+from instar.types import FULL_SOFTMAX, Call, Channel, PolicyRef, SamplingParams
 
 if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
@@ -55,13 +56,12 @@ class EngineSource(Source):
         self.shadow = shadow
         self._identity, self._store = context.identity, context.store
         self._renderer = renderer
-        self._timeout = context.config.request_timeout
+        self._ignores_unsupported = context.config.unsupported_fields == "ignore"
         self._train_sampling = context.train_sampling
         self._tokenizer_pool = TokenizerPool(context.config)
 
-    @property
-    def renderer(self) -> Renderer:
-        return self._renderer
+    def get_renderer(self, request: ModelRequest) -> Renderer:
+        return self._renderer.with_template_kwargs(request.chat_template_kwargs)
 
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
         self._renderer.max_prompt_tokens = self.engine.info.max_context
@@ -124,6 +124,10 @@ class EngineSource(Source):
                 versions &= {0, *(row.policy.version for row in rows if row.was_served)}
         return [PolicyRef(policy_id, version) for version in sorted(versions) if version >= 0]
 
+    @property
+    def default_policy_id(self) -> str:
+        return self._identity.policy_id
+
     def get_policy_id(self, agent_id: str) -> str:
         return self._identity.get_policy_id(agent_id)
 
@@ -135,6 +139,14 @@ class EngineSource(Source):
         except TimeoutError as error:
             message = f"The engine did not respond within {STATUS_TIMEOUT_SECONDS:g} s; retry later."
             raise EngineUnavailable(message) from error
+
+    def resolve_settings(self, request: ModelRequest, dialect: Dialect) -> ModelRequest:
+        if not request.has_optional_settings:
+            return request
+        info, settings = self.engine.info, RequestSettings(request)
+        settings.restrict_sampling(info.sampling_fields, f"the {info.kind} engine", info.vocab_size)
+        settings.choose_template_kwargs(self._renderer)
+        return settings.apply(ignore=self._ignores_unsupported)
 
     def check_request(self, request: ModelRequest) -> None:
         if request.unsupported_error is not None:
@@ -214,50 +226,17 @@ class EngineSource(Source):
         model's stop tokens are left out, because they are not in the text."""
         if not request.logprobs:
             return []
-        stop_ids = self.renderer.stop_token_ids
-        decode = self.renderer.decode_token
+        stop_ids = self._renderer.stop_token_ids
+        decode = self._renderer.decode_token
         return [TokenLogprob(decode(i), p) for i, p in zip(ids, logprobs, strict=True) if i not in stop_ids]
 
     async def count_tokens(
         self, dialect: Dialect, request: ModelRequest, body: bytes, headers: Mapping[str, str]
     ) -> bytes:
         self.check_request(request)
-        render = partial(self.renderer.render, request.messages, request.tools)
+        render = partial(self.get_renderer(request).render, request.messages, request.tools)
         ids = await self.tokenize(headers, render) if len(body) >= MIN_LARGE_PROMPT else render()
         return dialect.format_count(len(ids))
-
-    async def score_prompt(self, request: ModelRequest, headers: Mapping[str, str]) -> list[TokenLogprob]:
-        """Return the texts and logprobs of the prompt's tokens. Nothing is sampled or recorded. Raise
-        ApiError if the prompt is empty or the engine cannot score (400), or if it takes too long (504)."""
-        self.check_request(request)
-        if not self.engine.info.can_score:
-            message = "The engine cannot return prompt logprobs; send the request without 'echo'."
-            raise bad_request(message, "echo", "unsupported_value")
-        if self.live is not None:
-            message = "'echo' is not supported in a run with data 'live'; send the request without 'echo'."
-            raise bad_request(message, "echo", "unsupported_value")
-        if self.parse_policy(request.model) is not None:
-            name = self._identity.policy_id
-            message = f"'echo' is only supported for the served version; request the model {name!r}."
-            raise bad_request(message, "echo", "unsupported_value")
-        prompt = request.prompt
-        assert prompt is not None
-        if isinstance(prompt, str):
-            encode = partial(self.renderer.encode, prompt)
-            ids = await self.tokenize(headers, encode) if len(prompt) >= MIN_LARGE_PROMPT else encode()
-        else:
-            ids = prompt
-        if not len(ids):
-            raise invalid_value("The prompt is empty; send at least one token.", "prompt")
-        check_token_ids(ids, self.engine.info.vocab_size, "prompt")
-        try:
-            async with asyncio.timeout(self._timeout):
-                logprobs = await self.engine.logprobs(ids)
-        except TimeoutError as error:
-            message = f"The engine did not return logprobs within {self._timeout:g} seconds; retry later."
-            raise ApiError(504, message, code="timeout") from error
-        decode = self.renderer.decode_token
-        return [TokenLogprob(decode(i), p) for i, p in zip(ids, logprobs.tolist(), strict=True)]
 
 
 class _EngineSamplingRun(SamplingRun):
@@ -293,7 +272,7 @@ class _EngineSamplingRun(SamplingRun):
         return partial_replies
 
     def _prepare_replies(self, *, is_streamed: bool) -> None:
-        request, renderer = self._call.request, self._source.renderer
+        request, renderer = self._call.request, self._source.get_renderer(self._call.request)
         params = self._build_params()
         session = self._call.state.session
         # On the train channel, the session's seed replaces the agent's, so that a group's sessions differ.
@@ -322,7 +301,7 @@ class _EngineSamplingRun(SamplingRun):
         overrides: dict[str, Any] = {}
         if session.channel is Channel.TRAIN:
             train = self._train_sampling
-            overrides = {"temperature": train.temperature, "top_p": train.top_p, "top_k": None}
+            overrides = FULL_SOFTMAX | {"temperature": train.temperature, "top_p": train.top_p}
         settings = request.merge_sampling_settings(overrides | session.sampling)
         prompt_tokens = len(self.placement.prompt_ids)
         if not prompt_tokens:
@@ -334,13 +313,15 @@ class _EngineSamplingRun(SamplingRun):
                 f"the prompt has {prompt_tokens} tokens; at most {info.max_context - 1} fit in the context"
             )
         settings["max_tokens"] = min(settings.get("max_tokens") or max_tokens, max_tokens)
+        renderer = self._source.get_renderer(request)
         if request.required_output is not None:
-            constraint = required_output.constrain(request, info, self._source.renderer, self.placement)
+            constraint = required_output.constrain(request, info, renderer, self.placement)
             settings["constraint"] = constraint
         return SamplingParams(
             seed=request.seed,
             stop=request.stop,
-            stop_token_ids=(*self._source.renderer.stop_token_ids, *request.stop_token_ids),
+            stop_token_ids=(*renderer.stop_token_ids, *request.stop_token_ids),
+            chat_template_kwargs=request.chat_template_kwargs,
             logprobs=request.logprobs or session.channel is not Channel.VAL,
             **settings,
         )

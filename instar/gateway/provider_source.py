@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -16,9 +17,10 @@ from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices
 from instar.gateway.pipeline.record import MODEL_UNTRAINABLE_REASON, SampledReply
 from instar.gateway.pipeline.sample import ModelCall, SampledResult, SamplingRun, Source
+from instar.gateway.request_settings import RequestSettings
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
-from instar.types import Call, Channel, SamplingParams
+from instar.types import OPTIONAL_SAMPLING_FIELDS, Call, Channel, SamplingParams
 
 if TYPE_CHECKING:
     from instar.gateway.pipeline.respond import Responder
@@ -31,6 +33,19 @@ class ProviderSource(Source):
     def __init__(self, context: GatewayContext, upstream: HttpUpstream) -> None:
         self._upstream = upstream
         self._train_sampling = context.train_sampling
+        self._ignores_unsupported = context.config.unsupported_fields == "ignore"
+
+    def resolve_settings(self, request: ModelRequest, dialect: Dialect) -> ModelRequest:
+        target = self._upstream.get_target(dialect.name)
+        if target == dialect.name:  # The provider receives all fields.
+            return replace(request, ignored_fields=()) if request.ignored_fields else request
+        if not request.has_optional_settings:
+            return request
+        settings = RequestSettings(request)
+        supported = OPTIONAL_SAMPLING_FIELDS if target == "chat" else ()
+        settings.restrict_sampling(supported, "Anthropic's API, which serves this model", None)
+        settings.ignore_reasoning()
+        return settings.apply(ignore=self._ignores_unsupported)
 
     def start(self, call: ModelCall, graph: MessageGraph, placement: Placement) -> SamplingRun:
         return _ProviderSamplingRun(self._upstream, call, graph, placement, self._train_sampling)
@@ -109,7 +124,10 @@ class _ProviderSamplingRun(SamplingRun):
         request = self._call.request
         reply = SampledReply(
             SamplingParams(
-                seed=request.seed, stop=request.stop, **request.merge_sampling_settings(self._overrides)
+                seed=request.seed,
+                stop=request.stop,
+                chat_template_kwargs=request.chat_template_kwargs,
+                **request.merge_sampling_settings(self._overrides),
             ),
             choice.message,
             finish_reason=choice.finish_reason,

@@ -33,6 +33,7 @@ from instar.live.base import POLL_SECONDS, MayRun, is_held_out, wait_until_allow
 from instar.record.base import Renderer
 from instar.store.base import RESAMPLED_TAG, SessionRecord, Store, make_resampled_group_id
 from instar.types import (
+    FULL_SOFTMAX,
     UNTRAINABLE,
     Call,
     CallStatus,
@@ -59,9 +60,7 @@ async def sample_reply(
     """Return a copy of a call with a new reply, sampled at temperature 1. Its seed depends only on the call
     and on ``number``. Raises EngineUnavailable if the engine does not finish the reply."""
     seed = zlib.crc32(f"{prompt.call_id}/{number}".encode())
-    params = msgspec.structs.replace(
-        prompt.params, temperature=1.0, top_p=1.0, top_k=0, seed=seed, logprobs=True
-    )
+    params = msgspec.structs.replace(prompt.params, **FULL_SOFTMAX, seed=seed, logprobs=True)
     started_at = time.time()
     ids = prompt.prompt_ids.tolist()
     chunks: list[TokenChunk] = [chunk async for chunk in engine.generate(ids, params, policy)]

@@ -59,7 +59,8 @@ class ReplySampler:
         params = msgspec.structs.replace(call.params, max_tokens=max_tokens)
         prompt = call.prompt_ids
         if not len(prompt):
-            prompt = np.asarray(self._renderer.render(call.messages, call.tools), np.int32)
+            renderer = self._renderer.with_template_kwargs(call.params.chat_template_kwargs)
+            prompt = np.asarray(renderer.render(call.messages, call.tools), np.int32)
             params = msgspec.structs.replace(params, stop_token_ids=self._renderer.stop_token_ids)
         ids, reason = await self._sample(key, prompt, params, policy)
         tail = prompt[-_PARSER_PROMPT_TOKENS:].tolist()

@@ -58,9 +58,25 @@ class Renderer(ABC):
     max_prompt_tokens: int | None = None
     """If set, `render`, `extend` and `encode` raise PromptTooLong for prompts that certainly exceed it."""
 
+    template_variables: frozenset[str] = frozenset()
+    """The variables of the format that a request can set, such as ``enable_thinking``."""
+
     drops_reasoning = False
     """True if the format drops the reasoning of earlier replies after a new user message. `extend` then needs
     the complete prompt instead of its end."""
+
+    def with_template_kwargs(self, kwargs: Json) -> Renderer:
+        """Return this renderer with other values of its ``template_variables``. Raises RenderError if a value
+        is not valid."""
+        if not kwargs:
+            return self
+        from instar.record.template_kwargs import get_variant
+
+        return get_variant(self, kwargs)
+
+    def create_variant(self, kwargs: Json) -> Renderer:
+        """Create the renderer for `with_template_kwargs`, which caches it."""
+        raise NotImplementedError
 
     def check_messages(self, messages: Messages) -> None:  # noqa: B027 - optional
         """Raise PromptTooLong if the messages certainly exceed ``max_prompt_tokens``. This is fast."""
@@ -178,17 +194,25 @@ def contains_any(value: object, texts: Sequence[str]) -> bool:
     return False
 
 
-def to_template_message(message: Message) -> Json:
+def to_template_message(
+    message: Message, reasoning_key: str = "reasoning_content", arguments_as_text: bool = False
+) -> Json:
     """Return a message in the format that chat templates and the `renderers` library expect."""
     out: Json = {"role": message["role"], "content": message["content"]}
     if reasoning := message.get("reasoning"):
-        out["reasoning_content"] = reasoning
+        if reasoning_key != "reasoning_content" and message.get("tool_calls") and out["content"]:
+            # Such templates have one place for the text before a call.
+            reasoning, out["content"] = f"{reasoning}\n\n{out['content']}", ""
+        out[reasoning_key] = reasoning
     if calls := message.get("tool_calls"):
         out["tool_calls"] = [
             {
                 "id": call["id"],
                 "type": "function",
-                "function": {"name": call["name"], "arguments": parse_arguments(call)},
+                "function": {
+                    "name": call["name"],
+                    "arguments": call["arguments"] if arguments_as_text else parse_arguments(call),
+                },
             }
             for call in calls
         ]

@@ -13,13 +13,14 @@ draft. Whitespace around reasoning and content is dropped.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from instar.errors import RenderError
 from instar.record.base import Messages, ReplyDelta, StreamParser, Tools, to_template_message
@@ -35,8 +36,9 @@ from instar.record.stream import (
     cut_at_stop,
     overlap_length,
 )
+from instar.record.template_kwargs import check_template_kwargs
 from instar.record.tool_calls import PartialToolCall, can_encode, parse_call
-from instar.types import Message, ToolCall, new_id
+from instar.types import Json, Message, ToolCall, new_id
 
 if TYPE_CHECKING:
     from renderers.base import ParsedResponse, ParsedToolCall
@@ -287,15 +289,29 @@ class FamilyRenderer(TokenizerRenderer):
         from renderers.configs import config_from_name
 
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
-        self._renderer: LibraryRenderer = create_renderer(
-            tokenizer if self._escaper is None else ContentTokenizer(tokenizer, self._escaper),
-            cast(Any, config_from_name(family)),
+        self._content_tokenizer: Any = (
+            tokenizer if self._escaper is None else ContentTokenizer(tokenizer, self._escaper)
         )
+        self._config: Any = config_from_name(family)
+        self.template_variables = self._config.template_field_names()
+        self._renderer: LibraryRenderer = create_renderer(self._content_tokenizer, self._config)
         self._boundaries = frozenset(tokenizer.added_tokens_decoder)
         self._stop_token_ids = tuple(self._renderer.get_stop_token_ids())
         self._hidden_ids = frozenset({*tokenizer.all_special_ids, *self._stop_token_ids})
         probe = self._renderer.parse_response(self.encode('{"name": "probe", "arguments": {}}'))
         self._has_bare_calls = bool(probe.tool_calls)
+
+    def create_variant(self, kwargs: Json) -> FamilyRenderer:
+        from renderers.base import create_renderer
+
+        check_template_kwargs(self._tokenizer, kwargs, allow_special_tokens=self._escaper is None)
+        variant = copy.copy(self)
+        try:
+            variant._config = type(self._config)(**kwargs)
+            variant._renderer = create_renderer(self._content_tokenizer, variant._config)
+        except ValueError as error:
+            raise RenderError(f"the model's format rejects {kwargs}: {error}") from error
+        return variant
 
     def render(self, messages: Messages, tools: Tools = ()) -> list[int]:
         try:

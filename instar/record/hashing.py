@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -90,7 +90,10 @@ class MessageHasher:
     def hash_messages(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> HashChain:
         return self.empty_chain(tools).extend(map(self.hash_message, messages))
 
-    def hash_tools(self, tools: Sequence[Tool]) -> bytes:
+    def hash_tools(self, tools: Sequence[Tool], template_kwargs: Mapping[str, Any] | None = None) -> bytes:
+        """Return the digest of the tools and of the template's variables, which both affect the prompt."""
+        if template_kwargs:
+            return self._hash([tools, template_kwargs])
         return self._hash(tools) if tools else self._no_tools
 
     def hash_message(self, message: Message) -> bytes:

@@ -140,7 +140,10 @@ class Redactor:
         return clean if clean != tools else tools
 
     def redact_params(self, params: SamplingParams) -> SamplingParams:
-        """Redact the secrets in the schemas of the constraint."""
+        """Redact the secrets in the schemas of the constraint and in the variables of the chat template."""
+        if params.chat_template_kwargs:
+            redacted_kwargs = self.redact_value(params.chat_template_kwargs)
+            params = msgspec.structs.replace(params, chat_template_kwargs=redacted_kwargs)
         if (constraint := params.constraint) is None:
             return params
         schema = None if constraint.schema is None else self._redact_arguments(constraint.schema)

@@ -9,6 +9,7 @@ chat template, and where `model.renderer` names a family.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -30,6 +31,7 @@ from instar.record.content import ContentEscaper, split_reasoning
 from instar.record.detect import TemplateProbe, choose_family
 from instar.record.roles import RoleRules
 from instar.record.stream import Detokenizer, ReplyScanner, TextStreamParser, TokenDecoder
+from instar.record.template_kwargs import check_template_kwargs, find_template_variables
 from instar.record.token_bounds import TokenBound
 from instar.record.tool_calls import to_generic_messages
 from instar.record.tool_formats import HERMES, ToolFormat
@@ -238,6 +240,8 @@ class TemplateRenderer(TokenizerRenderer):
     ) -> None:
         super().__init__(tokenizer, allow_special_tokens=allow_special_tokens)
         self._encoder = CachingEncoder(tokenizer)
+        self.template_variables = find_template_variables(tokenizer)
+        self._template_kwargs: Json = {}
         self._rules: RoleRules | None = None
         self._reasoning_key, self._arguments_as_text = "reasoning_content", False
         probe = TemplateProbe(tokenizer, self._render_ids, self._decode)
@@ -261,12 +265,23 @@ class TemplateRenderer(TokenizerRenderer):
         self._formats_calls = formats_calls and not self.uses_generic_tools
         self._rules = probe.detect_role_rules(self.tool_format, formats_calls=self._formats_calls)
         self.reasoning_format, self.can_reason = probe.reasoning_format, probe.can_reason
-        self.drops_reasoning = probe.drops_reasoning()
         if isinstance(eos_id := tokenizer.eos_token_id, int):
             eos_ids = [*eos_ids, eos_id]
         stop_ids = probe.find_stop_ids(eos_ids, self.tool_format if self._formats_calls else None)
         self._stop_token_ids = tuple(sorted(stop_ids))
         self._hidden_ids = probe.hide(self.tool_format, self.reasoning_format) | stop_ids
+        self._probe_prompts(probe)
+
+    def create_variant(self, kwargs: Json) -> TemplateRenderer:
+        check_template_kwargs(self._tokenizer, kwargs, allow_special_tokens=self._escaper is None)
+        variant = copy.copy(self)
+        variant._template_kwargs = kwargs
+        variant._probe_prompts(TemplateProbe(self._tokenizer, variant._render_ids, self._decode))
+        return variant
+
+    def _probe_prompts(self, probe: TemplateProbe) -> None:
+        """Detect what depends on the variables of the template."""
+        self.drops_reasoning = probe.drops_reasoning()
         self._opens_reasoning = self.ends_in_reasoning(self._render_ids([QUESTION], (), generation=True))
         is_single = self._rules is not None and self._rules.single_calls
         max_calls = (1 if is_single else _UNLIMITED) if self._formats_calls else 0
@@ -362,28 +377,16 @@ class TemplateRenderer(TokenizerRenderer):
             messages = name_results(messages)
         try:
             text = self._tokenizer.apply_chat_template(
-                [self._to_template_message(message) for message in messages],
+                [to_template_message(m, self._reasoning_key, self._arguments_as_text) for m in messages],
                 tools=cast(Any, specs),
                 add_generation_prompt=generation,
                 tokenize=False,
+                **self._template_kwargs,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
             # A template may call raise_exception, or fail on a role or field that it does not support.
             raise RenderError(f"the model's chat template rejects these messages: {error}") from error
         return self._encode_rendered(cast(str, text))
-
-    def _to_template_message(self, message: Message) -> Json:
-        out = to_template_message(message)
-        if self._arguments_as_text:
-            for call, source in zip(out.get("tool_calls", ()), message.get("tool_calls", ()), strict=True):
-                call["function"]["arguments"] = source["arguments"]
-        if self._reasoning_key != "reasoning_content" and "reasoning_content" in out:
-            out[self._reasoning_key] = out.pop("reasoning_content")
-            if out.get("tool_calls") and out["content"]:
-                # Such templates have one place for the text before a call.
-                out[self._reasoning_key] += f"\n\n{out['content']}"
-                out["content"] = ""
-        return out
 
     def _encode_rendered(self, text: str) -> list[int]:
         if self._escaper is None or not contains_any(text, self._escaper.prompt_markers):

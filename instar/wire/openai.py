@@ -98,10 +98,12 @@ class CompletionRequestFields(msgspec.Struct, forbid_unknown_fields=True):
     stream_options: StreamOptions | None = None
     user: str | None = None
     """May identify the session."""
-    # Fields that are accepted only at their no-op value:
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: dict[int, float] | None = None
+    # Fields of vLLM's API:
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class ChatRequestBody(CompletionRequestFields, kw_only=True):
@@ -110,6 +112,8 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     tools: list[ChatTool] | None = None
     tool_choice: Literal["auto", "none", "required"] | ChatToolChoice | None = None
     max_completion_tokens: int | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     response_format: ResponseFormat | None = None
     # Fields that may identify the session:
@@ -118,7 +122,6 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     prompt_cache_key: str | None = None
     # Fields that are accepted as hints (see gateway/dialects/chat.py):
     parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: dict[str, Any] | None = None
     service_tier: str | None = None
@@ -128,7 +131,6 @@ class ChatRequestBody(CompletionRequestFields, kw_only=True):
     top_logprobs: int | None = None
     store: bool | None = None
     modalities: list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     # Known fields that are rejected unless they are null (`functions` may also be empty):
     audio: Any = None
     web_search_options: Any = None
@@ -302,6 +304,7 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     text: ResponsesTextConfig | None = None
+    reasoning: ResponsesReasoning | None = None
     # Fields that may identify the session:
     metadata: dict[str, str] | None = None
     client_metadata: dict[str, Any] | None = None
@@ -310,7 +313,6 @@ class ResponsesRequestBody(msgspec.Struct, forbid_unknown_fields=True):
     user: str | None = None
     # Fields that are accepted as hints (see gateway/dialects/responses.py):
     parallel_tool_calls: bool | None = None
-    reasoning: ResponsesReasoning | None = None
     store: bool | None = None
     service_tier: str | None = None
     max_tool_calls: int | None = None

@@ -79,6 +79,7 @@ class CloudEngine(Engine):
             streams=False,
             versions_per_token=False,
             can_score=True,
+            sampling_fields=(),
             serves_several_policies=True,
         )
         self._slots = asyncio.Semaphore(engine_config.max_in_flight)

@@ -24,6 +24,7 @@ from instar.engines.local.determinism import choose_threads
 from instar.engines.local.grammar import GrammarCompiler
 from instar.engines.local.kv_cache import KVShape
 from instar.engines.local.model import EngineModel, PolicyUpdate
+from instar.engines.local.penalties import LogitPenalties
 from instar.engines.local.requests import Emission, SchedulerRequest
 from instar.engines.local.scheduler import Scheduler
 from instar.engines.stopping import StopRule
@@ -101,6 +102,7 @@ class LocalEngine(Engine):
             rng=Random(params.seed),
             length_limit=len(prompt) + min(params.max_tokens, context_left),
             policy=policy,
+            penalties=LogitPenalties(params, prompt, self._model.device) if params.modifies_logits else None,
         )
         return self._run_request(request) if params.constraint is None else self._run_constrained(request)
 

@@ -7,6 +7,7 @@ from random import Random
 
 from instar.engines.local.adapters import Adapter
 from instar.engines.local.grammar import TokenMatcher
+from instar.engines.local.penalties import LogitPenalties
 from instar.engines.policies import LoadedPolicy
 from instar.engines.stopping import StopRule
 from instar.errors import EngineError
@@ -39,8 +40,15 @@ class SchedulerRequest:
     is_finished: bool = False
     matcher: TokenMatcher | None = None
     """If set, the request samples only the tokens that it allows."""
+    penalties: LogitPenalties | None = None
+    """If set, it changes the logits that the request samples from."""
     scores: Floats | None = None
     """If set, the request samples no reply, and the prompt's logprobs are written to this array."""
+
+    def append_sampled(self, token: int) -> None:
+        self.sampled.append(token)
+        if self.penalties is not None:
+            self.penalties.count(token)
 
 
 Emission = tuple[SchedulerRequest, TokenChunk | EngineError]

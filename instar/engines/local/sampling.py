@@ -12,11 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from instar.engines.local.penalties import LogitPenalties
 from instar.errors import EngineError
 from instar.types import Floats, Ids, SamplingParams
 
 BLOCK_SIZE = 128
-_NO_MASKS: Mapping[int, NDArray[np.bool_]] = {}
+Masks = Mapping[int, NDArray[np.bool_]]
+Penalties = Mapping[int, LogitPenalties]
+_NO_MASKS: Masks = {}
+_NO_PENALTIES: Penalties = {}
 NON_FINITE_LOGITS = "The model returned non-finite logits (NaN or inf); check the policy's weights."
 
 
@@ -42,13 +46,16 @@ class Sampler:
         logits_N_V: Tensor,
         params: Sequence[SamplingParams],
         rngs: Sequence[Random],
-        masks: Mapping[int, NDArray[np.bool_]] = _NO_MASKS,
+        masks: Masks = _NO_MASKS,
+        penalties: Penalties = _NO_PENALTIES,
     ) -> SampledTokens:
-        """Sample one token for each row. A row in ``masks`` samples only from the tokens that are True."""
+        """Sample one token for each row. A row in ``masks`` samples only from the tokens that are True.
+        ``penalties`` has the rows whose parameters modify the logits."""
         rows, vocab = logits_N_V.shape
         logits, weights = self._get_buffers(rows, vocab)
         logits[:, :vocab].copy_(logits_N_V)
         greedy = [i for i, p in enumerate(params) if p.temperature == 0]
+        is_modified = [p.modifies_distribution for p in params]
         uniform = torch.tensor([[r.random()] for r in rngs], dtype=torch.float32).to(self._device)
         max_logit, total, ids = _sample_cdf(logits, weights, uniform, skip_sampling=len(greedy) == rows)
         behavior = torch.full_like(total, torch.nan)
@@ -56,9 +63,16 @@ class Sampler:
             index = slice(None) if len(greedy) == rows else torch.tensor(greedy, device=self._device)
             ids[index] = logits[index].argmax(-1, keepdim=True)
             behavior[index] = 0.0
-            for row in masks.keys() & set(greedy):
-                ids[row] = _mask_logits(logits[[row]], [row], masks).argmax(-1)
-        self._draw_modified(logits, params, uniform, ids, behavior, masks)
+            for row in (masks.keys() | penalties.keys()).intersection(greedy):
+                ids[row] = _adjust_logits(logits[[row]], [row], masks, penalties).argmax(-1)
+        modified = [i for i, p in enumerate(params) if is_modified[i] and p.temperature > 0]
+        truncated = [i for i in modified if params[i].is_truncated]
+        for rows_to_draw in ([i for i in modified if not params[i].is_truncated], truncated):
+            if rows_to_draw:
+                index = torch.tensor(rows_to_draw, device=self._device)
+                adjusted = _adjust_logits(logits[index], rows_to_draw, masks, penalties)
+                row_params = [params[i] for i in rows_to_draw]
+                ids[index], behavior[index] = _draw_modified(adjusted, row_params, uniform[index])
         logprobs = logits.gather(1, ids) - max_logit - total.log()
         # One transfer for all values, so that the step waits for the device once. Ids are exact in float64.
         table = torch.cat([ids.double(), logprobs.double(), behavior.double()], 1).cpu().tolist()
@@ -68,35 +82,9 @@ class Sampler:
             ids=[int(row[0]) for row in table],
             logprobs=[row[1] for row in table],
             behavior_logprobs=[
-                row[2] if p.modifies_distribution else None for row, p in zip(table, params, strict=True)
+                row[2] if modified else None for row, modified in zip(table, is_modified, strict=True)
             ],
         )
-
-    def _draw_modified(
-        self,
-        logits: Tensor,
-        params: Sequence[SamplingParams],
-        uniform: Tensor,
-        ids: Tensor,
-        behavior: Tensor,
-        masks: Mapping[int, NDArray[np.bool_]],
-    ) -> None:
-        """Resample, in place, all non-greedy rows with a modified distribution."""
-        modified = [i for i, p in enumerate(params) if p.temperature > 0 and p.modifies_distribution]
-        truncated = [i for i in modified if params[i].top_p < 1 or params[i].top_k > 0]
-        untruncated = [i for i in modified if i not in set(truncated)]
-        for rows in (untruncated, truncated):
-            if not rows:
-                continue
-            index = torch.tensor(rows, device=self._device)
-            temperature = torch.tensor([[params[i].temperature] for i in rows], device=self._device)
-            scaled = _mask_logits(logits[index] / temperature, rows, masks)
-            if rows is untruncated:
-                max_logit, total, new_ids = _sample_cdf(scaled, torch.empty_like(scaled), uniform[index])
-                logprobs = scaled.gather(1, new_ids) - max_logit - total.log()
-            else:
-                new_ids, logprobs = _sample_truncated(scaled, [params[i] for i in rows], uniform[index])
-            ids[index], behavior[index] = new_ids, logprobs
 
     def _get_buffers(self, rows: int, vocab: int) -> tuple[Tensor, Tensor]:
         """Return the buffers for logits and weights, whose width is a multiple of BLOCK_SIZE. The logits are
@@ -109,13 +97,25 @@ class Sampler:
         return self._logits[:rows], self._weights[:rows]
 
 
-def _mask_logits(logits: Tensor, rows: Sequence[int], masks: Mapping[int, NDArray[np.bool_]]) -> Tensor:
-    """Set the logits of the masked tokens to -inf, in place. ``rows`` are the rows of the step."""
+def _adjust_logits(logits: Tensor, rows: Sequence[int], masks: Masks, penalties: Penalties) -> Tensor:
+    """Apply the penalties, and set the logits of the masked tokens to -inf, in place. ``rows`` are the rows
+    of the step."""
     for position, row in enumerate(rows):
+        if row in penalties:
+            penalties[row].apply(logits[position])
         if row in masks:
             forbidden = torch.from_numpy(~masks[row]).to(logits.device)
             logits[position, : len(forbidden)].masked_fill_(forbidden, -torch.inf)
     return logits
+
+
+def _draw_modified(logits: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sampled ids and their logprobs. Either all rows are truncated or none is."""
+    scaled = logits / torch.tensor([[p.temperature] for p in params], device=logits.device)
+    if params[0].is_truncated:
+        return _sample_truncated(scaled, params, uniform)
+    max_logit, total, ids = _sample_cdf(scaled, torch.empty_like(scaled), uniform)
+    return ids, scaled.gather(1, ids) - max_logit - total.log()
 
 
 def gather_logprobs(logits_N_V: Tensor, ids: Ids) -> Floats:
@@ -158,13 +158,15 @@ def _limit_below(target: Tensor, limit: Tensor) -> Tensor:
 
 
 def _sample_truncated(scaled: Tensor, params: list[SamplingParams], uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Apply top_k, then top_p, and return the sampled ids and their logprobs. Of the tokens that top_k keeps,
+    """Apply min_p and top_k, then top_p, and return the sampled ids and their logprobs. Of the other tokens,
     top_p keeps the fewest, most likely ones that have at least this fraction of the probability."""
     width = scaled.shape[1]
     top_k = torch.tensor([[p.top_k or width] for p in params], device=scaled.device)
     top_p = torch.tensor([[p.top_p] for p in params], device=scaled.device)
     ordered, order = torch.sort(scaled, dim=-1, descending=True, stable=True)
     weights = (ordered - ordered[:, :1]).exp()
+    if any(p.min_p for p in params):
+        weights = weights * (weights >= torch.tensor([[p.min_p] for p in params], device=scaled.device))
     weights = weights * (torch.arange(width, device=scaled.device) < top_k)
     cumulative = weights.cumsum(-1)
     is_in_nucleus = (cumulative - weights < top_p * cumulative[:, -1:]) | (top_p >= 1)

@@ -164,7 +164,8 @@ class Scheduler:
         params, rngs = [r.params for r in sampling_requests], [r.rng for r in sampling_requests]
         matchers = {i: r.matcher for i, r in enumerate(sampling_requests) if r.matcher is not None}
         masks = {i: matcher.compute_mask(logits.shape[1]) for i, matcher in matchers.items()}
-        tokens = self._sampler.draw(logits[: len(sampling_requests)], params, rngs, masks)
+        penalties = {i: r.penalties for i, r in enumerate(sampling_requests) if r.penalties is not None}
+        tokens = self._sampler.draw(logits[: len(sampling_requests)], params, rngs, masks, penalties)
         for request in sampling_requests[self._decoding_rows :]:
             self._finish_prefill(request)
         emissions = [self._accept(request, i, tokens) for i, request in enumerate(sampling_requests)]
@@ -328,7 +329,7 @@ class Scheduler:
 
     def _accept(self, request: SchedulerRequest, index: int, tokens: SampledTokens) -> Emission:
         token, behavior = tokens.ids[index], tokens.behavior_logprobs[index]
-        request.sampled.append(token)
+        request.append_sampled(token)
         self._status.generated_tokens += 1
         reason, stop = request.stop_rule.push(token)
         chunk = TokenChunk(

@@ -6,7 +6,8 @@ docstring of each dialect lists its hints, grouped by the reason why they can be
 
     sampling  All calls in the sampled reply are returned, and the schemas of tools are only enforced if the
               request requires a call.
-    effort    Each provider defines their meaning; the engine has no such settings.
+    effort    Each provider defines their meaning; the engine has no such settings. Those of reasoning set the
+              variables of the chat template that have this meaning, if it has any (``request_settings``).
     provider  They configure the provider's queues and caches.
     session   They identify the session (``ModelRequest.session_hints``).
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -23,7 +24,7 @@ import orjson
 
 from instar.gateway.base import ApiError
 from instar.record.base import ReplyDelta
-from instar.types import FinishReason, Floats, Ids, Json, Message, TokenChunk, Tool
+from instar.types import OPTIONAL_SAMPLING_FIELDS, FinishReason, Floats, Ids, Json, Message, TokenChunk, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,15 @@ class ModelRequest:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] | None = None
+    chat_template_kwargs: Json = field(default_factory=dict[str, Any])
+    """The variables of the chat template that the agent sets."""
+    reasoning: Mapping[str, bool | int | str] = field(default_factory=dict[str, bool | int | str])
+    """The fields that control the reasoning, by their path: a switch, a token budget, or an effort."""
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -83,14 +93,26 @@ class ModelRequest:
     score_prompt: bool = False
     """True if the client requests the logprobs of the prompt's tokens. Nothing is sampled."""
     required_output: RequiredOutput | None = None
-    unsupported_error: ApiError | None = None
-    """The error for a request that the engine cannot honour, or None."""
+    unsupported: tuple[ApiError, ...] = ()
+    """The errors for the parts of the request that no engine can honour."""
+    ignored_fields: tuple[str, ...] = ()
+    """The paths of the fields that the reply does not honour."""
     parsed_body: Any = None
     """The decoded body, for dialects that repeat parts of it in the response."""
 
+    @property
+    def unsupported_error(self) -> ApiError | None:
+        return self.unsupported[0] if self.unsupported else None
+
+    @property
+    def has_optional_settings(self) -> bool:
+        """True if the reply depends on settings that not every engine and chat template supports."""
+        has_fields = any(getattr(self, name) is not None for name in OPTIONAL_SAMPLING_FIELDS)
+        return has_fields or bool(self.chat_template_kwargs or self.reasoning or self.unsupported)
+
     def merge_sampling_settings(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         """Merge the agent's settings with ``overrides``, and leave out settings that are None."""
-        names = ("temperature", "top_p", "top_k", "max_tokens")
+        names = ("temperature", "top_p", "top_k", "max_tokens", *OPTIONAL_SAMPLING_FIELDS)
         settings = {name: getattr(self, name) for name in names} | dict(overrides)
         return {name: value for name, value in settings.items() if value is not None}
 

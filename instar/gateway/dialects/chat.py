@@ -1,7 +1,7 @@
 """OpenAI's chat completions. These request fields are accepted as hints (see ``base.py``):
 
 sampling    parallel_tool_calls: false and tools[].function.strict, unless tool_choice requires a call
-effort      reasoning_effort, verbosity
+effort      reasoning_effort (see ``ModelRequest.reasoning``), verbosity
 provider    service_tier, prompt_cache_retention, prompt_cache_options
 session     user, safety_identifier, metadata, prompt_cache_key
 prediction  A guess at the reply, which can speed up sampling but changes no tokens.
@@ -24,12 +24,8 @@ from instar.wire import openai as wire
 
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
     "top_logprobs": (0,),
     "modalities": (["text"],),
-    "chat_template_kwargs": ({},),
     "audio": (),
     "web_search_options": (),
     "moderation": (),
@@ -215,15 +211,14 @@ class ChatDialect(Dialect):
             user_ids=common.parse_user_ids(parsed, parsed.metadata),
             n=parsed.n or 1,
             max_tokens=parsed.max_completion_tokens or parsed.max_tokens,
-            temperature=parsed.temperature,
-            top_p=parsed.top_p,
-            top_k=parsed.top_k,
-            seed=parsed.seed,
+            **common.parse_sampling(parsed),
+            chat_template_kwargs=parsed.chat_template_kwargs or {},
+            reasoning={"reasoning_effort": parsed.reasoning_effort} if parsed.reasoning_effort else {},
             stop=common.parse_stop(parsed.stop),
             stream=bool(parsed.stream),
             include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
             logprobs=bool(parsed.logprobs),
-            unsupported_error=errors[0] if errors else None,
+            unsupported=tuple(errors),
         )
 
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:

@@ -22,7 +22,7 @@ from instar.gateway.dialects.base import (
     format_openai_error,
 )
 from instar.record.base import ReplyDelta, ToolCallDelta
-from instar.types import Json, Message, Tool, ToolCall
+from instar.types import BIAS_RANGE, OPTIONAL_SAMPLING_FIELDS, SAMPLING_RANGES, Json, Message, Tool, ToolCall
 from instar.wire.openai import ResponseFormat
 
 T = TypeVar("T")
@@ -33,8 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "n": (1, 128),
     "max_tokens": (1, math.inf),
     "temperature": (0, 2),
-    "top_p": (0, 1),
-    "top_k": (0, 1 << 31),
+    **SAMPLING_RANGES,
     "seed": (-(1 << 63), (1 << 63) - 1),
 }
 _METADATA_SESSION_KEYS = ("session_id", "conversation_id", "thread_id", "chat_id")
@@ -114,6 +113,16 @@ def parse_required_output(
     elif schema is None:
         errors.append(missing_parameter(f"{path}{'.json_schema' if value.json_schema else ''}.schema"))
     return None if schema is None else RequiredOutput(path, schema, tools, bool(is_single_call))
+
+
+def parse_sampling(body: object) -> dict[str, Any]:
+    """Return the sampling settings of a chat, completions or token request."""
+    for token, bias in (getattr(body, "logit_bias", None) or {}).items():
+        if not BIAS_RANGE[0] <= bias <= BIAS_RANGE[1]:
+            path = f"logit_bias.{token}"
+            raise invalid_value(f"'{path}' is {bias}; it must be {format_range(*BIAS_RANGE)}.", path)
+    names = ("temperature", "top_p", "top_k", "seed", *OPTIONAL_SAMPLING_FIELDS)
+    return {name: getattr(body, name) for name in names}
 
 
 def parse_stop(stop: str | Sequence[str] | None, param: str = "stop") -> tuple[str, ...]:

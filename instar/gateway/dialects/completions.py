@@ -25,9 +25,6 @@ _MAX_TOKEN_ID = (1 << 31) - 1
 _SUPPORTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logprobs": (0,),  # Only the logprobs of the sampled tokens are known.
     "suffix": ("",),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
 }
 
 
@@ -107,16 +104,13 @@ class CompletionsDialect(Dialect):
             user_ids=(parsed.user,) if parsed.user else (),
             n=parsed.n or 1,
             max_tokens=parsed.max_tokens or _DEFAULT_MAX_TOKENS,
-            temperature=parsed.temperature,
-            top_p=parsed.top_p,
-            top_k=parsed.top_k,
-            seed=parsed.seed,
+            **common.parse_sampling(parsed),
             stop=common.parse_stop(parsed.stop),
             stream=bool(parsed.stream),
             include_usage=bool(parsed.stream_options and parsed.stream_options.include_usage),
             logprobs=parsed.logprobs is not None,
             score_prompt=is_scoring,
-            unsupported_error=errors[0] if errors else None,
+            unsupported=tuple(errors),
         )
 
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:

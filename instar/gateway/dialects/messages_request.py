@@ -1,10 +1,10 @@
 """Parse requests to Anthropic's Messages API. These fields are accepted as hints (see ``base.py``):
 
     sampling  tools[].strict and tool_choice.disable_parallel_tool_use, unless tool_choice requires a call
-    effort    output_config.effort, output_config.task_budget
+    effort    output_config.effort (see ``ModelRequest.reasoning``), output_config.task_budget
     provider  cache_control, diagnostics, inference_geo, service_tier, speed
     session   metadata.user_id
-    thinking  The model decides whether it thinks; the field decides whether the thinking is returned.
+    thinking  It also decides whether the thinking is returned (see ``ModelRequest.reasoning``).
     context_management.edits "clear_thinking_..."  Thinking is kept; prompts continue the sampled tokens.
     fallbacks, fallback_credit_token  They name models to use if this model declines, which it never does.
 
@@ -85,9 +85,10 @@ def parse_request(raw: bytes, *, needs_reply: bool = True) -> ModelRequest:
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        reasoning=_parse_reasoning(body),
         stop=tuple(body.stop_sequences or ()),
         stream=bool(body.stream),
-        unsupported_error=errors[0] if errors else None,
+        unsupported=tuple(errors),
         parsed_body=body,
     )
 
@@ -150,6 +151,16 @@ def _parse_tool(tool: wire.MessagesTool, path: str, errors: list[ApiError]) -> T
         path = f"{schema_path}.properties"
         raise bad_request(f"'{path}' is not an object; send a JSON schema.", path, "invalid_type")
     return Tool(name=tool.name, description=tool.description or "", parameters=tool.input_schema)
+
+
+def _parse_reasoning(body: wire.MessagesRequestBody) -> dict[str, bool | int | str]:
+    thinking, effort = body.thinking, body.output_config and body.output_config.effort
+    fields: dict[str, bool | int | str] = {}
+    if thinking is not None:
+        fields["thinking"] = thinking.type != "disabled"
+        if thinking.budget_tokens is not None:
+            fields["thinking.budget_tokens"] = thinking.budget_tokens
+    return fields | ({"output_config.effort": effort} if effort else {})
 
 
 def _parse_session_hints(metadata: wire.MessagesMetadata | None) -> tuple[str, ...]:

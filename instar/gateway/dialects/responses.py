@@ -2,7 +2,7 @@
 
     sampling        parallel_tool_calls: false and tools[].strict, unless tool_choice requires a call;
                     tools[].format (the model is shown the format)
-    effort          reasoning, text.verbosity
+    effort          reasoning (for its effort, see ``ModelRequest.reasoning``), text.verbosity
     provider        service_tier, prompt_cache_retention, prompt_cache_options
     session         user, safety_identifier, metadata, client_metadata, prompt_cache_key
     include "reasoning.encrypted_content"  Reasoning is returned as text, which serves the same purpose.
@@ -198,6 +198,7 @@ class ResponsesDialect(Dialect):
         else:
             messages = parse_items(parsed.input or (), errors)
         tools = parse_tools(parsed.tools or (), errors)
+        effort = parsed.reasoning.effort if parsed.reasoning else None
         choice = parsed.tool_choice
         if choice == "required" and not tools.offered:
             raise common.no_tools_error()
@@ -226,10 +227,11 @@ class ResponsesDialect(Dialect):
             max_tokens=parsed.max_output_tokens,
             temperature=parsed.temperature,
             top_p=parsed.top_p,
+            reasoning={"reasoning.effort": effort} if effort else {},
             stream=bool(parsed.stream),
             include_usage=True,
             logprobs=_INCLUDE_LOGPROBS in (parsed.include or ()),
-            unsupported_error=errors[0] if errors else None,
+            unsupported=tuple(errors),
             parsed_body=ParsedResponsesRequest(parsed, tools),
         )
 

@@ -11,7 +11,7 @@ import msgspec
 
 from instar.gateway.base import ApiError, bad_request, invalid_value
 from instar.gateway.dialects.base import Dialect, ModelRequest, ReplyChoice, ReplyChoices, StreamWriter
-from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_stop
+from instar.gateway.dialects.common import RANGES, check_ranges, decode_body, parse_sampling, parse_stop
 from instar.types import FinishReason, Json, TokenChunk
 
 MAX_STOP_TOKENS = 256
@@ -24,6 +24,11 @@ class TokenParams(msgspec.Struct, forbid_unknown_fields=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[NonNegativeInt] = []
@@ -60,6 +65,7 @@ def check_token_params(params: TokenParams, prefix: str = "") -> None:
     try:
         check_ranges(params, {name: limits for name, limits in RANGES.items() if name != "n"})
         parse_stop(params.stop)
+        parse_sampling(params)
     except ApiError as error:
         raise bad_request(error.message, f"{prefix}{error.param}", error.code) from error
     if (count := len(params.stop_token_ids)) > MAX_STOP_TOKENS:
@@ -110,10 +116,7 @@ class TokensDialect(Dialect):
             prompt=tuple(parsed.prompt_ids),
             n=parsed.n,
             max_tokens=parsed.max_tokens,
-            temperature=parsed.temperature,
-            top_p=parsed.top_p,
-            top_k=parsed.top_k,
-            seed=parsed.seed,
+            **parse_sampling(parsed),
             stop=parse_stop(parsed.stop),
             stop_token_ids=tuple(parsed.stop_token_ids),
             stream=parsed.stream,

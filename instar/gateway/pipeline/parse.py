@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 
@@ -209,6 +209,42 @@ class RequestParser:
         invalid. ``cache_key`` is the id of the session or agent, or None if neither is known. ``check_size``
         raises an error for requests that are too large; it is not called for small bodies."""
 
+        try:
+            return self._parse(dialect, cache_key, body, check_size)
+        except ApiError as error:
+            known_body, unknown = self._drop_unknown_fields(dialect, body, error)
+            request, chain = self._parse(dialect, cache_key, known_body, check_size)
+            return replace(request, ignored_fields=unknown), chain
+
+    def parse_count(self, dialect: Dialect, body: bytes) -> ModelRequest:
+        """Return the request for a token count. Raise ApiError (400) if it is invalid."""
+        self.check_body(body)
+        try:
+            return dialect.parse_count_request(body)
+        except ApiError as error:
+            return dialect.parse_count_request(self._drop_unknown_fields(dialect, body, error)[0])
+
+    def _drop_unknown_fields(
+        self, dialect: Dialect, body: bytes, error: ApiError
+    ) -> tuple[bytes, tuple[str, ...]]:
+        """Return the body without unknown fields, and their names. Raise the error that the body caused if
+        unknown fields are to be rejected, or if it has another cause."""
+        if self._config.unsupported_fields == "reject" or error.code != "unknown_parameter":
+            raise error
+        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        known = {field.encode_name for field in msgspec.structs.fields(dialect.decoder.type)}
+        unknown = tuple(name for name in fields if name not in known)
+        if error.param not in unknown:  # The field is inside another one.
+            raise error
+        return msgspec.json.encode({name: fields[name] for name in fields if name in known}), unknown
+
+    def _parse(
+        self,
+        dialect: Dialect,
+        cache_key: str | None,
+        body: bytes,
+        check_size: Callable[[ModelRequest], None] | None,
+    ) -> tuple[ModelRequest, HashChain]:
         def check(request: ModelRequest) -> None:
             _check_counts(self._config, len(request.messages), len(request.tools))
             if check_size is not None:

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from instar.gateway.auth import Action, Caller
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.context import GatewayContext
-from instar.gateway.dialects.base import Dialect
+from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.pipeline.parse import RequestParser, RequestReader, RetryHeaders, parse_external_id
 from instar.gateway.pipeline.place import ReplayLookup, place
@@ -23,6 +23,7 @@ from instar.gateway.pipeline.record import Recorder, RequestMeta
 from instar.gateway.pipeline.resolve import SessionHints, SessionResolver
 from instar.gateway.pipeline.respond import JSON, Responder, error_response
 from instar.gateway.pipeline.sample import Deadline, ModelCall
+from instar.gateway.prompt_scores import score_prompt
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_states import PendingRequest, SessionStates
 from instar.record.base import Placement
@@ -116,29 +117,35 @@ class CallPipeline:
         dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
         if route.is_token_count:
             await self._check_named_sessions(route, caller, headers)
-            self._parser.check_body(body)
-            request = dialect.parse_count_request(body)
+            request = self._parser.parse_count(dialect, body)
             source, _ = self._router.select(request.model)
+            request = source.resolve_settings(request, dialect)
             source.check_size(request)
             count_body = await source.count_tokens(dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
         select_source = partial(self._router.select, needs_engine=dialect.is_token_level)
-        request, chain = self._parser.parse(
-            dialect, cache_key, body, lambda request: select_source(request.model)[0].check_size(request)
-        )
+
+        def check_size(request: ModelRequest) -> None:
+            source, _ = select_source(request.model)
+            source.check_size(source.resolve_settings(request, dialect))
+
+        request, chain = self._parser.parse(dialect, cache_key, body, check_size)
         source, is_trainable = select_source(request.model)
         is_engine = isinstance(source, EngineSource)
+        request = source.resolve_settings(request, dialect)
         if is_engine:
             await source.check_version(request.model, caller)
         if request.score_prompt and is_engine:
             await self._check_named_sessions(route, caller, headers)
-            tokens = await source.score_prompt(request, headers)
+            tokens = await score_prompt(source, request, headers, self._timeout)
             scores = dialect.format_scores(new_id(dialect.id_prefix), request, tokens)
             return Response(scores, media_type=JSON)
         request, chain, previous_session_id = await self._resolver.expand_previous(
             caller, request, chain, allow_unknown=not is_engine
         )
+        if kwargs := request.chat_template_kwargs:
+            chain = chain.with_tools(self._context.hasher.hash_tools(request.tools, kwargs))
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
             # For a provider, a token id prompt is recorded as a message with the list as its text.

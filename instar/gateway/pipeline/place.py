@@ -19,7 +19,7 @@ from instar.types import Call, Message
 async def place(call: ModelCall, graph: MessageGraph) -> Placement:
     """Place the call, and set its number and hash chain. The caller must release the placement. Its
     ``prompt_ids`` are empty if a provider tokenizes the prompt."""
-    meta, request, renderer = call.meta, call.request, call.source.renderer
+    meta, request, renderer = call.meta, call.request, call.source.get_renderer(call.request)
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:
         meta.chain = None

@@ -273,7 +273,9 @@ class Recorder:
         position = next((i for i, (a, b) in enumerate(pairs, base_messages) if a is not b), None)
         if placement.first_redacted_message is not None:
             position = placement.first_redacted_message
-        if tools is not meta.request.tools or self._has_secret_in_prompt_ids(meta, placement):
+        kwargs = meta.request.chat_template_kwargs
+        is_redacted = tools is not meta.request.tools or self._redactor.redact_value(kwargs) != kwargs
+        if is_redacted or self._has_secret_in_prompt_ids(meta, placement):
             position = 0
         first_position = first.first_redacted_message if first else None
         if first_position is not None and first_position < base_messages:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ from instar.errors import (
     RenderError,
     StoreError,
 )
-from instar.gateway.base import SESSION_HEADER, ApiError
+from instar.gateway.base import IGNORED_FIELDS_HEADER, SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoices, StreamWriter, TokenLogprobs
 from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
@@ -169,7 +170,7 @@ class Responder:
         if self._has_started:
             return
         self._has_started = True
-        headers = [(b"content-type", content_type.encode()), self._session_header]
+        headers = [(b"content-type", content_type.encode()), *self._call_headers]
         if content_type.startswith("text/event-stream"):
             headers.append((b"cache-control", b"no-cache"))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -185,7 +186,7 @@ class Responder:
 
     async def _send_complete(self, content_type: str, body: bytes) -> None:
         self._has_started = True
-        headers = [(b"content-type", content_type.encode()), self._session_header]
+        headers = [(b"content-type", content_type.encode()), *self._call_headers]
         if (connection := get_connection(self._scope)) is not None:
             connection.send_response(headers, body)
             return
@@ -204,8 +205,13 @@ class Responder:
         release_frames(failure)
 
     @property
-    def _session_header(self) -> tuple[bytes, bytes]:
-        return (SESSION_HEADER.encode(), self._call.state.session.session_id.encode())
+    def _call_headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [(SESSION_HEADER.encode(), self._call.state.session.session_id.encode())]
+        if ignored := self._call.request.ignored_fields:
+            # The names come from the client, so they may contain characters that a header must not have.
+            value = ", ".join(ignored).encode("ascii", "backslashreplace")
+            headers.append((IGNORED_FIELDS_HEADER.encode(), re.sub(rb"[\x00-\x1f\x7f]", b"?", value)[:4096]))
+        return headers
 
 
 class DisconnectWatcher:

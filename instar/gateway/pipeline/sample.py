@@ -74,10 +74,14 @@ class SamplingRun(ABC):
 class Source(ABC):
     name: str
 
-    @property
-    def renderer(self) -> Renderer | None:
-        """The prompt renderer, or None if the source tokenizes prompts itself."""
+    def get_renderer(self, request: ModelRequest) -> Renderer | None:
+        """Return the renderer of the request's prompt, or None if the source tokenizes prompts itself."""
         return None
+
+    def resolve_settings(self, request: ModelRequest, dialect: Dialect) -> ModelRequest:
+        """Return the request with only the settings that the source honours. Raise ApiError (400) for others,
+        unless they are to be ignored."""
+        return request
 
     async def tokenize(self, headers: Mapping[str, str], function: Callable[[], T]) -> T:
         """Run ``function``, which tokenizes a large prompt. A source may use a thread pool with a limit

@@ -7,7 +7,7 @@ import msgspec
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.dialects.common import format_tool_call
 from instar.gateway.upstream.replies import ReplyDraft, ReplyReader, TokenUsage, parse_error
-from instar.types import Json, Message
+from instar.types import OPTIONAL_SAMPLING_FIELDS, Json, Message
 from instar.wire import openai as wire
 
 _LENGTH_REASONS = ("length", "max_tokens")
@@ -114,6 +114,8 @@ def build_chat_request(request: ModelRequest, model: str, max_tokens_field: str)
         "top_p": request.top_p,
         "top_k": request.top_k,
         "seed": request.seed,
+        **{name: getattr(request, name) for name in OPTIONAL_SAMPLING_FIELDS},
+        "chat_template_kwargs": request.chat_template_kwargs or None,
         "stop": list(request.stop) or None,
         "n": request.n if request.n > 1 else None,
     }

@@ -90,7 +90,7 @@ class HttpUpstream:
         removed. The messages of ``request`` include those of a previous response. ``sampling_overrides``
         replace the agent's settings; the keys are those in `SAMPLING_KEYS`.
         """
-        target = self._choose_dialect(dialect)
+        target = self.get_target(dialect)
         is_translated = target != dialect
         if is_translated:
             body = self._translate(request, target)
@@ -167,7 +167,8 @@ class HttpUpstream:
         data = body if len(body) < _MAX_BODY_AS_BYTES else io.BytesIO(body)
         return self._session.post(url, data=data, headers=headers, allow_redirects=False)
 
-    def _choose_dialect(self, dialect: str) -> str:
+    def get_target(self, dialect: str) -> str:
+        """Return the dialect in which such requests are sent. Raise ApiError (400) if there is none."""
         if dialect in self._dialects:
             return dialect
         targets = [other for other in self._dialects if other in _TRANSLATION_TARGETS]

@@ -102,8 +102,10 @@ class MessagesReader(ReplyReader):
 
 
 def build_messages_request(request: ModelRequest, model: str) -> Json:
-    """Translate a request to a Messages API body. Raise ApiError (400) if it has a seed or ``n`` above 1."""
-    for name, is_set in {"n": request.n > 1, "seed": request.seed is not None}.items():
+    """Translate a request to a Messages API body. Raise ApiError (400) if it has a seed, ``n`` above 1 or
+    variables of a chat template."""
+    unsupported = {"n": request.n > 1, "seed": request.seed is not None}
+    for name, is_set in (unsupported | {"chat_template_kwargs": bool(request.chat_template_kwargs)}).items():
         if is_set:
             message = f"'{name}' is not supported by Anthropic's API, which serves this model; leave it out."
             raise bad_request(message, name, "unsupported_parameter")

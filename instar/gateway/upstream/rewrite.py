@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from instar.types import FULL_SOFTMAX
+
 Fields = dict[str, msgspec.Raw]
 
 _decode = msgspec.json.Decoder(Fields).decode
@@ -17,7 +19,7 @@ _NULL = msgspec.Raw(b"null")
 
 # vLLM takes its sampling defaults from the model's generation config. A trainable call must be sampled from
 # the full softmax unless the agent sets other values, because only the agent's settings are recorded.
-_FULL_SOFTMAX = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_SERVER_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def request_token_ids(body: bytes, dialect: str) -> tuple[bytes, AddedFields]:
     wants_token_ids = bytes(fields.get("return_token_ids", _NULL)) == b"true"
     added = AddedFields(has_token_ids=not wants_token_ids, has_logprobs=not wants_logprobs)
     additions: dict[str, Any] = {
-        name: value for name, value in _FULL_SOFTMAX.items() if name not in agent_fields
+        name: FULL_SOFTMAX[name] for name in _SERVER_DEFAULTS if name not in agent_fields
     }
     additions["return_token_ids"] = True
     if not wants_logprobs:

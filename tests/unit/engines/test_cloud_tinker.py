@@ -113,6 +113,13 @@ async def test_tinker_sampler_does_not_change_the_version_during_a_reply(engine:
     assert set(get_versions(await collect(engine, PROMPT, max_tokens=2))) == {1}
 
 
+async def test_tinker_sampler_rejects_fields_that_the_service_lacks(engine: Engine) -> None:
+    fields = {"min_p": 0.1, "presence_penalty": 1.0, "repetition_penalty": 1.2, "logit_bias": {3: 1.0}}
+    for name, value in fields.items():
+        with pytest.raises(EngineError, match=f"The tinker engine does not support {name}"):
+            await collect(engine, PROMPT, max_tokens=4, **{name: value})
+
+
 async def test_tinker_sampler_returns_nan_for_unknown_logprobs(engine: Engine) -> None:
     (chunk,) = await collect(engine, PROMPT, max_tokens=4, temperature=0.5, seed=1)
     assert all(map(math.isnan, chunk.logprobs))

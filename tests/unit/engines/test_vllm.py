@@ -36,7 +36,7 @@ from instar.engines.vllm.weights import NO_VERSION, ServerWeights, require_serve
 from instar.engines.vllm.wire import GENERATE_PATH, encode_generate_request
 from instar.errors import ConfigError, EngineError, EngineUnavailable
 from instar.subprocess_guard import guard_command
-from instar.types import SamplingParams, TokenChunk
+from instar.types import OPTIONAL_SAMPLING_FIELDS, SamplingParams, TokenChunk
 from tests.tiny import make_tiny_model, make_tiny_tokenizer
 from tests.unit.engines.fake_vllm import END_EVENT, FakeVllm, make_event
 from tests.unit.engines.test_conformance import create_local_engine, create_scripted_engine
@@ -142,6 +142,12 @@ async def test_reply_has_nan_for_missing_logprobs_and_zero_for_greedy_behavior(
     (chunk,) = [c async for c in reply.stream_chunks()]
     assert np.isnan(chunk.logprobs).all()
     assert np.isnan(chunk.behavior_logprobs or []).all()
+    vllm.events.put_nowait(make_event(5, finish="length") + END_EVENT)
+    vllm.events.put_nowait(None)
+    reply = await start_reply(client, weights, presence_penalty=0.5)
+    (chunk,) = [c async for c in reply.stream_chunks()]
+    assert chunk.logprobs == [-1.0]
+    assert np.isnan(chunk.behavior_logprobs or [0.0]).all(), "vLLM does not return the penalized logprobs"
 
 
 async def test_reply_finds_the_stop_string_if_vllm_omits_it(vllm: FakeVllm, client: VllmClient) -> None:
@@ -185,6 +191,11 @@ def test_generate_request_has_the_sampling_params_and_detokenizes_only_for_stop_
     assert plain["logprobs"] == 0
     assert encode_params(stop=("x",))["detokenize"] is True
     assert "logprobs" not in encode_params(logprobs=False)
+    assert not set(OPTIONAL_SAMPLING_FIELDS) & set(plain)
+    settings = {"min_p": 0.1, "presence_penalty": 0.5, "frequency_penalty": -1.0, "repetition_penalty": 1.1}
+    adjusted = encode_params(**settings, logit_bias={7: -100.0, 8: 1.5})
+    expected = settings | {"logit_bias": {"7": -100.0, "8": 1.5}}
+    assert {name: adjusted[name] for name in OPTIONAL_SAMPLING_FIELDS} == expected
 
 
 def test_merge_adapter_matches_peft(tiny_model: Path, adapter: Path) -> None:

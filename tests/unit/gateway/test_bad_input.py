@@ -92,7 +92,7 @@ INVALID_BODIES: list[tuple[Any, str | None]] = [
     ({**VALID_BODY, "tools": [{"function": {"name": "f", "parameters": {"properties": 5}}}]},
      "tools[0].function.parameters.properties"),
     ({**VALID_BODY, "response_format": {"type": "json"}}, "response_format.type"),
-    ({**VALID_BODY, "frequency_penalty": 1}, "frequency_penalty"),
+    ({**VALID_BODY, "frequency_penalty": 3}, "frequency_penalty"),
     ({**VALID_BODY, "parallel_tool_calls": False}, "parallel_tool_calls"),
     ({**VALID_BODY, "store": True}, "store"),
     ({**VALID_BODY, "stream_options": {"x": 1}}, "stream_options.x"),

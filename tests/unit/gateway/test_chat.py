@@ -355,8 +355,12 @@ UNSUPPORTED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"functions": [{"name": "f"}]}, "functions"),
     ({"function_call": "auto"}, "function_call"),
-    ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "chat_template_kwargs"),
-    ({"extra_body": {"min_p": 0.1}}, "min_p"),
+    (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}},
+        "chat_template_kwargs.enable_thinking",
+    ),
+    ({"extra_body": {"min_p": 1.1}}, "min_p"),
+    ({"extra_body": {"guided_regex": "a"}}, "guided_regex"),
 ]
 
 

@@ -53,7 +53,7 @@ def parse(parser: RequestParser, dialect: Dialect, caller: str, body: bytes) -> 
         return error.message, error.param, error.code
     unsupported = request.unsupported_error
     error = (unsupported.message, unsupported.param) if unsupported else None
-    return replace(request, unsupported_error=None, parsed_body=(request.parsed_body, error)), chain
+    return replace(request, unsupported=(), parsed_body=(request.parsed_body, error)), chain
 
 
 def parse_uncached(dialect: Dialect, body: bytes) -> ParseOutcome:

@@ -97,7 +97,9 @@ def test_generate_request_all_fields_are_parsed() -> None:
         ({"n": 0}, "n"),
         ({"n": 129}, "n"),
         ({"stream": "yes"}, "stream"),
-        ({"logit_bias": {}}, "logit_bias"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"logit_bias": {"5": 200}}, "logit_bias.5"),
+        ({"best_of": 1}, "best_of"),
     ],
 )
 def test_generate_request_invalid_value_error_names_its_path(change: dict[str, Any], param: str) -> None:

@@ -201,7 +201,7 @@ async def test_translation_rejects_fields_that_anthropic_does_not_support(
 async def test_translation_rejects_unsupported_requests(create_upstream: CreateUpstream) -> None:
     with pytest.raises(ApiError, match="images"):
         await send(
-            create_upstream("chat"), "messages", build_request(unsupported_error=bad_request("No images."))
+            create_upstream("chat"), "messages", build_request(unsupported=(bad_request("No images."),))
         )
 
 

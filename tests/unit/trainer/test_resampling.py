@@ -153,6 +153,21 @@ async def test_constrained_reply_is_resampled_with_its_constraint_and_both_logpr
     assert call.behavior_logprobs.sum() > call.logprobs.sum()
 
 
+async def test_reply_is_resampled_without_penalties_and_with_its_bias(
+    config: RunConfig, model: Path, engine: Engine
+) -> None:
+    prompt = make_call("s#0", PROMPT, [7, 9])
+    params = SamplingParams(
+        min_p=0.9, presence_penalty=2.0, repetition_penalty=3.0, logit_bias={77: 100.0}, max_tokens=4
+    )
+    call = await sample_reply(
+        engine, replace(prompt, params=params), None, Renderer.load(model, config.model)
+    )
+    expected = SamplingParams(logit_bias={77: 100.0}, max_tokens=4, seed=call.params.seed)
+    assert call.params == expected
+    assert set(call.sampled_ids.tolist()) == {77}
+
+
 async def test_held_out_untrainable_and_observed_sessions_are_not_resampled(
     config: RunConfig, model: Path, engine: Engine
 ) -> None:
