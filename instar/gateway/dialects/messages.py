@@ -32,6 +32,7 @@ ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
 
 _ERROR_TYPES = ERROR_TYPES | {
+    404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
     504: "timeout_error",

@@ -120,6 +120,10 @@ class CallPipeline:
             request = dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
             source.check_size(request)
+            is_provider = not isinstance(source, EngineSource)
+            request, *_ = await self._resolver.expand_references(
+                caller, dialect, request, allow_unknown=is_provider
+            )
             count_body = await source.count_tokens(dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
@@ -136,9 +140,12 @@ class CallPipeline:
             tokens = await source.score_prompt(request, headers)
             scores = dialect.format_scores(new_id(dialect.id_prefix), request, tokens)
             return Response(scores, media_type=JSON)
-        request, chain, previous_session_id = await self._resolver.expand_previous(
-            caller, request, chain, allow_unknown=not is_engine
+        expanded, previous_id, referenced_id = await self._resolver.expand_references(
+            caller, dialect, request, allow_unknown=not is_engine
         )
+        if expanded is not request:
+            request = expanded
+            chain = self._context.hasher.hash_messages(request.messages, request.tools)
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
             # For a provider, a token id prompt is recorded as a message with the list as its text.
@@ -151,11 +158,12 @@ class CallPipeline:
         retry = RetryHeaders.parse(headers)
         external_id = parse_external_id(headers, request.session_hints)
         hints = SessionHints(
-            route.session_id, session_header, external_id, previous_session_id, retry, text_prompt
+            route.session_id, session_header, external_id, previous_id, referenced_id, retry, text_prompt
         )
         # Clients that send token ids also name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
-        meta = RequestMeta(new_id(dialect.id_prefix), request, chain, dialect.name, retry.client_key)
+        request_id, fields = new_id(dialect.id_prefix), dialect.build_response_fields(request)
+        meta = RequestMeta(request_id, request, chain, dialect.name, retry.client_key, fields)
         self._recorder.redact_tools(meta)  # Invalid tools are rejected before anything is sampled.
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
