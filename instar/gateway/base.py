@@ -14,6 +14,7 @@ import msgspec
 from instar.types import Channel, GroupStatus, Json, Reward, RewardSource, ScoreState, SessionStatus
 
 SESSION_HEADER = "x-instar-session"
+DROPPED_MESSAGES_HEADER = "x-instar-dropped-messages"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may override for all its calls."""
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from instar.gateway.auth import Action, Caller
 from instar.gateway.base import SESSION_HEADER, ApiError
 from instar.gateway.context import GatewayContext
-from instar.gateway.dialects.base import Dialect
+from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.engine_source import EngineSource
 from instar.gateway.pipeline.parse import RequestParser, RequestReader, RetryHeaders, parse_external_id
 from instar.gateway.pipeline.place import ReplayLookup, place
@@ -57,6 +57,7 @@ class CallPipeline:
     def __post_init__(self) -> None:
         self._parser = RequestParser(self._context.config, self._context.hasher)
         self._timeout = self._context.config.request_timeout
+        self._truncates = self._context.config.overflow == "truncate"
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
@@ -120,17 +121,19 @@ class CallPipeline:
             request = dialect.parse_count_request(body)
             source, _ = self._router.select(request.model)
             source.check_size(request)
-            is_provider = not isinstance(source, EngineSource)
             request, *_ = await self._resolver.expand_references(
-                caller, dialect, request, allow_unknown=is_provider
+                caller, dialect, request, allow_unknown=not isinstance(source, EngineSource)
             )
             count_body = await source.count_tokens(dialect, request, body, headers)
             return Response(count_body, media_type=JSON)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
         select_source = partial(self._router.select, needs_engine=dialect.is_token_level)
-        request, chain = self._parser.parse(
-            dialect, cache_key, body, lambda request: select_source(request.model)[0].check_size(request)
-        )
+
+        def check_size(request: ModelRequest) -> None:
+            if not self._truncates:
+                select_source(request.model)[0].check_size(request)
+
+        request, chain = self._parser.parse(dialect, cache_key, body, check_size)
         source, is_trainable = select_source(request.model)
         is_engine = isinstance(source, EngineSource)
         if is_engine:
@@ -180,7 +183,10 @@ class CallPipeline:
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
         with self._states.track_call(call.state), self._announce(call):
             graph = await self._states.load_graph(call.state)
-            placement = await place(call, graph)
+            source, max_context = call.source, None
+            if self._truncates and isinstance(source, EngineSource):
+                max_context = source.engine.info.max_context
+            placement = await place(call, graph, self._context.hasher, max_context)
             try:
                 lookup = ReplayLookup(self._context.store, call, graph, placement.key, self._timeout)
                 if recorded := await lookup.find_calls(call.request.n):

@@ -21,7 +21,7 @@ from instar.errors import (
     RenderError,
     StoreError,
 )
-from instar.gateway.base import SESSION_HEADER, ApiError
+from instar.gateway.base import DROPPED_MESSAGES_HEADER, SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoices, StreamWriter, TokenLogprobs
 from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
@@ -169,7 +169,7 @@ class Responder:
         if self._has_started:
             return
         self._has_started = True
-        headers = [(b"content-type", content_type.encode()), self._session_header]
+        headers = self._build_headers(content_type)
         if content_type.startswith("text/event-stream"):
             headers.append((b"cache-control", b"no-cache"))
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -185,7 +185,7 @@ class Responder:
 
     async def _send_complete(self, content_type: str, body: bytes) -> None:
         self._has_started = True
-        headers = [(b"content-type", content_type.encode()), self._session_header]
+        headers = self._build_headers(content_type)
         if (connection := get_connection(self._scope)) is not None:
             connection.send_response(headers, body)
             return
@@ -203,9 +203,13 @@ class Responder:
         await self._send_last(writer.write_error(to_api_error(failure)))
         release_frames(failure)
 
-    @property
-    def _session_header(self) -> tuple[bytes, bytes]:
-        return (SESSION_HEADER.encode(), self._call.state.session.session_id.encode())
+    def _build_headers(self, content_type: str) -> list[tuple[bytes, bytes]]:
+        session_id, dropped = self._call.state.session.session_id, self._call.dropped_messages
+        headers = [
+            (b"content-type", content_type.encode()),
+            (SESSION_HEADER.encode(), session_id.encode()),
+        ]
+        return headers + ([(DROPPED_MESSAGES_HEADER.encode(), b"%d" % dropped)] if dropped else [])
 
 
 class DisconnectWatcher:
