@@ -173,6 +173,12 @@ class GatewayConfig(Section):
     """Maximum size of the request headers, in bytes."""
     read_timeout: Seconds = 60.0
     """Timeout for receiving a request, and for the client to read the end of a stream, in seconds."""
+    overflow: Literal["reject", "truncate"] = "reject"
+    """The response to a conversation that does not fit the engine's context. `reject`: a 400. `truncate`:
+    the oldest turns are dropped until the prompt and the reply fit. System messages, the newest user message
+    and the newest tool calls stay. The room for the reply is the `max_tokens` of the request (at most half of
+    the context) or else a quarter of the context. The response header `x-instar-dropped-messages` has the
+    number of dropped messages, and the call is recorded with the messages that are left, as a branch."""
     idle_timeout: Seconds = 1800.0
     """Complete a session on the `live` channel after this many seconds without a call."""
     unsupported_fields: Literal["reject", "ignore"] = "reject"

@@ -42,6 +42,7 @@ from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
 from instar.gateway.shadow import ShadowSampler
+from instar.gateway.stored_responses import StoredResponses
 from instar.gateway.submissions import SubmissionService
 from instar.models import resolve_tokenizer
 from instar.record.base import Renderer
@@ -170,7 +171,8 @@ def create_app(
     router = _create_router(context, engine_source, upstreams or {}, upstream, models or {})
     feedback = _create_feedback(context, engine, renderer, models or {}, unused_feedback, trained_agents)
     group_service = GroupService(context, states, sessions, groups) if groups and engine_source else None
-    services = ControlServices(sessions, group_service, feedback, submissions, LoopLagMonitor())
+    responses = StoredResponses(context, states)
+    services = ControlServices(sessions, responses, group_service, feedback, submissions, LoopLagMonitor())
     pipeline = CallPipeline(context, reader, router, states, resolver, recorder)
     tasks = _list_background_tasks(context, services, pipeline, engine_source, retention)
     control = ControlApi(context, reader, router, states, services)

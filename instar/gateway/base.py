@@ -16,6 +16,7 @@ from instar.types import Channel, GroupStatus, Json, Reward, RewardSource, Score
 SESSION_HEADER = "x-instar-session"
 IGNORED_FIELDS_HEADER = "x-instar-ignored-fields"
 """The response header that lists the fields of the request that the reply does not honour."""
+DROPPED_MESSAGES_HEADER = "x-instar-dropped-messages"
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may override for all its calls."""
 

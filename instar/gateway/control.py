@@ -31,8 +31,10 @@ from instar.gateway.pipeline.respond import JSON, error_response
 from instar.gateway.routing import ModelRouter
 from instar.gateway.session_service import SessionService
 from instar.gateway.session_states import SessionStates
+from instar.gateway.stored_responses import StoredResponses
 from instar.gateway.submissions import RecordedCalls, SubmissionBody, SubmissionService, parse_submission
 from instar.types import Group
+from instar.wire.openai import ResponsesItemList, ResponsesResponse
 
 T = TypeVar("T")
 _LAG_INTERVAL_SECONDS = 0.05
@@ -61,6 +63,7 @@ class LoopLagMonitor:
 @dataclass(frozen=True, slots=True)
 class ControlServices:
     sessions: SessionService
+    responses: StoredResponses
     groups: GroupService | None
     """The service for groups from outside, or None if the run does not accept them."""
     feedback: FeedbackService
@@ -81,6 +84,19 @@ class ControlApi:
         return [
             *(ApiRoute(f"{prefix}/models", self.list_models, ModelList) for prefix in PREFIXES),
             *(ApiRoute(f"{prefix}/models/{{model:path}}", self.get_model, ModelView) for prefix in PREFIXES),
+            *(
+                ApiRoute(f"{prefix}/responses/{{response}}", self.get_response, ResponsesResponse)
+                for prefix in PREFIXES
+            ),
+            *(
+                ApiRoute(
+                    f"{prefix}/responses/{{response}}/input_items",
+                    self.list_input_items,
+                    ResponsesItemList,
+                    query=("after", "limit", "order"),
+                )
+                for prefix in PREFIXES
+            ),
             ApiRoute("/healthz", self.get_health, base.HealthView, is_public=True),
             ApiRoute("/stats", self.get_stats, base.StatsView),
             ApiRoute("/sessions", self.open_session, base.OpenedSession, body_type=base.OpenSession),
@@ -119,6 +135,20 @@ class ControlApi:
         if source is not None and self._router.select(model)[0] is source:
             await source.check_version(model, caller)
         return _to_response(ModelView(model))
+
+    async def get_response(self, http: HttpRequest) -> Response:
+        """Return a stored response of the Responses API."""
+        caller = await self._reader.authenticate(http.headers, Action.READ_SESSION)
+        path, responses = http.path_params, self._services.responses
+        body = await responses.get(caller, path["response"], path.get("session"))
+        return Response(body, media_type=JSON)
+
+    async def list_input_items(self, http: HttpRequest) -> Response:
+        """List the input items of a stored response, in pages."""
+        caller = await self._reader.authenticate(http.headers, Action.READ_SESSION)
+        path, query, responses = http.path_params, http.query_params, self._services.responses
+        body = await responses.list_input_items(caller, path["response"], path.get("session"), query)
+        return Response(body, media_type=JSON)
 
     async def get_health(self, http: HttpRequest) -> Response:
         """Report whether the gateway and its engine respond."""

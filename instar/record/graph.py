@@ -70,7 +70,7 @@ class MessageGraph:
         return known
 
     def match_replies(self, chain: HashChain, messages: Messages) -> HashChain:
-        """Return the chain with the recorded digests of replies to which the agent only added arguments."""
+        """Return the chain with the recorded digests of replies that the agent changed (`matches_reply`)."""
         known = self._count_recorded(chain)
         digests = chain.digests[known:]
         for i, message in enumerate(messages[known:]):

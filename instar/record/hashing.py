@@ -83,12 +83,19 @@ class MessageHasher:
         self._key = key
         self._no_tools = self._hash(())
 
-    def empty_chain(self, tools: Sequence[Tool] = ()) -> HashChain:
+    def empty_chain(
+        self, tools: Sequence[Tool] = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> HashChain:
         start = bytes(DIGEST_SIZE)
-        return HashChain(self.hash_tools(tools), [start], [start], [])
+        return HashChain(self.hash_tools(tools, template_kwargs), [start], [start], [])
 
-    def hash_messages(self, messages: Iterable[Message], tools: Sequence[Tool] = ()) -> HashChain:
-        return self.empty_chain(tools).extend(map(self.hash_message, messages))
+    def hash_messages(
+        self,
+        messages: Iterable[Message],
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> HashChain:
+        return self.empty_chain(tools, template_kwargs).extend(map(self.hash_message, messages))
 
     def hash_tools(self, tools: Sequence[Tool], template_kwargs: Mapping[str, Any] | None = None) -> bytes:
         """Return the digest of the tools and of the template's variables, which both affect the prompt."""

@@ -97,10 +97,11 @@ def choose_parent(candidates: Sequence[CallNode], call_ids: tuple[str, ...]) -> 
 
 
 def matches_reply(message: Message, reply: Message) -> bool:
-    """Return True if an agent's message is the reply, possibly with more arguments in its tool calls."""
+    """Return True if an agent's message is the reply, which has tool calls. Some agents add arguments to the
+    calls or drop the text beside them."""
     received, sent = message.get("tool_calls", ()), reply.get("tool_calls", ())
     return (
-        message["content"].strip() == reply["content"].strip()
+        message["content"].strip() in ("", reply["content"].strip())
         and len(received) == len(sent)
         and all(_matches_call(*pair) for pair in zip(received, sent, strict=True))
     )

@@ -42,6 +42,7 @@ from instar.store.models import SessionRecord as SessionRecord
 from instar.store.models import SessionRow as SessionRow
 from instar.store.models import ShadowPair as ShadowPair
 from instar.store.models import ShadowReply as ShadowReply
+from instar.store.models import StoredReply as StoredReply
 from instar.store.models import TrainedSession as TrainedSession
 from instar.store.models import UnscoredSession as UnscoredSession
 from instar.store.models import is_correction_key as is_correction_key
@@ -49,7 +50,7 @@ from instar.store.models import make_feedback_reward_id as make_feedback_reward_
 from instar.store.models import make_resampled_group_id as make_resampled_group_id
 from instar.store.reader import ReaderPool
 from instar.store.writer import Writer
-from instar.types import Call, Group, Session
+from instar.types import Call, Group, Json, Session
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -188,18 +189,22 @@ class Store:
         key_hash: str | None = None,
         tail_keys: Mapping[str, bytes] | None = None,
         users: Sequence[str] = (),
+        response_fields: Json | None = None,
     ) -> None:
         """Store the calls atomically. A call's base must already be stored or precede the call in ``calls``.
         Calls may be added to a session that has ended.
 
         ``new_session`` is opened first, in the same transaction, with an API key that has the hash
         ``key_hash``. ``tail_keys`` maps call ids to tail keys, by which `sessions_by_tail` finds the session
-        of a request that continues the call. ``users`` are users whom the calls' sessions belong to. Raises
-        ConflictError if the id of the new session or of a call is taken, and StoreError if a session or base
-        call is missing.
+        of a request that continues the call. ``users`` are users whom the calls' sessions belong to, and
+        ``response_fields`` is stored with each call for `replies`. Raises ConflictError if the id of the new
+        session or of a call is taken, and StoreError if a session or base call is missing.
         """
+        cache = self.base_call_cache
         await self.write(
-            call_queries.AddCalls(calls, new_session, key_hash, tail_keys or {}, self.base_call_cache, users)
+            call_queries.AddCalls(
+                calls, new_session, key_hash, tail_keys or {}, cache, users, response_fields
+            )
         )
 
     async def call(self, call_id: str) -> Call | None:
@@ -224,6 +229,8 @@ class Store:
     async def calls_by_request(self, request_id: str) -> list[Call]:
         """Return the calls of a request. A request for several replies has several calls."""
         return await self._read_calls(lambda db: call_queries.fetch_calls(db, "request_id", request_id))
+
+    replies = _read_statement(call_queries.get_replies)
 
     async def first_call(self, session_id: str) -> Call | None:
         """Return the first call of the session, or None if it has no calls."""

@@ -20,7 +20,7 @@ from instar.store.codec import DatabaseRow, checksum
 from instar.store.models import CallDelta
 from instar.store.rows import RowMapping
 from instar.store.schema import CALLS
-from instar.types import Call, Ids, Message, Tool
+from instar.types import Call, Ids, Json, Message, Tool
 
 _VERSION_CONVERTERS = {"versions": (codec.pack_runs, codec.unpack_runs)}
 _CALL_ROWS = RowMapping(
@@ -74,11 +74,19 @@ def _make_row_encoder(*computed: str) -> Callable[..., tuple[object, ...]]:
 
 
 _encode_row = _make_row_encoder(
-    "prompt_ids", "messages", "tools_hash", "tail_key", "prompt_crc", *BaseCallSummary._fields
+    "prompt_ids",
+    "messages",
+    "tools_hash",
+    "tail_key",
+    "response_fields",
+    "prompt_crc",
+    *BaseCallSummary._fields,
 )
 
 
-def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
+def encode_call(
+    call: Call, tail_key: bytes | None = None, response_fields: Json | None = None
+) -> EncodedCall:
     _check_call(call)
     prompt, sampled, base_tokens = call.prompt_ids, call.sampled_ids, call.base_tokens
     tail = prompt[base_tokens:]
@@ -90,7 +98,8 @@ def encode_call(call: Call, tail_key: bytes | None = None) -> EncodedCall:
         body = codec.dump_message(call.tools)
         tools = hashlib.sha256(body.encode()).hexdigest(), body
     messages = call.messages[call.base_messages :]
-    values = _encode_row(call, tail, messages, tools and tools[0], tail_key, prompt_crc, *summary)
+    fields = response_fields and codec.dump_json(response_fields)
+    values = _encode_row(call, tail, messages, tools and tools[0], tail_key, fields, prompt_crc, *summary)
     return EncodedCall(call, prefix_crc, summary, tools, values)
 
 

@@ -21,10 +21,10 @@ from instar.store.call_rows import (
 from instar.store.codec import DatabaseRow, load_message, sanitize_text
 from instar.store.database import Database
 from instar.store.forgetting import lock_and_find_forgotten
-from instar.store.models import RESAMPLED_TAG, CallDelta, SessionRecord
-from instar.store.rows import encode_session
+from instar.store.models import RESAMPLED_TAG, CallDelta, SessionRecord, StoredReply
+from instar.store.rows import REPLY_ROWS, encode_session
 from instar.store.schema import CALLS, SESSIONS
-from instar.types import Call, Channel, Group, Message, Session, SessionStatus, Tool
+from instar.types import Call, Channel, Group, Json, Message, Session, SessionStatus, Tool
 
 # A call and all of its base calls, root first.
 _CHAIN_SQL = """
@@ -98,8 +98,9 @@ class AddCalls:
         tail_keys: Mapping[str, bytes],
         cache: BaseCallCache,
         users: Sequence[str] = (),
+        response_fields: Json | None = None,
     ) -> None:
-        self._inputs = (calls, new_session, key_hash, tail_keys)
+        self._inputs = (calls, new_session, key_hash, tail_keys, response_fields)
         self._users = sorted({(user_id, call.session_id) for call in calls for user_id in users})
         self._cache = cache
         self._calls: list[EncodedCall] = []
@@ -108,8 +109,8 @@ class AddCalls:
     def prepare(self) -> None:
         """Do the work that does not need the database. The writer does it before the transaction begins, and
         `put_records`, whose store is rarely used by others, in it."""
-        calls, new_session, key_hash, tail_keys = self._inputs
-        self._calls = [encode_call(call, tail_keys.get(call.call_id)) for call in calls]
+        calls, new_session, key_hash, tail_keys, fields = self._inputs
+        self._calls = [encode_call(call, tail_keys.get(call.call_id), fields) for call in calls]
         self._session_row = None if new_session is None else encode_session(new_session, key_hash)
 
     def on_committed(self) -> None:
@@ -272,6 +273,13 @@ def fetch_calls(db: Database, column: str, *values: str) -> FetchedCalls:
     if base_rows:
         rows = sorted([*base_rows.values(), *matching_rows], key=lambda row: int(row["seq"]))
     return FetchedCalls(rows, [row["call_id"] for row in matching_rows], _fetch_tools(db, rows))
+
+
+def get_replies(db: Database, request_ids: Sequence[str]) -> list[StoredReply]:
+    """Return the replies to these requests, oldest first."""
+    columns, ids = ", ".join(REPLY_ROWS.names), db.json_array_sql.format("?")
+    sql = f"SELECT {columns} FROM calls WHERE request_id IN ({ids}) ORDER BY seq"
+    return REPLY_ROWS.select(db, sql, (json.dumps([sanitize_text(value) for value in request_ids]),))
 
 
 def fetch_deltas(db: Database, session_id: str) -> FetchedCalls:

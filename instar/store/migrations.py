@@ -58,6 +58,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         *(f"DROP INDEX IF EXISTS {name}" for name in ("claims_by_step", "claims_by_group", "steps_by_state")),
         first=[f"ALTER TABLE {table} RENAME COLUMN run_id TO policy_id" for table in ("steps", "claims")],
     ),
+    6: _build_migration(7),
 }
 
 

@@ -236,6 +236,19 @@ class CallDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredReply:
+    """The reply of a call, without the call's prompt and messages."""
+
+    call_id: str
+    request_id: str
+    session_id: str
+    status: types.CallStatus
+    reply: types.Message
+    response_fields: types.Json | None = None
+    """The data with which the gateway returns the response again, or None if it cannot."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeyRow:
     """An API key, identified by its hash. The key of a session is stored with the session instead."""
 

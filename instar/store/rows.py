@@ -25,6 +25,7 @@ from instar.store.models import (
     KeyRow,
     Run,
     ShadowReply,
+    StoredReply,
     TrainedSession,
 )
 
@@ -134,6 +135,7 @@ SESSION_ROWS = RowMapping(types.Session, text=["reason", "external_id"], default
 REWARD_ROWS = RowMapping(types.Reward, default_now="created_at")
 SCORE_ROWS = RowMapping(types.Score, text=["reason"], default_now="created_at")
 TAG_ROWS = RowMapping(types.Tag, text=["value", "reason", "author"], default_now="created_at")
+REPLY_ROWS = RowMapping(StoredReply)
 SHADOW_ROWS = RowMapping(ShadowReply, default_now="created_at")
 FEEDBACK_ROWS = RowMapping(
     types.Feedback, text=["text", "correction", "author", "other_text"], default_now="created_at"

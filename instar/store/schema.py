@@ -15,11 +15,12 @@ from instar.store.models import (
     KeyRow,
     Run,
     ShadowReply,
+    StoredReply,
 )
 from instar.store.table import BLOB, INTEGER, REAL, ROW_NUMBER, SESSION_ID, TEXT, Table, build_columns
 from instar.types import Call, Claim, Endpoint, Feedback, Group, Reward, Score, Session, Step, Tag
 
-VERSION = 6
+VERSION = 7
 """The schema version, which SQLite keeps in ``PRAGMA user_version``. Increment it with every change."""
 
 APPLICATION_ID = 0x494E5354
@@ -98,9 +99,10 @@ CALLS = Table(
         # A hash of the messages and reply, to find the session of a request that continues this call. Only
         # calls of live sessions have one.
         "tail_key": "BLOB",
+        **build_columns(StoredReply, "response_fields"),
     },
     generated=("seq",),
-    later_columns={"model": 2, "client_key": 2, "digests": 2, "tail_key": 2},
+    later_columns={"model": 2, "client_key": 2, "digests": 2, "tail_key": 2, "response_fields": 7},
 )
 
 REWARDS = Table(

@@ -363,6 +363,16 @@ class ResponsesResponse(msgspec.Struct):
     incomplete_details: ResponsesIncompleteDetails | None = None
 
 
+class ResponsesItemList(msgspec.Struct):
+    """A page of the input items of a response."""
+
+    data: list[dict[str, Any]]
+    has_more: bool
+    first_id: str | None
+    last_id: str | None
+    object: str = "list"
+
+
 class ResponsesEvent(msgspec.Struct):
     type: str
     output_index: int = 0

@@ -61,6 +61,8 @@ class ModelRequest:
     """A prompt to continue, as text or token ids, instead of messages."""
     previous_response_id: str | None = None
     """The id of a previous response. Its messages and reply precede ``messages``."""
+    referenced_ids: tuple[str, ...] = ()
+    """The ids of earlier responses that `Dialect.resolve_references` needs to complete ``messages``."""
     instruction_count: int = 0
     """The number of leading messages that are instructions for this request only. They come before the
     messages from ``previous_response_id``, and later requests do not inherit them."""
@@ -154,7 +156,6 @@ ReplyChoices = Sequence[ReplyChoice]
 ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
-    404: "not_found_error",
     429: "rate_limit_error",
 }
 
@@ -219,6 +220,16 @@ class Dialect(ABC):
     @abstractmethod
     def parse_request(self, body: bytes) -> ModelRequest:
         """Return the parsed request. Raise ApiError (400) with the path of the first invalid field."""
+
+    def resolve_references(self, request: ModelRequest, replies: Mapping[str, Message]) -> ModelRequest:
+        """Return the request with the parts of earlier replies that it refers to. ``replies`` has those that
+        exist, by response id. A request that refers to others has an ``unsupported_error``."""
+        raise NotImplementedError
+
+    def build_response_fields(self, request: ModelRequest) -> Json | None:
+        """Return the data to store with which the response can be returned again, or None if the API cannot
+        do that. If ``store`` is False in it, the response must not be found by its id."""
+        return None
 
     @abstractmethod
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes: ...

@@ -32,6 +32,7 @@ ThinkingDisplay = Literal["full", "omitted", "none"]
 BlockType = Literal["text", "thinking", "tool_use"]
 
 _ERROR_TYPES = ERROR_TYPES | {
+    404: "not_found_error",
     413: "request_too_large",
     503: "overloaded_error",
     504: "timeout_error",
@@ -81,11 +82,11 @@ def _format_content(choice: ReplyChoice, display: ThinkingDisplay) -> list[Json]
         blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
     calls = reply.get("tool_calls", ())
     if reply["content"].strip() or not calls:
-        blocks.append({"type": "text", "text": reply["content"], "citations": None})
+        blocks.append({"type": "text", "text": reply["content"]})
     for call in calls:
         arguments = _parse_object(call["arguments"])
         if arguments is None:  # The API cannot represent arguments that are not a JSON object.
-            blocks.append({"type": "text", "text": f"{call['name']}({call['arguments']})", "citations": None})
+            blocks.append({"type": "text", "text": f"{call['name']}({call['arguments']})"})
         else:
             blocks.append({"type": "tool_use", "id": call["id"], "name": call["name"], "input": arguments})
     return blocks
@@ -196,7 +197,7 @@ class MessagesStreamWriter(StreamWriter):
         if not visible:
             return []
         is_open = self._open_block == "text"
-        events = [] if is_open else self._start_block("text", {"text": "", "citations": None})
+        events = [] if is_open else self._start_block("text", {"text": ""})
         return [*events, self._format_delta({"type": "text_delta", "text": visible})]
 
     def _write_call(self, call: ToolCallDelta) -> list[bytes]:

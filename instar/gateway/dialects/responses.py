@@ -6,16 +6,16 @@
     provider        service_tier, prompt_cache_retention, prompt_cache_options
     session         user, safety_identifier, metadata, client_metadata, prompt_cache_key
     include "reasoning.encrypted_content"  Reasoning is returned as text, which serves the same purpose.
-    store           Every response is recorded and can be continued by its id.
     max_tool_calls  It limits hosted tool calls, and no hosted tools are offered.
 
+Every reply is recorded. With ``store: false``, requests cannot refer to it by an id.
 ``responses_items.IGNORED_TOOLS`` are OpenAI's tools that agents list by default. The model does not see them.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,20 @@ _RANGES = {
     "top_p": common.RANGES["top_p"],
 }
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
+_REPEATED_FIELDS = (
+    *("max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "previous_response_id"),
+    *(
+        "prompt_cache_key",
+        "reasoning",
+        "safety_identifier",
+        "temperature",
+        "text",
+        "tool_choice",
+        "top_p",
+        "user",
+    ),
+)
+"""The request fields that a response repeats, except those that a recorded call contains."""
 _SUPPORTED_INCLUDES = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
 
 
@@ -78,7 +92,7 @@ def _find_unsupported(body: wire.ResponsesRequestBody) -> list[ApiError]:
     return errors
 
 
-def _format_head(request_id: str, request: ModelRequest) -> Json:
+def format_head(request_id: str, request: ModelRequest) -> Json:
     """Return the response fields that are known before the output."""
     parsed: ParsedResponsesRequest = request.parsed_body
     body = parsed.body
@@ -104,7 +118,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
-        "store": True,
+        "store": body.store is not False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": msgspec.to_builtins((body.text and body.text.format) or {"type": "text"})},
         "tool_choice": msgspec.to_builtins(body.tool_choice or "auto"),
@@ -119,7 +133,7 @@ def _format_head(request_id: str, request: ModelRequest) -> Json:
     }
 
 
-def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) -> tuple[Json, list[Json]]:
+def finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) -> tuple[Json, list[Json]]:
     """Finish the output. Return the complete response and the last output events."""
     is_truncated = choice.finish_reason == "length"
     status = "incomplete" if is_truncated else "completed"
@@ -144,7 +158,7 @@ def _finish_response(head: Json, output: ResponseOutput, choice: ReplyChoice) ->
 class ResponsesStreamWriter(StreamWriter):
     def __init__(self, request_id: str, request: ModelRequest) -> None:
         super().__init__(request_id, request)
-        self._head = _format_head(request_id, request)
+        self._head = format_head(request_id, request)
         self._output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
         self._event_count = 0
 
@@ -156,7 +170,7 @@ class ResponsesStreamWriter(StreamWriter):
         return self._format_events(self._output.add_deltas(deltas, logprobs))
 
     def finish(self, choices: ReplyChoices) -> bytes:
-        response, events = _finish_response(self._head, self._output, choices[0])
+        response, events = finish_response(self._head, self._output, choices[0])
         events.append({"type": f"response.{response['status']}", "response": response})
         return self._format_events(events)
 
@@ -189,14 +203,25 @@ class ResponsesDialect(Dialect):
     def parse_request(self, body: bytes) -> ModelRequest:
         parsed = common.decode_body(self.decoder, body)
         common.check_ranges(parsed, self.ranges)
+        return self._build_request(parsed, None)
+
+    def resolve_references(self, request: ModelRequest, replies: Mapping[str, Message]) -> ModelRequest:
+        return self._build_request(request.parsed_body.body, replies)
+
+    def _build_request(
+        self, parsed: wire.ResponsesRequestBody, replies: Mapping[str, Message] | None
+    ) -> ModelRequest:
+        """Return the request. ``replies`` has the replies of the responses that it refers to, by response id,
+        or is None if they were not looked up yet."""
         errors = _find_unsupported(parsed)
+        referenced_ids: tuple[str, ...] = ()
         instructions = [Message(role="system", content=parsed.instructions)] if parsed.instructions else []
         if isinstance(parsed.input, str):
             messages = [Message(role="user", content=parsed.input)]
         elif not parsed.input and parsed.previous_response_id is None:
             raise common.missing_parameter("input")
         else:
-            messages = parse_items(parsed.input or (), errors)
+            messages, referenced_ids = parse_items(parsed.input or (), errors, replies)
         tools = parse_tools(parsed.tools or (), errors)
         effort = parsed.reasoning.effort if parsed.reasoning else None
         choice = parsed.tool_choice
@@ -221,6 +246,7 @@ class ResponsesDialect(Dialect):
             tools=offered,
             required_output=required_output,
             previous_response_id=parsed.previous_response_id,
+            referenced_ids=referenced_ids,
             instruction_count=len(instructions),
             session_hints=common.parse_session_hints(parsed, parsed.metadata, parsed.client_metadata),
             user_ids=common.parse_user_ids(parsed, parsed.metadata, parsed.client_metadata),
@@ -235,11 +261,23 @@ class ResponsesDialect(Dialect):
             parsed_body=ParsedResponsesRequest(parsed, tools),
         )
 
+    def build_response_fields(self, request: ModelRequest) -> Json:
+        parsed: ParsedResponsesRequest = request.parsed_body
+        if parsed.body.store is False:
+            return {"store": False}
+        body = {name: getattr(parsed.body, name) for name in _REPEATED_FIELDS}
+        return {
+            "store": True,
+            "instruction_count": request.instruction_count,
+            "body": msgspec.to_builtins({name: value for name, value in body.items() if value is not None}),
+            "tools": parsed.tools.to_stored_names(),
+        }
+
     def format_response(self, request_id: str, request: ModelRequest, choices: ReplyChoices) -> bytes:
         choice = choices[0]
         output = ResponseOutput(request_id, request.parsed_body.tools.by_name)
         output.add_deltas(common.split_reply(choice.message), choice.logprobs)
-        return orjson.dumps(_finish_response(_format_head(request_id, request), output, choice)[0])
+        return orjson.dumps(finish_response(format_head(request_id, request), output, choice)[0])
 
     def format_count(self, tokens: int) -> bytes:
         return orjson.dumps({"object": "response.input_tokens", "input_tokens": tokens})

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,6 +48,29 @@ class RequestTools:
     """Maps the tool name that the model sees to the client's tool."""
     echo: list[Json]
     """The offered tools, as the response lists them."""
+
+    def to_stored_names(self) -> Json:
+        """Return the client's names of the tools that the model does not see as the client's functions."""
+        return {
+            name: [tool.name, tool.namespace, tool.is_custom]
+            for name, tool in self.by_name.items()
+            if tool != ClientTool(name)
+        }
+
+
+def list_stored_tools(offered: tuple[Tool, ...], stored_names: Json) -> RequestTools:
+    """Return a recorded call's tools. ``stored_names`` was built by ``RequestTools.to_stored_names``. The
+    tools of a namespace are listed as functions, and custom tools without their format."""
+    by_name = {tool["name"]: ClientTool(*stored_names.get(tool["name"], [tool["name"]])) for tool in offered}
+    echo: list[Json] = []
+    for tool in offered:
+        client = by_name[tool["name"]]
+        head: Json = {"name": client.name, "description": tool["description"]}
+        if client.is_custom:
+            echo.append({"type": "custom", **head, "format": {"type": "text"}})
+        else:
+            echo.append({"type": "function", **head, "parameters": tool["parameters"], "strict": None})
+    return RequestTools(offered, by_name, echo)
 
 
 def parse_tools(specs: Sequence[ResponsesTool], errors: list[ApiError]) -> RequestTools:
@@ -111,7 +134,7 @@ def _format_tool(spec: ResponsesTool) -> Json:
     return {**head, "parameters": spec.parameters, "strict": spec.strict}
 
 
-_GATEWAY_ITEM_ID = re.compile(r"(?:rs|msg|fc|ctc)_(?P<response>[0-9a-f]{8,})_\d+")
+_GATEWAY_ITEM_ID = re.compile(r"(?P<kind>rs|msg|fc|ctc)_(?P<response>[0-9a-f]{8,})_(?P<index>\d+)")
 _TEXT_PARTS = ("input_text", "output_text", "text")
 _REASONING_PARTS = ("reasoning_text", "summary_text", "text")
 _SUPPORTED_ITEMS = (
@@ -121,25 +144,34 @@ _SUPPORTED_ITEMS = (
     "function_call_output",
     "custom_tool_call",
     "custom_tool_call_output",
+    "item_reference",
 )
+_REFERENCED_TYPES = {"rs": "reasoning", "msg": "message"}
 
 
-def make_item_id(prefix: str, request_id: str, index: int) -> str:
-    """Return an item id that contains its response's id."""
+def make_item_id(prefix: str, request_id: str, index: int | str) -> str:
+    """Return an item id that contains its response's id. ``index`` is the position of a tool call among the
+    reply's calls, and that of other items in the output."""
     return f"{prefix}_{request_id.replace('_', '-').rpartition('-')[2]}_{index}"
 
 
-def parse_items(items: Sequence[ResponsesInputItem], errors: list[ApiError]) -> list[Message]:
-    parser = _ItemParser(errors)
+def parse_items(
+    items: Sequence[ResponsesInputItem], errors: list[ApiError], replies: Mapping[str, Message] | None
+) -> tuple[list[Message], tuple[str, ...]]:
+    """Return the messages, and the ids of the responses that must be in ``replies`` to complete them. It is
+    None if the responses were not looked up yet; otherwise, references to others are errors."""
+    parser = _ItemParser(errors, replies)
     for i, item in enumerate(items):
         parser.parse(item, f"input[{i}]")
-    return parser.messages
+    return parser.messages, tuple(dict.fromkeys(parser.referenced_ids))
 
 
 class _ItemParser:
-    def __init__(self, errors: list[ApiError]) -> None:
+    def __init__(self, errors: list[ApiError], replies: Mapping[str, Message] | None) -> None:
         self.messages: list[Message] = []
+        self.referenced_ids: list[str] = []
         self._errors = errors
+        self._replies = replies
         self._turn: Message | None = None
         """The model turn to which the next items may be added."""
         self._response_id = ""
@@ -147,8 +179,10 @@ class _ItemParser:
         self._previous_type = ""
 
     def parse(self, item: ResponsesInputItem, path: str) -> None:
-        item_type = item.type or "message"
+        item_type = item.type or ("item_reference" if _has_only_id(item) else "message")
         match item_type:
+            case "item_reference":
+                item_type = self._parse_reference(item, path)
             case "message":
                 self._parse_message(item, path)
             case "reasoning":
@@ -167,6 +201,34 @@ class _ItemParser:
                     self._turn = None
                     self.messages.append(Message(role="user", content=format_placeholder(item, item_type)))
         self._previous_type = item_type
+
+    def _parse_reference(self, item: ResponsesInputItem, path: str) -> str:
+        """Add the part of an earlier reply that the item refers to, and return the item's type."""
+        item_id = _require(item.id, f"{path}.id")
+        match = _GATEWAY_ITEM_ID.fullmatch(item_id)
+        response_id = f"resp-{match['response']}" if match else item_id
+        if self._replies is None:
+            self.referenced_ids.append(response_id)
+            return "item_reference"
+        reply = self._replies.get(response_id)
+        calls = reply.get("tool_calls", []) if reply else []
+        kind, index = (match["kind"], int(match["index"])) if match else ("", 0)
+        if reply is None or (kind not in _REFERENCED_TYPES and index >= len(calls)):
+            message = (
+                f"Item with id {item_id!r} not found. Send the item itself if its response was not stored."
+            )
+            self._errors.append(ApiError(404, message, param=f"{path}.id"))
+            self._turn = None
+            self.messages.append(Message(role="user", content=format_placeholder(item, "item_reference")))
+            return "item_reference"
+        turn = self._get_or_start_turn(item)
+        if kind == "msg":
+            turn["content"] = reply["content"]
+        elif kind == "rs":
+            turn["reasoning"] = reply.get("reasoning", "")
+        else:
+            turn.setdefault("tool_calls", []).append(calls[index])
+        return _REFERENCED_TYPES.get(kind, "function_call")
 
     def _parse_message(self, item: ResponsesInputItem, path: str) -> None:
         role = _require(item.role, f"{path}.role")
@@ -226,6 +288,10 @@ class _ItemParser:
             return text
         self._errors.append(_unsupported_type_error("content part", part.type, text_types, path))
         return format_placeholder(part, part.type)
+
+
+def _has_only_id(item: ResponsesInputItem) -> bool:
+    return item.id is not None and item.role is None and item.content is None
 
 
 def _unsupported_type_error(kind: str, value: str, supported: Sequence[str], path: str) -> ApiError:

@@ -70,7 +70,8 @@ class ResponseOutput:
         if self._call_index != delta.index or not isinstance(self._open_item, _CallItem):
             tool = self._tools.get(delta.name) or ClientTool(delta.name)
             item_class = _CustomCallItem if tool.is_custom else _CallItem
-            events += self._begin(item_class(self._request_id, self._next_index(), delta.id, tool))
+            index = self._next_index()
+            events += self._begin(item_class(self._request_id, index, delta, tool))
             self._call_index = delta.index
         assert isinstance(self._open_item, _CallItem)
         return events + self._open_item.add(delta.arguments)
@@ -175,12 +176,12 @@ class _TextItem(_OutputItem):
 class _CallItem(_OutputItem):
     """A function call while its arguments are streamed."""
 
-    def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
+    def __init__(self, request_id: str, index: int, delta: ToolCallDelta, tool: ClientTool) -> None:
         item: Json = {
-            "id": make_item_id("fc", request_id, index),
+            "id": make_item_id("fc", request_id, delta.index),
             "type": "function_call",
             "status": "in_progress",
-            "call_id": call_id,
+            "call_id": delta.id,
             "name": tool.name,
             "arguments": "",
         }
@@ -206,9 +207,9 @@ class _CustomCallItem(_CallItem):
     model wrote. If part of the input was already sent, the call stays a custom call.
     """
 
-    def __init__(self, request_id: str, index: int, call_id: str, tool: ClientTool) -> None:
-        super().__init__(request_id, index, call_id, tool)
-        self._custom_id = make_item_id("ctc", request_id, index)
+    def __init__(self, request_id: str, index: int, delta: ToolCallDelta, tool: ClientTool) -> None:
+        super().__init__(request_id, index, delta, tool)
+        self._custom_id = make_item_id("ctc", request_id, delta.index)
         self._input: JsonStringReader | None = None
 
     def begin(self) -> Events:

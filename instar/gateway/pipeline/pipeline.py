@@ -58,6 +58,7 @@ class CallPipeline:
     def __post_init__(self) -> None:
         self._parser = RequestParser(self._context.config, self._context.hasher)
         self._timeout = self._context.config.request_timeout
+        self._truncates = self._context.config.overflow == "truncate"
         self._rejections: dict[str, bytes] = {}
         """Complete responses with status 429, by dialect."""
 
@@ -116,19 +117,14 @@ class CallPipeline:
         """Return the call to execute, or a response with a token count or with the logprobs of a prompt."""
         dialect, session_header = route.dialect, headers.get(SESSION_HEADER)
         if route.is_token_count:
-            await self._check_named_sessions(route, caller, headers)
-            request = self._parser.parse_count(dialect, body)
-            source, _ = self._router.select(request.model)
-            request = source.resolve_settings(request, dialect)
-            source.check_size(request)
-            count_body = await source.count_tokens(dialect, request, body, headers)
-            return Response(count_body, media_type=JSON)
+            return await self._count_tokens(route, caller, headers, body)
         cache_key = route.session_id or session_header or caller.session_id or caller.agent_id
         select_source = partial(self._router.select, needs_engine=dialect.is_token_level)
 
         def check_size(request: ModelRequest) -> None:
-            source, _ = select_source(request.model)
-            source.check_size(source.resolve_settings(request, dialect))
+            if not self._truncates:
+                source, _ = select_source(request.model)
+                source.check_size(source.resolve_settings(request, dialect))
 
         request, chain = self._parser.parse(dialect, cache_key, body, check_size)
         source, is_trainable = select_source(request.model)
@@ -141,11 +137,15 @@ class CallPipeline:
             tokens = await score_prompt(source, request, headers, self._timeout)
             scores = dialect.format_scores(new_id(dialect.id_prefix), request, tokens)
             return Response(scores, media_type=JSON)
-        request, chain, previous_session_id = await self._resolver.expand_previous(
-            caller, request, chain, allow_unknown=not is_engine
+        expanded, previous_id, referenced_id = await self._resolver.expand_references(
+            caller, dialect, request, allow_unknown=not is_engine
         )
-        if kwargs := request.chat_template_kwargs:
-            chain = chain.with_tools(self._context.hasher.hash_tools(request.tools, kwargs))
+        hasher, kwargs = self._context.hasher, request.chat_template_kwargs
+        if expanded is not request:
+            request = expanded
+            chain = hasher.hash_messages(request.messages, request.tools, kwargs)
+        elif kwargs:
+            chain = chain.with_tools(hasher.hash_tools(request.tools, kwargs))
         text_prompt = request.prompt if isinstance(request.prompt, str) else None
         if request.prompt is not None and (text_prompt is not None or not is_engine):
             # For a provider, a token id prompt is recorded as a message with the list as its text.
@@ -158,14 +158,30 @@ class CallPipeline:
         retry = RetryHeaders.parse(headers)
         external_id = parse_external_id(headers, request.session_hints)
         hints = SessionHints(
-            route.session_id, session_header, external_id, previous_session_id, retry, text_prompt
+            route.session_id, session_header, external_id, previous_id, referenced_id, retry, text_prompt
         )
         # Clients that send token ids also name their session, so their prompts are not matched by content.
         content_chain = None if dialect.is_token_level else chain
-        meta = RequestMeta(new_id(dialect.id_prefix), request, chain, dialect.name, retry.client_key)
+        request_id, fields = new_id(dialect.id_prefix), dialect.build_response_fields(request)
+        meta = RequestMeta(request_id, request, chain, dialect.name, retry.client_key, fields)
         self._recorder.redact_tools(meta)  # Invalid tools are rejected before anything is sampled.
         state = await self._resolver.resolve(caller, hints, content_chain, request.messages)
         return ModelCall(meta, dialect, source, state, retry, body, headers, is_trainable)
+
+    async def _count_tokens(
+        self, route: RouteMatch, caller: Caller, headers: Mapping[str, str], body: bytes
+    ) -> Response:
+        dialect = route.dialect
+        await self._check_named_sessions(route, caller, headers)
+        request = self._parser.parse_count(dialect, body)
+        source, _ = self._router.select(request.model)
+        request = source.resolve_settings(request, dialect)
+        source.check_size(request)
+        request, *_ = await self._resolver.expand_references(
+            caller, dialect, request, allow_unknown=not isinstance(source, EngineSource)
+        )
+        count_body = await source.count_tokens(dialect, request, body, headers)
+        return Response(count_body, media_type=JSON)
 
     async def _check_named_sessions(
         self, route: RouteMatch, caller: Caller, headers: Mapping[str, str]
@@ -179,7 +195,10 @@ class CallPipeline:
     async def _execute(self, call: ModelCall, responder: Responder) -> None:
         with self._states.track_call(call.state), self._announce(call):
             graph = await self._states.load_graph(call.state)
-            placement = await place(call, graph)
+            source, max_context = call.source, None
+            if self._truncates and isinstance(source, EngineSource):
+                max_context = source.engine.info.max_context
+            placement = await place(call, graph, self._context.hasher, max_context)
             try:
                 lookup = ReplayLookup(self._context.store, call, graph, placement.key, self._timeout)
                 if recorded := await lookup.find_calls(call.request.n):

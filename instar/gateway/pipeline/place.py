@@ -3,22 +3,89 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
+from instar.errors import PromptTooLong
 from instar.gateway.pipeline.sample import ModelCall
 from instar.gateway.session_states import PendingRequest
 from instar.gateway.tokenizing import MIN_LARGE_PROMPT
 from instar.record.base import Placement
 from instar.record.graph import MessageGraph
+from instar.record.hashing import MessageHasher, tool_call_ids
 from instar.store.base import Store
 from instar.types import Call, Message
 
 
-async def place(call: ModelCall, graph: MessageGraph) -> Placement:
+async def place(
+    call: ModelCall, graph: MessageGraph, hasher: MessageHasher, max_context: int | None = None
+) -> Placement:
     """Place the call, and set its number and hash chain. The caller must release the placement. Its
-    ``prompt_ids`` are empty if a provider tokenizes the prompt."""
+    ``prompt_ids`` are empty if a provider tokenizes the prompt. If ``max_context`` is not None, drop as many
+    of the oldest turns as necessary for a prompt and its reply to fit into this number of tokens."""
+    if max_context is None or call.request.prompt is not None:
+        placement = await _find_position(call, graph)
+    else:
+        placement = await _fit_position(call, graph, hasher, max_context)
+    # No await may come between the next two lines, or concurrent requests could share a number and a seed.
+    call.number = graph.next_request_number
+    return graph.register(placement)
+
+
+async def _fit_position(
+    call: ModelCall, graph: MessageGraph, hasher: MessageHasher, max_context: int
+) -> Placement:
+    request, turns = call.request, list_droppable_turns(call.request.messages)
+    max_tokens = call.state.session.sampling.get("max_tokens") or request.max_tokens or max_context // 4
+    limit = max_context - min(max_tokens, max_context // 2)
+
+    async def find_position(turn_count: int) -> Placement:
+        dropped = {index for turn in turns[:turn_count] for index in turn}
+        if len(dropped) != call.dropped_messages:
+            kept = tuple(message for i, message in enumerate(request.messages) if i not in dropped)
+            call.meta.request = replace(request, messages=kept)
+            call.meta.chain = hasher.hash_messages(kept, request.tools, request.chat_template_kwargs)
+            call.dropped_messages = len(dropped)
+        return await _find_position(call, graph)
+
+    low, high = 0, len(turns)
+    while low < high:  # The fewest turns are found by bisection, because each attempt tokenizes the prompt.
+        count = low if low == 0 and high == len(turns) else (low + high) // 2
+        try:
+            fits = len((await find_position(count)).prompt_ids) <= limit
+        except PromptTooLong:
+            fits = False
+        if fits:
+            high = count
+        else:
+            low = count + 1
+    return await find_position(low)
+
+
+def list_droppable_turns(messages: Sequence[Message]) -> list[list[int]]:
+    """Return the indices of the messages of each turn that may be dropped, oldest first: the turns before the
+    newest user message, and the replies after it except the newest. Results belong to the turn of their call.
+    """
+    newest_user = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    turns: list[list[int]] = []
+    turn_by_call: dict[str, list[int]] = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "system" or i == newest_user:
+            continue
+        is_start = message["role"] == ("user" if i < newest_user else "assistant")
+        if is_start or not turns or turns[-1][0] < newest_user < i:
+            turns.append([])
+        turn = turn_by_call.get(message.get("tool_call_id", ""), turns[-1])
+        turn.append(i)
+        turn_by_call |= dict.fromkeys(tool_call_ids(message), turn)
+    if turns and newest_user < len(messages) - 1:
+        turns.pop()
+    return [turn for turn in turns if turn]
+
+
+async def _find_position(call: ModelCall, graph: MessageGraph) -> Placement:
     meta, request, renderer = call.meta, call.request, call.source.get_renderer(call.request)
     size = len(call.body)
     if (prompt := request.prompt) is not None and renderer is not None:
@@ -33,10 +100,7 @@ async def place(call: ModelCall, graph: MessageGraph) -> Placement:
         if size >= MIN_LARGE_PROMPT and (known_count := graph.count_known(meta.chain)):
             size = sum(map(_count_characters, request.messages[known_count:]))
     is_large = renderer is not None and size >= MIN_LARGE_PROMPT
-    placement = await call.source.tokenize(call.headers, compute) if is_large else compute()
-    # No await may come between the next two lines, or concurrent requests could share a number and a seed.
-    call.number = graph.next_request_number
-    return graph.register(placement)
+    return await call.source.tokenize(call.headers, compute) if is_large else compute()
 
 
 def _count_characters(message: Message) -> int:

@@ -25,6 +25,7 @@ from instar.types import (
     CallStatus,
     FinishReason,
     Ids,
+    Json,
     Link,
     Message,
     SamplingParams,
@@ -101,6 +102,8 @@ class RequestMeta:
     """The hash chain of the messages, or None if the call is placed by its prompt instead."""
     dialect: str
     client_key: str | None
+    response_fields: Json | None = None
+    """The data of `Dialect.build_response_fields`."""
     started_at: float = field(default_factory=time.time)
 
     @property
@@ -179,7 +182,11 @@ class Recorder:
             users = [encode_user_id(user_id, self._redactor, self._hasher) for user_id in user_ids]
         try:
             await self._store.add_calls(
-                [row.call for row in rows], new_session=session, tail_keys=tail_keys, users=users
+                [row.call for row in rows],
+                new_session=session,
+                tail_keys=tail_keys,
+                users=users,
+                response_fields=self._redactor.redact_value(meta.response_fields),
             )
             state.recorded_users = user_ids
         except BaseException:  # Nothing was stored, so the next call must store the session.

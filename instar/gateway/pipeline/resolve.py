@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
-from instar.gateway.auth import Action, Caller, is_allowed
-from instar.gateway.base import ApiError
+from instar.gateway.auth import Action, Caller
+from instar.gateway.base import ApiError, bad_request
 from instar.gateway.context import GatewayContext
-from instar.gateway.dialects.base import ModelRequest
+from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.pipeline.parse import RetryHeaders
 from instar.gateway.session_states import SessionState, SessionStates
+from instar.gateway.stored_responses import StoredResponses
 from instar.record.hashing import (
     HashChain,
     MessageHasher,
@@ -50,6 +51,8 @@ class SessionHints:
     """The agent's own id for the session."""
     previous_session_id: str | None = None
     """The session of the request's `previous_response_id`."""
+    referenced_session_id: str | None = None
+    """The session of the earlier responses whose items the request refers to."""
     retry: RetryHeaders | None = None
     prompt: str | None = None
     """The text prompt of a request without messages."""
@@ -62,6 +65,7 @@ class SessionResolver:
         self._hasher = context.hasher
         self._redactor = context.redactor
         self._states = states
+        self._responses = StoredResponses(context, states)
         limit = context.config.max_sessions_in_memory
         self._max_entries = 16 * limit
         self._max_first_requests = 4 * limit
@@ -75,8 +79,9 @@ class SessionResolver:
         """Return the session of a request, or create one.
 
         The URL, key, header or previous response may name the session. Otherwise an open session is looked up
-        by the agent's own id, if the request has one, or else by content. Raise ApiError if the named session
-        is unknown (404), forbidden or ambiguous (403), or has ended (410).
+        by the agent's own id, if the request has one, or else by the items that it refers to or by content.
+        Raise ApiError if the named session is unknown (404), forbidden or ambiguous (403), or has ended
+        (410).
         """
         agent_id = caller.agent_id or self._identity.default_agent_id
         named_ids = (hints.url_session_id, hints.header_session_id, hints.previous_session_id)
@@ -88,6 +93,8 @@ class SessionResolver:
             return await self._states.get_open(session_ids.pop(), caller, Action.CALL_MODEL)
         if hints.external_id is not None:
             return await self._get_or_create_by_external_id(agent_id, hints.external_id)
+        if (state := await self._states.find_open(hints.referenced_session_id or "")) is not None:
+            return state
         state = await self._find_by_first_request(agent_id, chain, hints.retry) if chain else None
         state = state or await self._find_by_content(agent_id, chain, messages, hints.prompt)
         state = state or self._states.create(agent_id, None)
@@ -100,44 +107,42 @@ class SessionResolver:
                 put_bounded(self._first_requests, table_key, session_id, self._max_first_requests)
         return state
 
-    async def expand_previous(
-        self, caller: Caller, request: ModelRequest, chain: HashChain, *, allow_unknown: bool
-    ) -> tuple[ModelRequest, HashChain, str | None]:
-        """Insert the messages and reply of the previous response, if any, after the request's instructions.
+    async def expand_references(
+        self, caller: Caller, dialect: Dialect, request: ModelRequest, *, allow_unknown: bool
+    ) -> tuple[ModelRequest, str | None, str | None]:
+        """Complete the messages of a request that refers to earlier responses. Insert the messages and reply
+        of the previous response, if any, after the request's instructions.
 
-        Return the request, the hash chain of all its messages, and the session id of the previous response.
-        If that response is not recorded, raise ApiError (404) or, if ``allow_unknown`` is True, return the
-        request unchanged, because the provider may know the response.
+        Return the request, the session id of the previous response, and the session id of the other responses
+        if they belong to one session. If the previous response is not stored, raise ApiError (400) or, if
+        ``allow_unknown`` is True, do not insert it, because the provider may know it.
         """
-        response_id = request.previous_response_id
-        if response_id is None:
-            return request, chain, None
-        call, is_forbidden = await self._find_response(caller, response_id)
-        if call is None:
-            if allow_unknown and not is_forbidden:
-                return request, chain, None
-            message = f"There is no earlier response {response_id!r}; send the complete conversation instead."
+        previous_id, ids = request.previous_response_id, request.referenced_ids
+        if previous_id is None and not ids:
+            return request, None, None
+        known_ids = ids if previous_id is None else (*ids, previous_id)
+        replies, refused = await self._responses.find(caller, known_ids, Action.CALL_MODEL)
+        session_ids = {replies[id].session_id for id in ids if id in replies}
+        session_id = session_ids.pop() if len(session_ids) == 1 else None
+        if ids:
+            referenced = {id: replies[id].reply for id in ids if id in replies}
+            request = dialect.resolve_references(request, referenced)
+        is_unknown = previous_id not in replies and previous_id not in refused
+        if previous_id is None or (is_unknown and allow_unknown):
+            return request, None, session_id
+        previous = replies.get(previous_id)
+        call = await self._store.call(previous.call_id) if previous else None
+        if previous is None or call is None:
+            message = f"Previous response with id {previous_id!r} not found; send the complete conversation."
             param = "previous_response_id"
-            raise ApiError(404, message, code="previous_response_not_found", param=param)
-        count = request.instruction_count
-        previous_messages = call.messages
-        if previous_messages and previous_messages[0]["role"] == "system" and call.dialect == "responses":
-            previous_messages = previous_messages[1:]
-        messages = (*request.messages[:count], *previous_messages, call.reply, *request.messages[count:])
-        request = replace(request, messages=messages)
-        return request, self._hasher.hash_messages(messages, request.tools), call.session_id
-
-    async def _find_response(self, caller: Caller, request_id: str) -> tuple[Call | None, bool]:
-        """Return the run's first call with this response id that the caller may use, or None. The second
-        value is True if only forbidden sessions have such calls; a provider must not continue them either."""
-        is_forbidden = False
-        for call in await self._store.calls_by_request(request_id):
-            state = await self._states.find(call.session_id)
-            session = state.session if state else await self._store.session(call.session_id)
-            if session is not None and is_allowed(caller, Action.CALL_MODEL, session):
-                return (call if state else None), False  # A call without a state belongs to another run.
-            is_forbidden = True
-        return None, is_forbidden
+            raise bad_request(message, param, "previous_response_not_found")
+        count, messages = request.instruction_count, call.messages
+        if previous.response_fields is not None:
+            messages = messages[previous.response_fields["instruction_count"] :]
+        elif messages and messages[0]["role"] == "system" and call.dialect == "responses":
+            messages = messages[1:]  # The call was recorded before the number of instructions was stored.
+        messages = (*request.messages[:count], *messages, call.reply, *request.messages[count:])
+        return replace(request, messages=messages), call.session_id, session_id
 
     async def _get_or_create_by_external_id(self, agent_id: str, external_id: str) -> SessionState:
         if self._redactor.redact_text(external_id) != external_id:

@@ -22,7 +22,7 @@ from instar.errors import (
     RenderError,
     StoreError,
 )
-from instar.gateway.base import IGNORED_FIELDS_HEADER, SESSION_HEADER, ApiError
+from instar.gateway.base import DROPPED_MESSAGES_HEADER, IGNORED_FIELDS_HEADER, SESSION_HEADER, ApiError
 from instar.gateway.dialects.base import Dialect, ReplyChoices, StreamWriter, TokenLogprobs
 from instar.gateway.dialects.common import split_reply
 from instar.gateway.http_protocol import LimitedHttpProtocol, get_connection
@@ -207,6 +207,8 @@ class Responder:
     @property
     def _call_headers(self) -> list[tuple[bytes, bytes]]:
         headers = [(SESSION_HEADER.encode(), self._call.state.session.session_id.encode())]
+        if dropped := self._call.dropped_messages:
+            headers.append((DROPPED_MESSAGES_HEADER.encode(), b"%d" % dropped))
         if ignored := self._call.request.ignored_fields:
             # The names come from the client, so they may contain characters that a header must not have.
             value = ", ".join(ignored).encode("ascii", "backslashreplace")

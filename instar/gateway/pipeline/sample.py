@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,10 +35,12 @@ class ModelCall:
     is_trainable: bool = True
     number: int = 0
     """The position of the call among the session's requests. Set when the call is placed."""
-    request: ModelRequest = field(init=False)
+    dropped_messages: int = 0
+    """The number of messages that were dropped because the prompt did not fit (`gateway.overflow`)."""
 
-    def __post_init__(self) -> None:
-        self.request = self.meta.request
+    @property
+    def request(self) -> ModelRequest:
+        return self.meta.request
 
 
 @dataclass(frozen=True, slots=True)

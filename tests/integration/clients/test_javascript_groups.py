@@ -5,33 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
-from tests.cached_folders import create_folder_once
-from tests.integration.clients.environment import CACHE, HERE
+from tests.integration.clients.javascript_packages import install_packages
 from tests.integration.group_runs import ADMIN_KEY, GROUP_SIZE, GroupRun, make_group_config
 from tests.tiny import make_tiny_model
 
-SOURCES = HERE / "javascript"
 STEPS = 3
-
-
-def install_packages() -> Path:
-    """Install the npm packages if necessary, and return a folder with them and the program."""
-    files = sorted(SOURCES.iterdir())
-    digest = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-    def install(folder: Path) -> None:
-        shutil.copytree(SOURCES, folder)
-        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=300)
-
-    folder = CACHE / f"javascript-{digest[:12]}"
-    create_folder_once(folder, install)
-    return folder
 
 
 @pytest.mark.timeout(400)

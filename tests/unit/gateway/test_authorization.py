@@ -73,6 +73,7 @@ class TargetSession:
     session: OpenedSession
     call_id: str
     response_id: str
+    item_id: str
     prompt_ids: list[int]
 
 
@@ -89,7 +90,8 @@ async def open_target(gateway: RunningGateway, key: str = ADMIN_KEY, **fields: A
     response = await post(gateway, build_request("responses", "hi"), "responses", session.api_key)
     assert response.status_code == 200, response.text
     (call,) = await gateway.calls(session)
-    return TargetSession(session, call.call_id, response.json()["id"], call.prompt_ids.tolist())
+    item_id = response.json()["output"][0]["id"]
+    return TargetSession(session, call.call_id, response.json()["id"], item_id, call.prompt_ids.tolist())
 
 
 async def prepare_cell(gateway: RunningGateway, column: str) -> tuple[str | None, TargetSession]:
@@ -144,6 +146,10 @@ def build_row_request(
         body |= {"task": {}, "size": 2} if route == "/groups" else {}
     if field == "x-instar-session":
         headers[field] = session_id
+    elif field == "item_reference":
+        assert body is not None
+        first, second = ({"role": "user", "content": text} for text in ("hi", "go on"))
+        body |= {"input": [first, {"type": field, "id": target.item_id}, second]}
     elif field is not None:
         assert body is not None
         value = 10.5 if "out of range" in row else ids.get(field) or FIELD_VALUES[field]
@@ -151,7 +157,11 @@ def build_row_request(
         body |= {name: {key: value} if key else value} | (
             {"max_tokens": 0, "logprobs": 0} if field == "echo" else {}
         )
-    path = path.replace("{session}", session_id).replace("{model}", "default")
+    path = (
+        path.replace("{session}", session_id)
+        .replace("{model}", "default")
+        .replace("{response}", target.response_id)
+    )
     return method, path, body, headers
 
 

@@ -14,7 +14,7 @@ from starlette.routing import Route
 from instar.cli.reference import create_app_without_engine, render_api
 from instar.registry import list_names, resolve
 from tests.unit.gateway.conftest import ADMIN_KEY, RunningGateway
-from tests.unit.gateway.wire import PATHS, build_request
+from tests.unit.gateway.wire import PATHS, build_request, post
 
 OPENAPI_FILE = Path(__file__).parents[3] / "docs" / "openapi.json"
 SUBMITTED_CALL = {
@@ -52,7 +52,7 @@ def embed_components(schema: Any, description: dict[str, Any]) -> Any:
 
 
 async def check_exchange(
-    gateway: RunningGateway, method: str, path: str, body: Any, session_id: str = ""
+    gateway: RunningGateway, method: str, path: str, body: Any, session_id: str = "", response_id: str = ""
 ) -> None:
     """Send the request, and validate it and its response against the description."""
     description = (await gateway.http.get("/openapi.json")).json()
@@ -61,6 +61,7 @@ async def check_exchange(
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         Draft202012Validator(embed_components(schema, description)).validate(body)
     url = path.replace("{session}", session_id).replace("{model}", "default")
+    url = url.replace("{response}", response_id)
     headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
     response = await gateway.http.request(method, url, json=body, headers=headers)
     assert response.is_success, response.text
@@ -117,6 +118,13 @@ async def test_model_call_matches_its_description(gateway: RunningGateway, diale
     count_paths = {"messages": "/v1/messages/count_tokens", "responses": "/v1/responses/input_tokens"}
     if dialect in count_paths:
         await check_exchange(gateway, "POST", count_paths[dialect], body)
+
+
+async def test_stored_response_matches_its_description(gateway: RunningGateway) -> None:
+    response = await post(gateway, build_request("responses", "hello"), "responses")
+    for suffix in ("", "/input_items"):
+        path = f"/v1/responses/{{response}}{suffix}"
+        await check_exchange(gateway, "GET", path, None, response_id=response.json()["id"])
 
 
 async def test_token_call_matches_its_description(gateway: RunningGateway) -> None:

@@ -228,7 +228,7 @@ async def test_upstream_response_of_another_agent_cannot_be_continued_by_id(
     body = {"model": "plain", "input": "and?", "previous_response_id": first.id}
     for key in (await create_key(gateway.store, "agent", "other"), (await gateway.open_session()).api_key):
         response = await gateway.post_json("/v1/responses", body, key)
-        assert (response.status_code, response.json()["error"]["param"]) == (404, "previous_response_id")
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "previous_response_id")
     assert "previous_response_id" not in provider.last_request, "the provider received a rejected request"
     body["previous_response_id"] = "resp_provider"
     assert (await gateway.post_json("/v1/responses", body, session.api_key)).status_code == 200

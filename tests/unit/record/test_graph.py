@@ -271,13 +271,40 @@ def test_reply_with_a_changed_argument_is_a_branch(tiny_renderer: TemplateRender
     assert session.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
 
 
-def _change_arguments(call: Call, arguments: str) -> Message:
-    """Return the reply with different arguments and, as some agents send it, an id without hyphens."""
+def test_reply_without_the_text_beside_its_tool_calls_is_matched_by_call_ids(
+    tiny_renderer: TemplateRenderer,
+) -> None:
+    session = GraphSession(tiny_renderer)
+    text = 'Let me see.\n<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
+    first = session.add_call([user("one")], session.encode_reply(text), [CALC])
+    without_text = _change_arguments(first, '{"expression": "1"}', content="")
+    result = Message(role="tool", content="1")
+    request = [user("one"), without_text, result]
+    second = session.add_call(request, session.encode_reply("two"), [CALC])
+    assert (second.link, second.parent_id) == (Link.EXTENDS, first.call_id)
+    third = session.place([*request, second.reply, user("x")], [CALC])
+    assert (third.link, third.parent_id) == (Link.EXTENDS, second.call_id)
+    with_text = session.place([user("one"), first.reply, result, second.reply, user("x")], [CALC])
+    assert (with_text.link, with_text.parent_id) == (Link.EXTENDS, second.call_id)
+
+
+def test_reply_with_other_text_beside_its_tool_calls_is_a_branch(tiny_renderer: TemplateRenderer) -> None:
+    session = GraphSession(tiny_renderer)
+    text = 'Let me see.\n<tool_call>{"name": "calc", "arguments": {"expression": "1"}}</tool_call>'
+    first = session.add_call([user("one")], session.encode_reply(text), [CALC])
+    edited = _change_arguments(first, '{"expression": "1"}', content="Let me think.")
+    result = Message(role="tool", content="1")
+    assert session.place([user("one"), edited, result], [CALC]).link is Link.BRANCH
+
+
+def _change_arguments(call: Call, arguments: str, content: str | None = None) -> Message:
+    """Return the reply with different arguments, and different text if ``content`` is not None, and, as some
+    agents send it, an id without hyphens."""
     (tool_call,) = call.reply.get("tool_calls", ())
     call_id = tool_call["id"].replace("-", "")
     return Message(
         role="assistant",
-        content=call.reply["content"],
+        content=call.reply["content"] if content is None else content,
         tool_calls=[ToolCall(id=call_id, name=tool_call["name"], arguments=arguments)],
     )
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from instar.errors import ConflictError, StoreError
-from instar.store.base import CallDelta, KeyRow, Store
+from instar.store.base import CallDelta, KeyRow, Store, StoredReply
 from instar.types import Call, CallStatus, Channel, Link, SessionStatus
 
 from .factories import (
@@ -71,6 +71,21 @@ class SessionOpeningTests:
             ConflictError if number == 20 else type(None) for number in range(75)
         ]
         assert len(await store.sessions(channel=Channel.LIVE)) == 74
+
+
+class ReplyTests:
+    async def test_replies_returns_the_calls_of_the_requests_oldest_first(self, store: Store) -> None:
+        await store.open_session(make_session("s"))
+        fields = {"store": True, "metadata": {"text": "a\x00b 🦎"}}
+        first = make_call("1", request_id="r1")
+        await store.add_calls([first, make_call("2", request_id="r1")], response_fields=fields)
+        await store.add_calls([make_call("3", request_id="r3")])
+        await store.add_calls([make_call("4", request_id="r4")])
+        replies = await store.replies(["r3", "r1", "missing", "\x00", "\ud83d"])
+        assert [reply.call_id for reply in replies] == ["1", "2", "3"]
+        assert replies[0] == StoredReply("1", "r1", "s", CallStatus.OK, first.reply, fields)
+        assert replies[2].response_fields is None
+        assert await store.replies([]) == []
 
 
 class SessionLookupTests:
@@ -281,5 +296,5 @@ class KeyAndSecretTests:
         await reopened.close()
 
 
-class GatewayTests(SessionOpeningTests, SessionLookupTests, CallDeltaTests, KeyAndSecretTests):
+class GatewayTests(SessionOpeningTests, ReplyTests, SessionLookupTests, CallDeltaTests, KeyAndSecretTests):
     """All tests for the gateway's queries."""
