@@ -21,7 +21,7 @@ help:
 	@echo "make bench-fidelity  measure the share of agent traffic that becomes exact training data"
 	@echo "make bench-text   compare streamed with decoded text, and forge turns, with published tokenizers"
 	@echo "make style        measure file sizes, docstrings, names and other style limits"
-	@echo "make docs         write docs/configuration.md and docs/openapi.json from the code"
+	@echo "make docs         write docs/configuration.md, docs/openapi.json and docs/models.md"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment"
 
@@ -56,6 +56,7 @@ check: install
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/style.py
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md docs/openapi.json
+	$(BIN)/python tools/models_page.py --check
 	$(BIN)/python tools/licences.py
 	$(BIN)/python tools/audit.py
 
@@ -117,6 +118,7 @@ families: install
 
 docs: install
 	$(BIN)/python -m instar.cli.reference docs/configuration.md docs/openapi.json
+	$(BIN)/python tools/models_page.py
 
 clean:
 	rm -rf $(VENV)

@@ -33,7 +33,7 @@ VAGUE_NAMES = {"found", "given", "asked", "told", "wanted", "said", "there", "wh
 
 LIMITS = {
     # To add more lines, raise this limit and give the reason in the commit message.
-    "lines": 70_950,
+    "lines": 71_430,
     "files_over_400": 0,
     "functions_over_60": 0,
     "fragments": 0,
