@@ -99,8 +99,8 @@ async def measure_held_out_reward(config: RunConfig, version: int) -> float:
 
 
 async def measure_first_ratios(config: RunConfig) -> Any:
-    """Return the likelihood ratios, between the untrained backend and the engine, of the tokens that version 0
-    sampled for training."""
+    """Return the likelihood ratios, between the untrained backend and the engine, of the tokens that version
+    0 sampled for training."""
     loaded = await load_calls(config, Channel.TRAIN)
     samples = [
         sample

@@ -67,6 +67,20 @@ def test_adapters_that_cannot_be_served_are_reported(instar: Instar, tmp_path: P
     assert "only with backend.lora: null" in report["backends"]["local"]["reason"]
 
 
+@pytest.mark.parametrize(("listed", "supported"), [("LlamaForCausalLM", True), ("Qwen3ForCausalLM", False)])
+def test_architectures_of_vllm_are_those_of_its_interpreter(
+    instar: Instar, tmp_path: Path, listed: str, supported: bool
+) -> None:
+    python = tmp_path / "python"
+    cases = f"*ModelRegistry*) echo log; echo {listed};; *) echo 0.12 True;;"
+    python.write_text(f'#!/bin/sh\ncase "$2" in {cases} esac\n')
+    python.chmod(0o755)
+    folder = save_model(tmp_path / "model", "llama", architectures=["LlamaForCausalLM"])
+    report = instar("models", "check", str(folder), "--python", str(python), "--json").json
+    reason = "" if supported else "vLLM does not list LlamaForCausalLM"
+    assert report["engines"]["vllm"] == {"supported": supported, "reason": reason}
+
+
 def test_name_that_does_not_exist_is_an_error_with_advice(instar: Instar, tmp_path: Path) -> None:
     missing = instar("models", "check", str(tmp_path / "missing"))
     assert missing.code == 1
