@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .PHONY: help install demo test check style format integration integration-clients integration-backends \
-	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity families docs clean
+	integration-scale integration-rest integration-rewards bench bench-gateway bench-fidelity bench-text families docs clean
 
 help:
 	@echo "make demo         train a small model on this machine and watch it learn"
@@ -19,8 +19,9 @@ help:
 	@echo "make bench        measure the engine"
 	@echo "make bench-gateway   compare the gateway with similar servers"
 	@echo "make bench-fidelity  measure the share of agent traffic that becomes exact training data"
+	@echo "make bench-text   compare streamed with decoded text, and forge turns, with published tokenizers"
 	@echo "make style        measure file sizes, docstrings, names and other style limits"
-	@echo "make docs         write docs/configuration.md and docs/openapi.json from the code"
+	@echo "make docs         write docs/configuration.md, docs/openapi.json and docs/models.md"
 	@echo "make format       format the code"
 	@echo "make clean        remove the environment"
 
@@ -55,6 +56,7 @@ check: install
 	$(BIN)/python tools/dead_code.py
 	$(BIN)/python tools/style.py
 	$(BIN)/python -m instar.cli.reference --check docs/configuration.md docs/openapi.json
+	$(BIN)/python tools/models_page.py --check
 	$(BIN)/python tools/licences.py
 	$(BIN)/python tools/audit.py
 
@@ -107,11 +109,16 @@ bench-gateway: install
 bench-fidelity: install
 	$(BIN)/python bench/fidelity.py
 
+# Resumable: an interrupted measurement continues where it stopped.
+bench-text: install
+	$(BIN)/python bench/text_exactness.py --json
+
 families: install
 	$(BIN)/python bench/families.py --json
 
 docs: install
 	$(BIN)/python -m instar.cli.reference docs/configuration.md docs/openapi.json
+	$(BIN)/python tools/models_page.py
 
 clean:
 	rm -rf $(VENV)

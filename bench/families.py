@@ -1,12 +1,18 @@
 """Compare the local engine and backend with transformers for all causal language models in transformers.
 
-    python bench/families.py [--json] [TYPE ...]
+    python bench/families.py [--json] [--record docs/models.json] [TYPE ...]
 
 For each type, a small model with random weights is saved in a folder. The engine's logprobs of sampled
 replies, the backend's logprobs and gradients of packed samples, and the engine's logprobs with a trained
 adapter are compared with transformers' eager forward pass in fp32. A type is `right` if they differ by less
 than 1e-4, and `wrong` if not. It is `refused` if the engine or the backend raises an error with a reason, and
 any other error is a `raw error`.
+
+Without TYPE, the conversation of `instar models check` is then held in the formats of the models in
+tests/model_families.txt, with replies that the chat template writes and with replies that the tests write.
+`exact_possible` is the fraction of follow-up calls that extend the tokens of the call before them. Calls in
+which the format itself rewrites the history are not counted. ``--record`` writes the results to a file, from
+which tools/models_page.py generates docs/models.md.
 """
 
 from __future__ import annotations
@@ -20,10 +26,12 @@ import warnings
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from safetensors.torch import load_file
@@ -33,6 +41,8 @@ from transformers.utils import logging
 
 from instar.architecture import create_random_copy, shrink_config
 from instar.backends.local.backend import LocalBackend
+from instar.cli.model_probe import hold_probe
+from instar.cli.models import ModelReport, check_renderer
 from instar.config import (
     AdamConfig,
     LocalBackendConfig,
@@ -44,10 +54,14 @@ from instar.config import (
 from instar.conformance.tiny import make_tiny_tokenizer
 from instar.engines.local.engine import LocalEngine
 from instar.errors import InstarError
+from instar.models import load_tokenizer
+from instar.record.render import load_renderer
 from instar.types import Policy, Sample, SamplingParams
+from tests.model_families import FAMILIES, ModelFamily, TokenizerUnavailable
 
 TOLERANCE = 1e-4
 TIMEOUT_SECONDS = 300
+FRACTIONS = ("linked", "trained", "exact_possible")
 GRANITE = {
     "attention_multiplier": 0.015625,
     "embedding_multiplier": 12.0,
@@ -216,24 +230,66 @@ def measure_in_process(model_type: str) -> tuple[str, str]:
         process.join()
 
 
+def measure_format(family: ModelFamily, folder: Path) -> dict[str, Any]:
+    """Return the row of a family in docs/models.json. Raises TokenizerUnavailable."""
+    model_folder = family.save_tokenizer(folder)
+    renderer = load_renderer(model_folder, ModelConfig(name=str(model_folder)))
+    tokenizer = load_tokenizer(model_folder)
+    report = ModelReport(family.name)
+    check_renderer(report, renderer, tokenizer)
+    row = {name: getattr(report, name) for name in ("tools", "reasoning", "rewritten")}
+    if report.format_problem is not None:
+        return {**row, **dict.fromkeys(FRACTIONS, 0.0), "problem": report.format_problem}
+    probe = hold_probe(renderer, tokenizer, family.write_reply)
+    fractions = {name: min(getattr(report, name), getattr(probe, name)) for name in FRACTIONS}
+    return {**row, **fractions} | ({"problem": probe.problem} if probe.problem else {})
+
+
+def measure_formats() -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                row = rows[family.name] = measure_format(family, Path(folder))
+            except TokenizerUnavailable as error:
+                print(f"{family.name:26} skipped: {error}", flush=True)
+                continue
+        text = ", ".join(f"{name} {row[name]:.2f}" for name in FRACTIONS)
+        print(f"{family.name:26} {text} {row.get('problem', '')}", flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("types", nargs="*", metavar="TYPE", help="the types to measure; default: all")
     parser.add_argument("--json", action="store_true", help="end with the figures as a JSON object")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the results of all types as JSON")
     arguments = parser.parse_args()
+    if arguments.record and arguments.types:
+        parser.error("--record needs the results of all types; remove the types")
+    logging.set_verbosity_error()
     outcomes: list[str] = []
+    types: dict[str, dict[str, str]] = {}
     model_types: list[str] = arguments.types or list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for model_type in model_types:
         outcome, text = measure_in_process(model_type)
         outcomes.append(outcome)
+        types[model_type] = {"outcome": outcome} | ({} if outcome == "right" else {"detail": text})
         print(f"{model_type:26} {outcome:10} {text[:300]}", flush=True)
-    figures = {
+    figures: dict[str, Any] = {
         "types": len(outcomes),
         **{f"{name.replace(' ', '_')}": outcomes.count(name) for name in ("right", "refused", "wrong")},
         "raw_errors": outcomes.count("raw error"),
     }
+    families = {} if arguments.types else measure_formats()
+    if families:
+        figures["formats"] = len(families)
+        figures |= {name: fmean(row[name] for row in families.values()) for name in FRACTIONS}
+    if arguments.record:
+        results = {"transformers": transformers.__version__, "types": types, "families": families}
+        arguments.record.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     print(json.dumps(figures) if arguments.json else figures)
 
 

@@ -33,7 +33,7 @@ VAGUE_NAMES = {"found", "given", "asked", "told", "wanted", "said", "there", "wh
 
 LIMITS = {
     # To add more lines, raise this limit and give the reason in the commit message.
-    "lines": 72_050,
+    "lines": 72_600,
     "files_over_400": 0,
     "functions_over_60": 0,
     "fragments": 0,

@@ -46,6 +46,7 @@ COMMANDS = {
     "datasets": Command("datasets:app", "Manage exported data by name and version."),
     "versions": Command("versions:app", "List, promote, reject and roll back versions from live traffic."),
     "keys": Command("keys:app", "Create, list and revoke API keys."),
+    "models": Command("models:app", "Check what supports a model, and whether it is recorded exactly."),
     "backends": Command("backends:app", "List, check and serve training backends."),
 }
 

@@ -12,10 +12,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from instar.errors import ConfigError
 from instar.record.base import Messages, contains_any
 from instar.record.hashing import parse_arguments
 from instar.record.tool_formats import THINK
@@ -75,10 +76,24 @@ class ContentEscaper:
             normalizer is not None and json.loads(normalizer.__getstate__()).get("normalizers") != []
         )
         always_encodes = has_normalizer and any(token.normalized for token in control.values())
+        if has_normalizer:
+            self._check_aliases(token for token in control.values() if token.content in template)
         self.content_markers = (*self._first_characters, "\\u")
         """Content without any of these texts does not change when it is escaped."""
         self.prompt_markers = ("",) if always_encodes else tuple(self._surrogates.values())
         """Rendered text with any of these texts must be encoded with `encode`."""
+
+    def _check_aliases(self, tokens: Iterable[AddedToken]) -> None:
+        """Raise ConfigError if a control token of the template is not recognized after other text."""
+        for token in tokens:
+            alias = self._aliases[token.content]
+            ids = self._plain.encode(f"x{alias}", add_special_tokens=False).ids
+            if token.normalized and self._plain.token_to_id(alias) not in ids:
+                raise ConfigError(
+                    f"model.name: the tokenizer recognizes {token.content!r}, which the chat template uses, "
+                    "only after a space; set `normalized` of this token to false in tokenizer.json, or set "
+                    "model.allow_special_tokens_in_content to true"
+                )
 
     def escape(self, value: T) -> T:
         """Return the JSON value with the first characters of all control tokens escaped."""

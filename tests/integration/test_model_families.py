@@ -13,9 +13,12 @@ from typing import Any
 import aiohttp
 import pytest
 
+from instar.cli.model_probe import hold_probe
+from instar.cli.models import ModelReport, check_renderer
 from instar.config import ModelConfig, RunConfig, ScriptedEngineConfig
 from instar.engines.scripted import ScriptedEngine
 from instar.gateway.base import OpenSession
+from instar.models import load_tokenizer
 from instar.record.render import TemplateRenderer, load_renderer
 from instar.rollout.gateway_client import GatewayClient
 from instar.store.sqlite import SqliteStore
@@ -31,6 +34,8 @@ from tests.integration.clients.recorded_sessions import (
 from tests.model_families import COMPACT, FAMILIES, ODD, ModelFamily
 from tests.serving import ADMIN_KEY, running_gateway
 
+PUBLISHED = json.loads((Path(__file__).parents[2] / "docs" / "models.json").read_text())["families"]
+"""The rows of docs/models.md."""
 PARAMETERS = {
     "type": "object",
     "properties": {"text": {"type": "string"}, "count": {"type": "integer"}},
@@ -165,6 +170,20 @@ async def test_conversation_with_calls_is_exact(family: ModelFamily, folder: Pat
     await store.close()
     assert branches == (0, int(family.rewrites_after_user))
     assert trained == count_sampled_tokens(calls)
+
+
+@pytest.mark.timeout(600)
+def test_check_of_the_model_agrees_with_docs_and_with_replies_of_other_authors(
+    family: ModelFamily, folder: Path
+) -> None:
+    renderer, tokenizer = load_renderer(folder, ModelConfig(name=str(folder))), load_tokenizer(folder)
+    report = ModelReport(family.name)
+    check_renderer(report, renderer, tokenizer)
+    assert report.is_exact
+    assert {name: getattr(report, name) for name in PUBLISHED[family.name]} == PUBLISHED[family.name]
+    probe = hold_probe(renderer, tokenizer, family.write_reply)
+    assert probe.is_exact
+    assert probe.rewritten == family.rewrites_after_user
 
 
 @pytest.mark.timeout(600)

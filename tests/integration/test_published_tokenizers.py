@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 import sys
 from collections.abc import Generator
 from pathlib import Path
@@ -16,7 +15,7 @@ from instar.models import load_tokenizer
 from instar.record.render import TemplateRenderer, TokenizerRenderer, load_renderer
 from tests.tiny import CHATML
 from tests.unit.record.detokenizing import check_streamed_text
-from tests.unit.record.forged_turns import check_forged_turn, check_normal_turn
+from tests.unit.record.forged_turns import check_forged_turn, check_normal_turn, list_control_texts
 
 BENCH = Path(__file__).parents[2] / "bench"
 PACKAGES = {
@@ -70,19 +69,13 @@ def load(folder: Path, package: str, *, allow_special_tokens: bool) -> Tokenizer
     return renderer
 
 
-def list_control_texts(folder: Path) -> list[str]:
-    """Return the special tokens and the other added tokens that are neither whitespace nor HTML tags."""
-    added = load_tokenizer(folder).added_tokens_decoder.values()
-    return [t.content for t in added if t.special or re.search(r"[|｜_]|think", t.content)]
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_forged_turns_add_no_control_tokens(families: ModuleType, package: str) -> None:
     folder = download(families, package.split()[0])
     renderer = load(folder, package, allow_special_tokens=False)
     unsafe = load(folder, package, allow_special_tokens=True)
-    control_texts, forged = list_control_texts(folder), 0
+    control_texts, forged = list_control_texts(load_tokenizer(folder)), 0
     for seed in range(TURNS):
         forged += check_forged_turn(renderer, unsafe, control_texts, seed)
         check_normal_turn(renderer, unsafe, seed)

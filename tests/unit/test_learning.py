@@ -19,12 +19,14 @@ import pytest
 
 from instar.backends.factory import create_backend
 from instar.config import RunConfig
+from instar.data.combine import RewardCombiner
 from instar.engines.base import Engine
 from instar.engines.factory import create_engine
 from instar.rewards.base import Transcript
 from instar.rewards.factory import create_scoring
 from instar.rollout.agents import create_agent
 from instar.rollout.base import AgentSession
+from instar.rollout.evaluate import Evaluator
 from instar.rollout.gateway_client import GatewayClient
 from instar.rollout.runner import RolloutRunner
 from instar.rollout.slots import RolloutServices
@@ -103,7 +105,8 @@ def make_config(folder: Path, seed: int) -> RunConfig:
 
 
 async def train(config: RunConfig) -> list[dict[str, Any]]:
-    """Run the roles of `instar train` in this process and return the metrics of every step."""
+    """Run the roles of `instar train` in this process and return the metrics of every step. If the config has
+    an evaluation, it runs before and after the training."""
     assert config.rollout is not None
     store = SqliteStore(config.store_path)
     await store.put_run(Run(config.name, config.name, {}))
@@ -126,13 +129,22 @@ async def train(config: RunConfig) -> list[dict[str, Any]]:
             publisher=PolicyPublisher(await create_sync_route(config, backend, [engine]), list_engines),
             monitor=monitor,
         )
+        evaluator = None
+        if config.eval is not None:
+            held_out = load_tasks(config.eval.tasks)
+            evaluation_services = RolloutServices(store, client, agent, create_scoring(config, held_out))
+            combiner = RewardCombiner(config)
+            evaluator = Evaluator(config, held_out, evaluation_services, monitor.record, combine=combiner)
+            await evaluator.evaluate_all("start")
         async with asyncio.TaskGroup() as group:
             group.create_task(runner.run())
             group.create_task(trainer.run())
+        if evaluator is not None:
+            await evaluator.evaluate_all("end")
         await client.close()
     steps = await store.steps(config.name)
-    assert [step.state for step in steps] == [StepState.COMMITTED] * STEPS
-    assert (await engine.status()).version == STEPS
+    assert [step.state for step in steps] == [StepState.COMMITTED] * config.trainer.steps
+    assert (await engine.status()).version == config.trainer.steps
     monitor.close()
     await engine.close()
     await backend.close()

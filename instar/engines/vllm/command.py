@@ -39,6 +39,8 @@ print(version("vllm"), has_flag)
 """
 """Inspects the installation without importing vLLM, because the import takes many seconds."""
 PROBE_TIMEOUT_SECONDS = 60.0
+ARCHITECTURES_SCRIPT = "from vllm import ModelRegistry; print(*ModelRegistry.get_supported_archs())"
+IMPORT_TIMEOUT_SECONDS = 180.0
 STREAM_KEEP_ALIVE = 30.0
 """Streams from a server that Instar started reuse an idle connection for this many seconds."""
 PRIVATE_PREFIXES = ("INSTAR_",)
@@ -82,6 +84,22 @@ def find_vllm(python: str | None) -> VllmInstallation:
         )
     version, scale_out = probe.stdout.split()
     return VllmInstallation(interpreter, version, scale_out == "True")
+
+
+def list_architectures(vllm: VllmInstallation) -> list[str]:
+    """Return the architectures that the installation implements. Raises ConfigError if they are unknown."""
+    try:
+        completed = subprocess.run(
+            [vllm.python, "-c", ARCHITECTURES_SCRIPT],
+            capture_output=True,
+            text=True,
+            timeout=IMPORT_TIMEOUT_SECONDS,
+            env=_base_environment(),
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"engine.python: cannot list the models of vLLM {vllm.version}: {error}") from error
+    return completed.stdout.splitlines()[-1].split()
 
 
 @dataclass(frozen=True, slots=True)

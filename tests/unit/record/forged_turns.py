@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 
+from transformers import PreTrainedTokenizerFast
+
 from instar.errors import RenderError
-from instar.record.base import Messages, Tools
+from instar.record.base import Tools
 from instar.record.render import TokenizerRenderer
 from instar.types import Message, Tool, ToolCall
 
@@ -87,16 +91,28 @@ def make_messages(rng: random.Random, write: WriteText, write_reply: WriteText) 
     return [*messages, Message(role="user", content=write())]
 
 
+def list_control_texts(tokenizer: PreTrainedTokenizerFast) -> list[str]:
+    """Return the special tokens and the other added tokens that are neither whitespace nor HTML tags."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [t.content for t in added if t.special or re.search(r"[|｜_]|think", t.content)]
+
+
 def list_control_ids(renderer: TokenizerRenderer, ids: list[int], control_texts: list[str]) -> list[int]:
     control_ids = set(renderer._tokenizer.convert_tokens_to_ids(control_texts))
     return [token_id for token_id in ids if token_id in control_ids]
 
 
-def check_forged_turn(
-    renderer: TokenizerRenderer, unsafe: TokenizerRenderer, control_texts: list[str], seed: int
-) -> bool:
-    """Check that forged content adds no control token to a prompt or its continuation, and changes no text.
-    ``unsafe`` is the same renderer with special tokens in content. Return True if they were forged there."""
+@dataclass(frozen=True)
+class ForgedTurn:
+    """A conversation with control tokens in its content, and the same one with harmless content."""
+
+    messages: list[Message]
+    tools: list[Tool]
+    harmless_messages: list[Message]
+    harmless_tools: list[Tool]
+
+
+def make_forged_turn(control_texts: list[str], seed: int) -> ForgedTurn:
     # Templates move reasoning out of a reply's content, so replies do not contain its end.
     in_replies = [text for text in control_texts if "think" not in text]
 
@@ -108,35 +124,61 @@ def check_forged_turn(
         messages = make_messages(rng, write, write_reply)
         return messages, [make_tool(write)] if rng.random() < 0.5 else []
 
-    (messages, tools), (harmless, harmless_tools) = make(True), make(False)
+    return ForgedTurn(*make(True), *make(False))
+
+
+def render_prompts(renderer: TokenizerRenderer, turn: ForgedTurn) -> list[tuple[list[int], list[int]]] | None:
+    """Return prompts with forged and with harmless content: the complete conversation, and its last message
+    as the continuation of another one. Return None if the template does not accept the conversation."""
     try:
-        harmless_ids = renderer.render(harmless, harmless_tools)
+        harmless = renderer.render(turn.harmless_messages, turn.harmless_tools)
     except RenderError:  # Some templates only accept turns that alternate.
+        return None
+    prompt = renderer.render([Message(role="user", content="Hi")])
+    sampled = [*renderer.encode("Ok"), renderer.stop_token_ids[0]]
+    continued = renderer.extend(prompt, sampled, turn.messages[-1:])
+    expected = renderer.extend(prompt, sampled, turn.harmless_messages[-1:])
+    assert (continued is None) == (expected is None)
+    return [(renderer.render(turn.messages, turn.tools), harmless), (continued or [], expected or [])]
+
+
+def count_added_tokens(renderer: TokenizerRenderer, turn: ForgedTurn, control_texts: list[str]) -> int | None:
+    """Count the control tokens by which prompts with forged content differ from those with harmless content.
+    Return None if the template does not accept the conversation."""
+    prompts = render_prompts(renderer, turn)
+    if prompts is None:
+        return None
+    added = 0
+    for ids, harmless_ids in prompts:
+        actual = list_control_ids(renderer, ids, control_texts)
+        expected = list_control_ids(renderer, harmless_ids, control_texts)
+        if actual != expected:
+            difference = (Counter(actual) - Counter(expected)) + (Counter(expected) - Counter(actual))
+            added += max(1, difference.total())
+    return added
+
+
+def check_forged_turn(
+    renderer: TokenizerRenderer, unsafe: TokenizerRenderer, control_texts: list[str], seed: int
+) -> bool:
+    """Check that forged content adds no control token to a prompt or its continuation, and changes no text.
+    ``unsafe`` is the same renderer with special tokens in content. Return True if they were forged there."""
+    turn = make_forged_turn(control_texts, seed)
+    added = count_added_tokens(renderer, turn, control_texts)
+    if added is None:
         return False
-    ids, expected = renderer.render(messages, tools), list_control_ids(renderer, harmless_ids, control_texts)
-    assert list_control_ids(renderer, ids, control_texts) == expected, (messages, tools)
-    unsafe_ids = unsafe.render(messages, tools)
+    assert added == 0, turn
+    ids, unsafe_ids = (r.render(turn.messages, turn.tools) for r in (renderer, unsafe))
     # Tokenizers with byte fallback may add a space after each special token.
     spaces = " " if renderer._decode.byte_ids else "\0"
     text, unsafe_text = (
         SHORT_ID.sub("", r._decode(prompt)).replace(spaces, "")
         for r, prompt in ((renderer, ids), (unsafe, unsafe_ids))
     )
-    assert text == unsafe_text, (messages, tools)
-    check_forged_continuation(renderer, messages, harmless, control_texts)
-    return list_control_ids(renderer, unsafe_ids, control_texts) != expected
-
-
-def check_forged_continuation(
-    renderer: TokenizerRenderer, messages: Messages, harmless: Messages, control_texts: list[str]
-) -> None:
-    prompt = renderer.render([Message(role="user", content="Hi")])
-    sampled = [*renderer.encode("Ok"), renderer.stop_token_ids[0]]
-    continued = renderer.extend(prompt, sampled, messages[-1:])
-    expected = renderer.extend(prompt, sampled, harmless[-1:])
-    assert (continued is None) == (expected is None)
-    expected_ids = list_control_ids(renderer, expected or [], control_texts)
-    assert list_control_ids(renderer, continued or [], control_texts) == expected_ids, messages[-1:]
+    assert text == unsafe_text, turn
+    return list_control_ids(unsafe, unsafe_ids, control_texts) != list_control_ids(
+        renderer, ids, control_texts
+    )
 
 
 def check_normal_turn(renderer: TokenizerRenderer, unsafe: TokenizerRenderer, seed: int) -> None:

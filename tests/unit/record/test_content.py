@@ -11,7 +11,7 @@ from tokenizers import AddedToken, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from instar.config import ModelConfig
-from instar.errors import RenderError
+from instar.errors import ConfigError, RenderError
 from instar.models import load_tokenizer
 from instar.record.family import FamilyRenderer
 from instar.record.render import TemplateRenderer, TokenizerRenderer, load_renderer
@@ -140,6 +140,15 @@ def test_look_alikes_of_normalized_tokens_are_text() -> None:
         messages = [Message(role="user", content=text)]
         assert turn in TemplateRenderer(tokenizer, allow_special_tokens=True).render(messages)
         assert turn not in TemplateRenderer(tokenizer).render(messages)
+
+
+def test_control_token_that_the_tokenizer_only_recognizes_after_a_space_is_refused() -> None:
+    tokenizer = make_byte_fallback_tokenizer(has_prefix=True)
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "<|turn|>")
+    tokenizer.add_tokens([AddedToken("<|turn|>", normalized=True)])
+    with pytest.raises(ConfigError, match=r"model.name: .*'<\|turn\|>'.*allow_special_tokens_in_content"):
+        TemplateRenderer(tokenizer)
+    TemplateRenderer(tokenizer, allow_special_tokens=True)
 
 
 def test_html_tags_that_a_tokenizer_knows_keep_their_tokens() -> None:
