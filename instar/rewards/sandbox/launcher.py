@@ -49,8 +49,11 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
     """Run the job in its own process group. When it exits, kill the group and exit with the same code."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    # Until the handler is set, SIGTERM would end only this process and leave the job running.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     job_pid = os.fork()
     if job_pid == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.setsid()
         exec_job(settings)
     os.close(settings["status"])
@@ -64,6 +67,7 @@ def supervise(settings: dict[str, Any]) -> NoReturn:
             os.kill(job_pid, signal.SIGKILL)  # the job has no process group yet
 
     signal.signal(signal.SIGTERM, kill_job)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     # The job is reaped only after its group is killed, so that the group id cannot be reused.
     os.waitid(os.P_PID, job_pid, os.WEXITED | os.WNOWAIT)
     kill_job()

@@ -176,7 +176,7 @@ async def test_request_with_lone_surrogate_causes_no_server_error(gateway: Runni
 
 
 async def test_unknown_route_and_method_are_rejected(gateway: RunningGateway) -> None:
-    assert (await gateway.http.get("/missing")).json()["error"]["type"] == "not_found_error"
+    assert (await gateway.http.get("/missing")).json()["error"]["type"] == "invalid_request_error"
     assert (await gateway.http.get("/v1/chat/completions")).status_code == 405
 
 

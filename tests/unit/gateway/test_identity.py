@@ -360,11 +360,11 @@ async def test_response_of_another_agent_cannot_be_continued(gateway: RunningGat
         "previous_response_id": first.json()["id"],
     }
     response = await post(gateway, continuation, "responses", key=ben)
-    assert response.status_code == 404
+    assert response.status_code == 400
     assert response.json()["error"]["param"] == "previous_response_id"
     assert "plan" not in response.text
     session = await gateway.open_session()
-    assert (await post(gateway, continuation, "responses", key=session.api_key)).status_code == 404
+    assert (await post(gateway, continuation, "responses", key=session.api_key)).status_code == 400
     assert get_session_id(await post(gateway, continuation, "responses", key=ann)) == get_session_id(first)
     assert len(await list_all_calls(gateway)) == 2
 
