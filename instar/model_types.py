@@ -104,6 +104,12 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return is_changed or self.is_truncated or self.modifies_logits
 
     @property
+    def optional_settings(self) -> dict[str, Any]:
+        """The settings that not every engine supports, if they differ from their defaults."""
+        values = {name: getattr(self, name) for name in OPTIONAL_SAMPLING_FIELDS}
+        return {name: value for name, value in values.items() if value != getattr(_DEFAULT_PARAMS, name)}
+
+    @property
     def is_truncated(self) -> bool:
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
@@ -114,6 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
         return has_penalty or self.repetition_penalty != 1.0 or bool(self.logit_bias)
 
 
+_DEFAULT_PARAMS = SamplingParams()
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_p": (0, 1),
     "top_k": (0, 1 << 31),

@@ -86,10 +86,7 @@ def wait_until_up(
     """
     deadline = time.monotonic() + timeout_seconds
     while True:
-        if process.poll() is not None:
-            raise MeasurementError(
-                f"the process exited with code {process.returncode}: {read_log_tail(log_path)}"
-            )
+        check_running(process, log_path)
         try:
             with urllib.request.urlopen(url, timeout=2):
                 return
@@ -101,6 +98,13 @@ def wait_until_up(
         if time.monotonic() > deadline:
             raise MeasurementError(f"no response within {timeout_seconds:.0f} s: {read_log_tail(log_path)}")
         time.sleep(0.1)
+
+
+def check_running(process: subprocess.Popen[bytes], log_path: Path, name: str = "the process") -> None:
+    """Raise MeasurementError if the process has exited."""
+    if process.poll() is not None:
+        log = read_log_tail(log_path)
+        raise MeasurementError(f"{name} exited with code {process.returncode}: {log}")
 
 
 def read_log_tail(log_path: Path) -> str:

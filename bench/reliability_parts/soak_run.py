@@ -15,10 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from gateway_parts.processes import MeasurementError, read_log_tail, read_usage, start_process, wait_until_up
+from gateway_parts.processes import (
+    MeasurementError,
+    check_running,
+    read_log_tail,
+    read_usage,
+    start_process,
+    wait_until_up,
+)
 from gateway_parts.servers import GatewayProcess
 
 BENCH = Path(__file__).resolve().parent.parent
+PROGRAM = "instar train"
 MAX_IN_FLIGHT = 64
 START_TIMEOUT_SECONDS = 180.0
 
@@ -67,7 +75,7 @@ class SoakRun:
 
     def check_running(self) -> None:
         """Raise MeasurementError if the run has exited."""
-        check_running(self._supervisor, self._log_path)
+        check_running(self._supervisor, self._log_path, PROGRAM)
 
     def query(self, sql: str) -> list[Any]:
         return query_store(self.gateway.store_path, sql)
@@ -118,7 +126,7 @@ def start_run(folder: Path, model: Path) -> Generator[SoakRun]:
         run_dir = Path(settings["dir"])
         deadline = time.monotonic() + START_TIMEOUT_SECONDS
         while (url := find_gateway_url(run_dir / "store.db")) is None:
-            check_running(process, log_path)
+            check_running(process, log_path, PROGRAM)
             if time.monotonic() > deadline:
                 raise MeasurementError(
                     f"the run did not start within {START_TIMEOUT_SECONDS:.0f} s: {read_log_tail(log_path)}"
@@ -127,12 +135,6 @@ def start_run(folder: Path, model: Path) -> Generator[SoakRun]:
         wait_until_up(process, f"{url}/healthz", log_path)
         connection_info = {"base_url": f"{url}/v1", "admin_key": admin_key, "run_dir": str(run_dir)}
         yield SoakRun(GatewayProcess(connection_info), process, log_path)
-
-
-def check_running(process: subprocess.Popen[bytes], log_path: Path) -> None:
-    if process.poll() is not None:
-        log = read_log_tail(log_path)
-        raise MeasurementError(f"instar train exited with code {process.returncode}: {log}")
 
 
 def find_gateway_url(store_path: Path) -> str | None:

@@ -8,17 +8,8 @@ import numpy as np
 
 from instar.engines.base import EngineInfo, Prompt, one_policy_error
 from instar.errors import ConstraintError, EngineError, PromptTooLong
-from instar.types import (
-    BIAS_RANGE,
-    OPTIONAL_SAMPLING_FIELDS,
-    SAMPLING_RANGES,
-    Ids,
-    Policy,
-    PolicyRef,
-    SamplingParams,
-)
+from instar.types import BIAS_RANGE, SAMPLING_RANGES, Ids, Policy, PolicyRef, SamplingParams
 
-_DEFAULTS = SamplingParams()
 INT32 = np.iinfo(np.int32)
 
 
@@ -54,8 +45,8 @@ def check_request(
     for name, (low, high) in SAMPLING_RANGES.items():
         if not low <= (value := getattr(params, name)) <= high:
             raise EngineError(f"{name} must be between {low} and {high}, got {value}.")
-    for name in OPTIONAL_SAMPLING_FIELDS:
-        if name not in info.sampling_fields and getattr(params, name) != getattr(_DEFAULTS, name):
+    for name in params.optional_settings:
+        if name not in info.sampling_fields:
             raise EngineError(f"The {info.kind} engine does not support {name}; leave it out.")
     for token, bias in params.logit_bias.items():
         if not 0 <= token < info.vocab_size:

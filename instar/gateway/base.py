@@ -17,6 +17,8 @@ SESSION_HEADER = "x-instar-session"
 IGNORED_FIELDS_HEADER = "x-instar-ignored-fields"
 """The response header that lists the fields of the request that the reply does not honour."""
 DROPPED_MESSAGES_HEADER = "x-instar-dropped-messages"
+MAX_SUBMITTED_CALLS = 256
+"""The maximum number of calls in one submission."""
 SAMPLING_KEYS = frozenset({"temperature", "top_p", "top_k", "max_tokens"})
 """The sampling settings that a session may override for all its calls."""
 

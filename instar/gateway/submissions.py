@@ -17,7 +17,7 @@ import msgspec.structs
 import numpy as np
 
 from instar.engines.base import EngineInfo
-from instar.gateway.base import invalid_value
+from instar.gateway.base import MAX_SUBMITTED_CALLS, invalid_value
 from instar.gateway.context import GatewayContext
 from instar.gateway.dialects.base import ModelRequest
 from instar.gateway.dialects.common import check_token_ids, parse_stop
@@ -28,7 +28,6 @@ from instar.record.base import Renderer
 from instar.record.graph import MessageGraph
 from instar.types import FinishReason, Json, Message, SamplingParams, Tool, new_id
 
-MAX_SUBMITTED_CALLS = 256
 MIN_TRAINED_LOGPROB = -30.0  # a model does not sample such a token; its importance ratio could overflow
 
 ShortText = Annotated[str, msgspec.Meta(max_length=512)]

@@ -8,13 +8,12 @@ from typing import Any
 
 import msgspec
 
-from instar.types import OPTIONAL_SAMPLING_FIELDS, Ids, Json, OutputConstraint, SamplingParams
+from instar.types import Ids, Json, OutputConstraint, SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
 NEG_INF_LOGPROB = -9999.0
 """vLLM sends this value instead of -inf. `clean_logprob` treats it as a missing logprob (NaN)."""
 MAX_SEED = (1 << 63) - 1
-_DEFAULTS = SamplingParams()
 
 
 class _Logprob(msgspec.Struct):
@@ -84,9 +83,7 @@ def encode_generate_request(
         "detokenize": bool(params.stop),
         "skip_special_tokens": False,
     }
-    for name in OPTIONAL_SAMPLING_FIELDS:
-        if (value := getattr(params, name)) != getattr(_DEFAULTS, name):
-            vllm_params[name] = value
+    vllm_params |= params.optional_settings
     if params.stop:
         vllm_params["stop"] = list(params.stop)
     if params.seed is not None and send_seed:

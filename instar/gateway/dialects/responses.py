@@ -56,18 +56,10 @@ _RANGES = {
 }
 _INCLUDE_LOGPROBS = "message.output_text.logprobs"
 _REPEATED_FIELDS = (
-    *("max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "previous_response_id"),
-    *(
-        "prompt_cache_key",
-        "reasoning",
-        "safety_identifier",
-        "temperature",
-        "text",
-        "tool_choice",
-        "top_p",
-        "user",
-    ),
-)
+    "max_output_tokens", "max_tool_calls", "metadata", "parallel_tool_calls", "previous_response_id",
+    "prompt_cache_key", "reasoning", "safety_identifier", "temperature", "text", "tool_choice", "top_p",
+    "user",
+)  # fmt: skip
 """The request fields that a response repeats, except those that a recorded call contains."""
 _SUPPORTED_INCLUDES = (_INCLUDE_LOGPROBS, "reasoning.encrypted_content")
 

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope
 
 from instar.config import GatewayConfig
 from instar.gateway.auth import Action, Authenticator, Caller, authorize, extract_key
-from instar.gateway.base import ApiError, bad_request
+from instar.gateway.base import MAX_SUBMITTED_CALLS, ApiError, bad_request
 from instar.gateway.dialects.base import Dialect, ModelRequest
 from instar.gateway.http_protocol import get_connection
 from instar.gateway.request_cache import MIN_CACHED_BODY, RequestCache
@@ -44,7 +44,6 @@ _MIN_CHECKED_BODY = 64 * 1024
 """The size, in bytes, above which a body is checked before it is decoded."""
 _MAX_SETTINGS_BYTES = 2 * 1024 * 1024
 """The maximum size of the part of a body that is not in `_LARGE_FIELDS`."""
-_MAX_CHECKED_CALLS = 256  # a submission with more calls is rejected
 _LARGE_FIELDS = re.compile(
     "messages|input|system|instructions|prompt(_ids)?|sampled_ids|(behavior_)?logprobs|versions|reply"
 )
@@ -151,7 +150,7 @@ def check_body(config: GatewayConfig, body: bytes, *, is_trusted: bool = False) 
         return
     try:
         top = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        calls = msgspec.json.decode(top.pop("calls", b"[]"), type=list[msgspec.Raw])[:_MAX_CHECKED_CALLS]
+        calls = msgspec.json.decode(top.pop("calls", b"[]"), type=list[msgspec.Raw])[:MAX_SUBMITTED_CALLS]
         parts = [top, *(msgspec.json.decode(call, type=dict[str, msgspec.Raw]) for call in calls)]
         fields = [field for part in parts for field in part.items()]
         tool_count = sum(_count_items(raw) for name, raw in fields if name == "tools")

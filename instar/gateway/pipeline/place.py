@@ -50,17 +50,22 @@ async def _fit_position(
             call.dropped_messages = len(dropped)
         return await _find_position(call, graph)
 
-    low, high = 0, len(turns)
-    while low < high:  # The fewest turns are found by bisection, because each attempt tokenizes the prompt.
-        count = low if low == 0 and high == len(turns) else (low + high) // 2
+    async def try_position(turn_count: int) -> Placement | None:
         try:
-            fits = len((await find_position(count)).prompt_ids) <= limit
+            placement = await find_position(turn_count)
         except PromptTooLong:
-            fits = False
-        if fits:
-            high = count
-        else:
+            return None
+        return placement if len(placement.prompt_ids) <= limit else None
+
+    if turns and (placement := await try_position(0)) is not None:
+        return placement
+    low, high = 1, len(turns)
+    while low < high:  # The fewest turns are found by bisection, because each attempt tokenizes the prompt.
+        count = (low + high) // 2
+        if await try_position(count) is None:
             low = count + 1
+        else:
+            high = count
     return await find_position(low)
 
 
